@@ -1,0 +1,105 @@
+# Every target sets up what it needs: an environment of its own in .venv, made from pyproject.toml.
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3.12 test` chooses another.
+PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11,\
+	$(shell $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		&& echo $(python))))
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# The floor that pyproject.toml names, so that it stands in one place.
+OLDEST_RAY := $(shell sed -n 's/^ *"ray\[data\]>=\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
+OLDEST_VENV := .venv-ray-$(OLDEST_RAY)
+
+BENCH_OUT := build/bench
+BENCH_SHORT := tiny jpeg null tax
+BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks/benchmark_*.py)))
+
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with dpex (DEMO_ARGS=--quick)
+	$(RUN) examples/demo.py $(DEMO_ARGS)
+
+.PHONY: test
+test: check ## Everything CI runs: check, then the tests (TEST_ARGS="-k parity")
+	$(RUN) -m pytest $(TEST_ARGS)
+
+.PHONY: check
+check: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+.PHONY: format
+format: $(VENV)/.installed-dev ## Let ruff mend what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: bench
+bench: $(addprefix bench-,$(BENCH_SHORT)) ## The short benchmarks, dpex against torch (< 10 minutes)
+	@$(RUN) -m benchmarks.harness $(patsubst %,$(BENCH_OUT)/%.json,$(BENCH_SHORT))
+
+.PHONY: bench-all
+bench-all: BENCH_ARGS = --rounds 15
+bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark, with more rounds
+	@$(RUN) -m benchmarks.harness $(patsubst %,$(BENCH_OUT)/%.json,$(BENCH_ALL))
+
+# One case: `make bench-jpeg`. Never two at once, also under `make -j`.
+.PHONY: $(addprefix bench-,$(BENCH_ALL))
+$(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
+	$(RUN) -m benchmarks.benchmark_$* --out $(BENCH_OUT)/$*.json $(BENCH_ARGS)
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports
+	$(OLDEST_VENV)/bin/python -m pytest $(TEST_ARGS)
+
+.PHONY: clean
+clean: ## Remove caches and build outputs; the environments stay
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find dpex tests benchmarks examples -type d -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: clean-all
+clean-all: clean ## Remove the environments too
+	rm -rf .venv .venv-ray-*
+
+.NOTPARALLEL:
+
+# --- set-up -------------------------------------------------------------------------------------
+
+# pip knows dependency groups since 25.1.
+NEW_PIP := --quiet 'pip>=25.1'
+
+# One stamp per dependency group. All groups share one environment, so what is there already is
+# kept, and torch and torchvision are resolved together.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing the '$*' group into $(VENV); torch and Ray make this take minutes the first time."
+	$(RUN) -m pip install $(NEW_PIP)
+	$(RUN) -m pip install --editable . --group $*
+	@touch $@
+
+# Only Ray is held back; torch is the newest here too.
+$(OLDEST_VENV)/.installed-test: pyproject.toml | $(OLDEST_VENV)/bin/python
+	$(OLDEST_VENV)/bin/python -m pip install $(NEW_PIP)
+	$(OLDEST_VENV)/bin/python -m pip install --editable . --group test \
+		'ray[data]==$(OLDEST_RAY).*'
+	@touch $@
+
+$(VENV)/bin/python $(OLDEST_VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then \
+		echo "dpex needs Python 3.11 or newer; 'make PYTHON=/path/to/python3.12 ...' names one." >&2; \
+		echo "Found: $$("$(or $(PYTHON),python3)" --version 2>&1)" >&2; exit 1; \
+	fi
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) lacks the venv module (on Debian and Ubuntu: install python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(@:/bin/python=)

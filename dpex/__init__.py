@@ -1,0 +1,49 @@
+"""Feed PyTorch training from a whole cluster's CPUs by changing one line.
+
+    from dpex import DpexDataLoader
+
+``import dpex`` is light: neither torch nor Ray is imported before the first name is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpex import dataloader
+    from dpex.dataloader import DpexDataLoader
+    from dpex.errors import (
+        ChunkLostError,
+        ClusterError,
+        DatasetTooLargeError,
+        DpexError,
+        SerializationError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChunkLostError",
+    "ClusterError",
+    "DatasetTooLargeError",
+    "DpexDataLoader",
+    "DpexError",
+    "SerializationError",
+    "dataloader",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name == "dataloader":
+        return import_module("dpex.dataloader")
+    if name == "DpexDataLoader":
+        return import_module("dpex.dataloader").DpexDataLoader
+    if name in __all__:
+        return getattr(import_module("dpex.errors"), name)
+    raise AttributeError(f"module 'dpex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,91 @@
+"""How many batches one Ray task makes, and how many may be under way.
+
+A task costs some ten milliseconds beside its work, so a chunk is about half a second of work.
+The first chunks of an iteration are single batches: the first batch then waits for nothing but
+itself. Towards the end chunks shrink, so that no task works on while the others have finished.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["ChunkPlanner"]
+
+_CHUNK_SECONDS = 0.5
+_CHUNK_BYTES = 64 << 20
+# However small a batch is: indices are drawn and kept for every one that is under way.
+_MAX_WINDOW = 1024
+# A worker that spends less than this share of its time computing waits for something.
+_SMALLEST_SHARE = 1 / 64
+
+
+class ChunkPlanner:
+    """Sizes chunks and the run-ahead from what batches turned out to cost.
+
+    Args:
+        num_workers: Cap on the number of parallel tasks.
+        prefetch_factor: Batches per worker that may always be under way.
+        prefetch_bytes: Bytes that may be under way beyond that.
+        free_cores: Processors for the tasks to begin with.
+    """
+
+    def __init__(
+        self, *, num_workers: int, prefetch_factor: int, prefetch_bytes: int, free_cores: int
+    ) -> None:
+        self._num_workers = num_workers
+        self._guaranteed = max(1, num_workers * prefetch_factor)
+        self._prefetch_bytes = prefetch_bytes
+        self._free_cores = max(1, free_cores)
+        self._batch_seconds = 0.0
+        self._batch_bytes = 0.0
+        self._share = 1.0
+        self._observed = False
+        self._issued = 0
+
+    def begin(self) -> None:
+        """Start an iteration: what is known of costs stays, the chunks begin small again."""
+        self._issued = 0
+
+    def observe(self, *, batches: int, seconds: float, cpu_seconds: float, size_bytes: int) -> None:
+        """Take the cost of some finished batches into account."""
+        if batches == 0:
+            return
+        share = min(1.0, max(_SMALLEST_SHARE, cpu_seconds / max(seconds, 1e-9)))
+        weight = 0.25 if self._observed else 1.0
+        self._batch_seconds += weight * (seconds / batches - self._batch_seconds)
+        self._batch_bytes += weight * (size_bytes / batches - self._batch_bytes)
+        self._share += weight * (share - self._share)
+        self._observed = True
+
+    @property
+    def parallel(self) -> int:
+        """Tasks to run at once: one per free core, more if tasks wait more than they compute."""
+        wanted = math.ceil(self._free_cores / self._share) if self._observed else self._free_cores
+        return max(1, min(self._num_workers, wanted))
+
+    @property
+    def window(self) -> int:
+        """Batches that may be drawn and not yet delivered."""
+        if not self._observed:
+            return self._guaranteed
+        affordable = int(self._prefetch_bytes / max(1.0, self._batch_bytes))
+        return max(self._guaranteed, min(_MAX_WINDOW, affordable))
+
+    def size(self, *, remaining: int | None) -> int:
+        """Return how many batches the next chunk should take.
+
+        Args:
+            remaining: Batches that the sampler has left, where it says so.
+        """
+        parallel = self.parallel
+        sizes = [self.window // (2 * parallel), 1 << min(20, self._issued // parallel)]
+        if self._observed:
+            sizes.append(int(_CHUNK_SECONDS / max(self._batch_seconds, 1e-6)))
+            sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
+        if remaining is not None:
+            sizes.append(math.ceil(remaining / (2 * parallel)))
+        return max(1, min(sizes))
+
+    def issued(self) -> None:
+        """Count one chunk as sent."""
+        self._issued += 1

@@ -1,0 +1,197 @@
+"""Blocks on their way into the trainer: from the host's references to batches in own memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+import torch
+from ray.data.collate_fn import ArrowBatchCollateFn
+
+from dpex.cluster.private import leak_free_batch_iterator, ref_bundle
+from dpex.frame import Frame, decode, read_frame
+
+__all__ = ["Arrival", "Receiver"]
+
+logger = logging.getLogger("dpex")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One block, decoded.
+
+    Attributes:
+        frame: Its header.
+        batches: Batch number, whether it is an error, and the batch.
+    """
+
+    frame: Frame
+    batches: list[tuple[int, bool, Any]]
+
+
+class _Decode(ArrowBatchCollateFn):  # type: ignore[misc]
+    """The collate_fn of ``iter_torch_batches``: one block in, its batches out."""
+
+    def __init__(self, run: str, pin_memory: bool, device_index: int) -> None:
+        self._run = run
+        self._pin_memory = pin_memory
+        self._device_index = device_index
+
+    def __call__(self, table: pa.Table) -> Arrival:
+        """Copy a block's batches into memory of their own."""
+        frame = read_frame(table)
+        if frame.run != self._run:  # a chunk of an iteration that was given up
+            return Arrival(frame, [])
+        if self._pin_memory:
+            torch.accelerator.set_device_index(self._device_index)
+        return Arrival(frame, list(decode(frame, pin_memory=self._pin_memory)))
+
+
+class _HostedBlocks(ray.data.DataIterator):  # type: ignore[misc]
+    """A Ray DataIterator whose block references come from the host.
+
+    Source:
+        The contract of ``ray.data.DataIterator``, as Ray's own split iterator meets it.
+    """
+
+    def __init__(self, host: Any, lane_key: str, run: str, receiver: Receiver) -> None:
+        self._host = host
+        self._lane_key = lane_key
+        self._run = run
+        self._receiver = receiver
+
+    def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], None, None]:
+        return self._bundles(), None, None
+
+    def _bundles(self) -> Iterator[Any]:
+        count = 0
+        request = self._host.take.remote(self._lane_key, self._run)
+        while True:
+            reply = ray.get(request)
+            if not reply.ended:
+                # Asked ahead, so that the answer is on its way while these blocks are read.
+                request = self._host.take.remote(self._lane_key, self._run)
+            count += len(reply.blocks)
+            self._receiver.note(count, reply.quiet_at, reply.errors)
+            for block in reply.blocks:
+                yield ref_bundle(block)
+            if reply.ended:
+                return
+
+    def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        return leak_free_batch_iterator(super()._create_batch_iterator(*args, **kwargs))
+
+    def stats(self) -> str:
+        """Return nothing: the host's pipeline has no end to sum up."""
+        return ""
+
+    def schema(self) -> None:
+        """Return nothing: a frame's columns differ from block to block."""
+
+    def get_context(self) -> Any:
+        """Return the context that the iteration itself runs under."""
+        return ray.data.DataContext.get_current()
+
+
+class Receiver:
+    """Reads one run's blocks in a thread and keeps the decoded batches for the training loop."""
+
+    def __init__(self, host: Any, lane_key: str, run: str, *, pin_memory: bool) -> None:
+        self._changed = threading.Condition()
+        self._arrivals: deque[Arrival] = deque()
+        self._read = 0
+        self._notes: deque[tuple[int, int]] = deque()
+        self._quiet_at = 0
+        self._errors: list[str] = []
+        self._failure: BaseException | None = None
+        self._ended = False
+        device_index = torch.accelerator.current_device_index() if pin_memory else -1
+        blocks = _HostedBlocks(host, lane_key, run, self)
+        batches = blocks.iter_torch_batches(
+            batch_size=None,
+            prefetch_batches=0,
+            device="cpu",
+            collate_fn=_Decode(run, pin_memory, device_index),
+        )
+        threading.Thread(
+            target=self._receive, args=(iter(batches),), name="dpex-receive", daemon=True
+        ).start()
+
+    def _receive(self, batches: Iterator[Arrival]) -> None:
+        try:
+            for arrival in batches:
+                with self._changed:
+                    self._read += 1
+                    self._arrivals.append(arrival)
+                    self._settle()
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
+        """Take what the host says beside the blocks.
+
+        Args:
+            blocks: Number of blocks up to and with this reply.
+            quiet_at: Number of chunks that are surely done once those blocks are read.
+            errors: What made tasks fail for good.
+        """
+        with self._changed:
+            self._notes.append((blocks, quiet_at))
+            self._errors.extend(errors)
+            self._settle()
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        while self._notes and self._notes[0][0] <= self._read:
+            self._quiet_at = self._notes.popleft()[1]
+
+    def wait(self, timeout: float | None, quiet_above: int) -> bool:
+        """Wait for a block, an error, the end, or for more than ``quiet_above`` chunks done."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._arrivals
+                or self._errors
+                or self._ended
+                or self._quiet_at > quiet_above,
+                timeout,
+            )
+
+    def take(self) -> Arrival | None:
+        """Return the next decoded block, if there is one."""
+        with self._changed:
+            return self._arrivals.popleft() if self._arrivals else None
+
+    def take_errors(self) -> list[str]:
+        """Return what made tasks fail since the last call."""
+        with self._changed:
+            errors, self._errors = self._errors, []
+            return errors
+
+    @property
+    def quiet_at(self) -> int:
+        """Number of chunks all of whose blocks have been taken or wait to be."""
+        with self._changed:
+            return self._quiet_at
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the reading, if it was an error."""
+        return self._failure
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will arrive."""
+        with self._changed:
+            return self._ended and not self._arrivals

@@ -1,0 +1,433 @@
+"""Which Ray: from ``head_address`` to a connected process.
+
+``"auto"`` takes the Ray this process has, else RAY_ADDRESS, else a live cluster of this user on
+this host, else an embedded one. Every wait has a bound, and every refusal says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dpex.cluster import embedded, versions
+from dpex.errors import ClusterError
+
+__all__ = ["Connection", "connect", "report_busy_cpus"]
+
+logger = logging.getLogger("dpex")
+
+_ANSWER_SECONDS = 15.0
+_STALE_SECONDS = 2.0
+_JOIN_SECONDS = 30.0
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@,]+):(?P<port>[0-9]{1,5})")
+
+_lock = threading.Lock()
+_current: tuple[tuple[str, str], Connection] | None = None
+_forked_from_driver = False
+
+
+@dataclass(frozen=True)
+class Connection:
+    """This process's Ray.
+
+    Args:
+        kind: ``"existing"``, connected before dpex came; ``"cluster"``, connected by dpex;
+            ``"embedded"``, started by dpex for this process or this host's ranks.
+        address: Where the cluster's head answers, ``"ip:port"``.
+        single_host: Whether every node that is alive is on this host.
+        runtime_env: What tasks and actors must carry so that nodes can import dpex; ``None``
+            where they can.
+    """
+
+    kind: Literal["existing", "cluster", "embedded"]
+    address: str
+    single_host: bool
+    runtime_env: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class _Raylet:
+    """A Ray node process on this host, and the address of its cluster."""
+
+    pid: int
+    address: str
+
+
+def connect(head_address: str) -> Connection:
+    """Connect this process to the Ray that ``head_address`` names, unless it is already.
+
+    Args:
+        head_address: ``"auto"``, ``"local"`` or ``"host:port"``; see ``DpexDataLoader``.
+
+    Raises:
+        ClusterError: No such Ray, another one is connected, or its nodes cannot run our tasks.
+        ValueError: ``head_address`` has none of the forms.
+    """
+    global _current
+    request = _parse(head_address, "head_address")
+    with _lock:
+        import ray
+
+        if _forked_from_driver:
+            raise ClusterError(
+                "this process was forked from one connected to Ray, and Ray does not survive a "
+                "fork: start it with the 'spawn' or 'forkserver' method instead"
+            )
+        connection = _existing(request) if ray.is_initialized() else _new(request)
+        _current = (_session(), connection)
+        return connection
+
+
+def _parse(value: str, name: str) -> str:
+    """Return the value if it has one of the forms; raise what there is to say if not."""
+    if isinstance(value, str):
+        if value in {"auto", "local"}:
+            return value
+        if value.startswith("ray://"):
+            raise ClusterError(
+                f"{name}={value!r}: Ray Data, which dpex runs on, does not work in a Ray Client "
+                "driver. Start a node of the cluster on this host, `ray start "
+                "--address=HOST:PORT --num-cpus=0` (usually port 6379, not the client's 10001), "
+                "and pass head_address='HOST:PORT'"
+            )
+        match = _HOST_PORT.fullmatch(value)
+        if match and 0 < int(match["port"]) < 65536:
+            return value
+    raise ValueError(
+        f"{name} must be 'auto', 'local' or 'host:port' (an IPv6 address in brackets, a port in "
+        f"[1, 65535]), {name} was {value!r}"
+    )
+
+
+def _session() -> tuple[str, str]:
+    import ray
+
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.get_job_id())
+
+
+def _existing(request: str) -> Connection:
+    """The connection this process has, if it is what is asked for."""
+    import ray
+
+    if ray.util.client.ray.is_connected():
+        raise ClusterError(
+            "this process is connected through Ray Client (ray://), where Ray Data, which dpex "
+            "runs on, does not work. Start a node of the cluster on this host, `ray start "
+            "--address=HOST:PORT --num-cpus=0`, and call ray.init('HOST:PORT') instead"
+        )
+    session = _session()
+    known = _current[1] if _current is not None and _current[0] == session else None
+    address = session[0]
+    if request == "local":
+        if known is None or known.kind != "embedded":
+            raise ClusterError(
+                f"head_address='local' asks for an embedded Ray, but this process is connected to "
+                f"the Ray at {address}. Pass head_address='auto' to use that one, or call "
+                "ray.shutdown() first"
+            )
+    elif request != "auto" and not _same_endpoint(request, address):
+        raise ClusterError(
+            f"head_address={request!r}, but this process is connected to the Ray at {address}. "
+            "Pass head_address='auto' to use that one, or call ray.shutdown() first"
+        )
+    return known or _checked("existing")
+
+
+def _new(request: str) -> Connection:
+    name = "head_address"
+    if request == "auto":
+        variable = os.environ.get("RAY_ADDRESS", "").strip()
+        if variable and variable != "auto":
+            request, name = _parse(variable, "RAY_ADDRESS"), "RAY_ADDRESS"
+            logger.info("using RAY_ADDRESS=%s", request)
+        else:
+            request = _running_cluster() or "local"
+    if request == "local":
+        return _embedded()
+    _join(request, name)
+    try:
+        return _checked("cluster")
+    except ClusterError:
+        _disconnect()
+        raise
+
+
+def _checked(kind: Literal["existing", "cluster"]) -> Connection:
+    single_host = _is_single_host()
+    runtime_env = versions.check_nodes(single_host=single_host)
+    return Connection(kind, _session()[0], single_host, runtime_env)
+
+
+def _embedded() -> Connection:
+    job = embedded.shared_job()
+    if job is None:
+        embedded.start()
+    else:
+        variables = embedded.rank_environment()
+        _join(
+            embedded.join_keeper(job),
+            "the Ray that this host's ranks share",
+            runtime_env={"env_vars": variables} if variables else None,
+        )
+    address = _session()[0]
+    logger.info("embedded Ray at %s, gone with %s", address, "the ranks" if job else "the process")
+    return Connection("embedded", address, single_host=True, runtime_env=None)
+
+
+def _running_cluster() -> str | None:
+    """A live cluster that this user started on this host with ``ray start``, if there is one.
+
+    Source:
+        Ray keeps the address of the last ``ray start`` in this file and leaves it there when the
+        cluster is gone. ``ray.init`` does not write it, so embedded ones are not found here.
+    """
+    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(temporary) / "ray" / "ray_current_cluster"
+    try:
+        address = file.read_text().strip()
+        foreign = file.stat().st_uid != os.getuid()
+    except OSError:
+        return None
+    if foreign or not _HOST_PORT.fullmatch(address):
+        logger.debug("ignoring %s: not this user's", file)
+        return None
+    raylets = _local_raylets()
+    if raylets is not None and not _node_of(address, raylets):
+        logger.debug("ignoring %s: no node of %s runs on this host any more", file, address)
+        return None
+    try:
+        _probe(address, _STALE_SECONDS)
+    except OSError as error:
+        logger.debug("ignoring %s: nobody answers at %s (%s)", file, address, error)
+        return None
+    logger.info("found a running Ray cluster at %s (head_address='local' ignores it)", address)
+    return address
+
+
+def _join(address: str, name: str, **options: Any) -> None:
+    """Connect to a running cluster.
+
+    Args:
+        address: ``"host:port"``.
+        name: Where the address comes from, for the errors.
+        **options: Further arguments of ``ray.init``.
+    """
+    host, port = _split(address)
+    command = f"`ray start --address={address} --num-cpus=0`"
+    try:
+        raylets, node = embedded.within(_ANSWER_SECONDS, lambda: _answering(address))
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {name}={address!r} within {_ANSWER_SECONDS:g} s "
+            f"({error}). Check the address, or start the cluster: `ray start "
+            f"--head --port={port}` on {host}, then {command} on this host if it is another"
+        ) from error
+    if raylets is not None and node is None:
+        others = ", ".join(sorted({raylet.address for raylet in raylets}))
+        raise ClusterError(
+            f"a cluster answers at {name}={address!r}, but this host runs no node of it"
+            + (f" (it runs nodes of {others})" if others else "")
+            + f", and a Ray driver needs one on its own host. Start it without CPUs: {command}"
+        )
+    if node is not None:
+        _follow_auth_mode(node.pid)
+    try:
+        embedded.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
+    except Exception as error:
+        _disconnect()
+        raise ClusterError(
+            f"the Ray cluster at {name}={address!r} answers but cannot be joined: {error} If it "
+            "uses token authentication, set RAY_AUTH_MODE=token; if this host runs no node of "
+            f"it, start one: {command}"
+        ) from error
+
+
+def _answering(address: str) -> tuple[list[_Raylet] | None, _Raylet | None]:
+    """This host's raylets and the one of this cluster, once the cluster has answered."""
+    raylets = _local_raylets()
+    node = _node_of(address, raylets or [])
+    # Ray's head listens on the node's own address, so "localhost" is answered by its node's.
+    _probe(node.address if node else address, _ANSWER_SECONDS)
+    return raylets, node
+
+
+def _probe(address: str, timeout_s: float) -> None:
+    """Raise ``OSError`` unless a gRPC server answers, as every Ray head is one.
+
+    ``ray.init`` would try for many minutes where something else listens on the port.
+
+    Source:
+        RFC 9113, section 3.4: both sides of HTTP/2 begin with a SETTINGS frame (type 4).
+    """
+    deadline = time.monotonic() + timeout_s
+    with socket.create_connection(_split(address), timeout_s) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") not in {"", "0"}:
+            return
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        header = b""
+        while len(header) < 9:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            received = connection.recv(9 - len(header))
+            if not received:
+                break
+            header += received
+    if header[3:4] != b"\x04":
+        raise ConnectionError("something listens there, but it is no Ray head")
+
+
+def _local_raylets() -> list[_Raylet] | None:
+    """The Ray nodes on this host; ``None`` where that cannot be told.
+
+    Source:
+        Ray too finds the driver's node by the command lines of processes.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    raylets = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if Path(arguments[0]).name != "raylet":
+                continue
+            flags = dict(argument.partition("=")[::2] for argument in arguments[1:])
+            address = flags.get("--gcs-address", "")
+            if not _HOST_PORT.fullmatch(address):
+                return None
+            raylets.append(_Raylet(int(entry.name), address))
+    return raylets
+
+
+def _node_of(address: str, raylets: list[_Raylet]) -> _Raylet | None:
+    return next((raylet for raylet in raylets if _same_endpoint(raylet.address, address)), None)
+
+
+def _follow_auth_mode(raylet_pid: int) -> None:
+    """Use token authentication where this host's node of the cluster does.
+
+    Ray turns it on by itself only for clusters that it finds by itself. Of another user's node
+    nothing can be read, so no token goes to a stranger.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        if b"RAY_AUTH_MODE=token" in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
+            os.environ["RAY_AUTH_MODE"] = "token"
+            import ray
+
+            # Ray reads its environment when it is imported. Private: without it the cluster
+            # refuses us, and the error says what to set.
+            config = getattr(ray._raylet, "Config", None)
+            if config is not None:
+                config.initialize("")
+
+
+def _disconnect() -> None:
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _same_endpoint(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    (host, port), (other_host, other_port) = _split(one), _split(other)
+    return port == other_port and not _ips(host).isdisjoint(_ips(other_host))
+
+
+def _ips(host: str) -> set[str]:
+    """The host's addresses; this host's own all count as one, as "localhost" stands for them."""
+    try:
+        found = embedded.within(_STALE_SECONDS, lambda: socket.getaddrinfo(host, None))
+    except (OSError, TimeoutError):
+        return set()
+    ips = {str(entry[4][0]) for entry in found}
+    return {"here" if _is_own(ip) else ip for ip in ips}
+
+
+def _is_own(ip: str) -> bool:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((ip, 0))  # only a host's own addresses, loopback among them, can be bound
+        return True
+    return False
+
+
+def _is_single_host() -> bool:
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    hosts = {
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerHostname"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    return all(host == hosts.get(here) for host in hosts.values())
+
+
+def report_busy_cpus() -> str:
+    """Say who holds the cluster's CPUs, for a log line; needs no dashboard.
+
+    Returns:
+        Totals of the cluster, the placement groups that reserve CPUs, and the tasks and actors
+        that run on this host, whichever job they belong to.
+    """
+    import ray
+
+    total = ray.cluster_resources().get("CPU", 0)
+    free = ray.available_resources().get("CPU", 0)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    parts = [f"{free:g} of {total:g} CPUs are free on {len(nodes)} node(s)"]
+    for group in ray.util.placement_group_table().values():
+        cpus = sum(bundle.get("CPU", 0) for bundle in group["bundles"].values())
+        if group["state"] == "CREATED" and cpus:
+            name = group["name"] or group["placement_group_id"]
+            parts.append(f"placement group {name!r} reserves {cpus:g}")
+    running = _running_here(_session()[0])
+    if running:
+        busiest = ", ".join(f"{count} x {title}" for title, count in running.most_common(8))
+        parts.append(f"on this host run {busiest}")
+    return "; ".join(parts)
+
+
+def _running_here(address: str) -> Counter[str]:
+    """Counts of the tasks and actors in this host's workers, by the title Ray gives each."""
+    titles = Counter[str]()
+    raylets = {raylet.pid for raylet in _local_raylets() or [] if raylet.address == address}
+    for entry in Path("/proc").iterdir() if raylets else ():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            idle = title.startswith(("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"))
+            if title.startswith("ray::") and not idle and parent in raylets:
+                titles[title.removeprefix("ray::")] += 1
+    return titles
+
+
+def _note_fork() -> None:
+    global _forked_from_driver
+    ray = sys.modules.get("ray")
+    _forked_from_driver = bool(ray and ray.is_initialized())
+
+
+os.register_at_fork(after_in_child=_note_fork)

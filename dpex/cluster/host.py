@@ -1,0 +1,267 @@
+"""The actor that runs the pipelines, so that the trainer's process keeps its GIL to itself.
+
+One host serves all loaders of a process. It claims no CPU, never imports torch, and touches no
+data: it passes chunks in and block references out. A *lane* is one pipeline; it serves one
+iteration of a loader at a time and outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dpex.cluster.private import FedExecution, tune_host_process
+from dpex.cluster.stages import NAMESPACE, Pipeline, build, chunk_table
+
+__all__ = ["Reply", "get_host"]
+
+_QUIET_WAIT_S = 1.0
+_MAX_CANCELLED = 10_000
+
+
+@dataclass
+class Reply:
+    """What a lane has to say.
+
+    Attributes:
+        blocks: New blocks: reference and size in bytes.
+        quiet_at: Number of the run's chunks when last all of them were done; their blocks have
+            all been handed out with or before this reply.
+        ended: Whether no more will come for this run.
+        errors: What made tasks fail for good.
+    """
+
+    blocks: list[tuple[ray.ObjectRef, int]] = field(default_factory=list)
+    quiet_at: int = 0
+    ended: bool = False
+    errors: list[str] = field(default_factory=list)
+
+
+class _Lane:
+    """One pipeline, as the host keeps it."""
+
+    def __init__(self, pipeline: Pipeline, run: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._blocks: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._errors: list[str] = []
+        self._fed = 0
+        self._quiet_at = 0
+        self._told_quiet_at = 0
+        self.broken = False
+        self.changed = asyncio.Event()
+        self.begin(run)
+        self.execution = FedExecution(
+            lambda tables: build(tables, pipeline),
+            on_blocks=self._take_blocks,
+            on_quiet=self._take_quiet,
+            on_end=self._take_end,
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """Whether everything that was fed is done."""
+        return self._quiet_at == self._fed
+
+    def begin(self, run: str | None) -> None:
+        """Serve another iteration, or none."""
+        self.run = run
+        self._first_chunk = self._fed
+        self._blocks.clear()
+        self._errors.clear()
+        self.changed.set()
+
+    def feed(self, payloads: list[bytes]) -> None:
+        """Append chunks."""
+        for payload in payloads:
+            self._fed += 1
+            self.execution.feed(chunk_table(payload))
+
+    def news(self) -> Reply | None:
+        """Return what is new since the last call, or None."""
+        with self._lock:
+            blocks, errors, quiet_at = list(self._blocks), list(self._errors), self._quiet_at
+            self._blocks.clear()
+            self._errors.clear()
+        if not (blocks or errors or self.broken or quiet_at != self._told_quiet_at):
+            return None
+        self._told_quiet_at = quiet_at
+        return Reply(blocks, quiet_at - self._first_chunk, self.broken, errors)
+
+    def note_error(self, text: str) -> None:
+        """Remember what made a task fail for good."""
+        with self._lock:
+            self._errors.append(text)
+        self._signal()
+
+    def _take_blocks(self, blocks: list[tuple[ray.ObjectRef, int]]) -> None:
+        with self._lock:
+            self._blocks.extend(blocks)
+        self._signal()
+
+    def _take_quiet(self, fed: int) -> None:
+        with self._lock:
+            self._quiet_at = fed
+        self._signal()
+
+    def _take_end(self, error: BaseException) -> None:
+        self.broken = True
+        self.note_error(f"{type(error).__name__}: {error}")
+
+    def _signal(self) -> None:
+        self._loop.call_soon_threadsafe(self.changed.set)
+
+
+class _Host:
+    """The actor's class. All methods are short, but ``take``, which waits for news."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, asyncio.Future[_Lane]] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        tune_host_process(self._note_error)
+
+    async def open(self, lane_key: str, pipeline: Pipeline, run: str) -> None:
+        """Start a pipeline that serves ``run`` first."""
+        loop = asyncio.get_running_loop()
+        opening = self._lanes[lane_key] = loop.create_future()
+        try:
+            # Planning takes some ten milliseconds, in which other lanes must be served.
+            opening.set_result(await loop.run_in_executor(None, _Lane, pipeline, run, loop))
+        except Exception as error:
+            opening.set_exception(error)
+
+    async def begin(self, lane_key: str, run: str) -> bool:
+        """Let a lane serve another iteration.
+
+        Returns:
+            False if the lane is broken, or still at work for an iteration that was given up.
+        """
+        lane = await self._lanes[lane_key]
+        deadline = time.monotonic() + _QUIET_WAIT_S
+        while not lane.quiet and not lane.broken and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        if lane.broken or not lane.quiet:
+            return False
+        lane.begin(run)
+        return True
+
+    async def feed(
+        self,
+        lane_key: str,
+        run: str,
+        payloads: list[bytes],
+        *,
+        parallel: int,
+        hurried: bool,
+    ) -> None:
+        """Append chunks to a run.
+
+        Args:
+            lane_key: The lane.
+            run: The run that the chunks belong to; ignored if it was given up.
+            payloads: Pickled chunks.
+            parallel: Number of tasks to run at once.
+            hurried: Whether the training loop waits, so that it pays to look often.
+        """
+        lane = await self._lanes[lane_key]
+        if lane.run == run:
+            lane.execution.parallel = parallel
+            lane.execution.hurried = hurried
+            lane.feed(payloads)
+
+    async def take(self, lane_key: str, run: str) -> Reply:
+        """Wait for news of a run; one that was given up has ended."""
+        opening = self._lanes.get(lane_key)
+        while opening is not None and (lane := await opening).run == run:
+            lane.changed.clear()
+            reply = lane.news()
+            if reply is not None:
+                return reply
+            await lane.changed.wait()
+        return Reply(ended=True)
+
+    async def cancel(self, lane_key: str, run: str) -> None:
+        """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
+        self._cancelled[run] = None
+        while len(self._cancelled) > _MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
+        opening = self._lanes.get(lane_key)
+        if opening is not None and (lane := await opening).run == run:
+            lane.begin(None)
+
+    async def cancelled(self, run: str) -> bool:
+        """Tell a worker whether a run was given up."""
+        return run in self._cancelled
+
+    async def close(self, lane_key: str, *, force: bool) -> None:
+        """End a pipeline; with ``force`` the worker processes of running tasks are killed."""
+        opening = self._lanes.pop(lane_key, None)
+        if opening is None:
+            return
+        lane = await opening
+        lane.begin(None)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: lane.execution.close(force=force))
+
+    def _note_error(self, text: str) -> None:
+        for opening in list(self._lanes.values()):
+            if opening.done() and not opening.exception() and not opening.result().quiet:
+                opening.result().note_error(text)
+
+
+@dataclass(frozen=True)
+class HostHandle:
+    """A running host.
+
+    Attributes:
+        actor: Ray's handle.
+        name: Its name in the namespace of dpex.
+        job_id: The Ray job (driver) that it belongs to.
+    """
+
+    actor: Any
+    name: str
+    job_id: str
+
+
+_host: HostHandle | None = None
+_host_lock = threading.Lock()
+
+
+def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
+    """Return this process's host, started on first use on this node.
+
+    Args:
+        runtime_env: Ray runtime environment for nodes that lack dpex.
+    """
+    global _host
+    with _host_lock:
+        context = ray.get_runtime_context()
+        job_id = context.get_job_id()
+        if _host is None or _host.job_id != job_id:
+            name = f"dpex-host-{uuid.uuid4().hex}"
+            options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
+            actor = (
+                ray.remote(_Host)
+                .options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    num_cpus=0,
+                    max_concurrency=1000,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        context.get_node_id(), soft=True
+                    ),
+                    **options,
+                )
+                .remote()
+            )
+            _host = HostHandle(actor, name, job_id)
+        return _host

@@ -1,0 +1,348 @@
+"""Ray's private names: all that dpex uses stand in this file, and each has a public fallback.
+
+What they buy is speed, never results:
+
+* a pipeline whose source can be fed while it runs, so that one execution serves all epochs
+  (public: one execution for every window of chunks, which drains in between);
+* an executor that polls as often as the consumer needs, and starts no helper actors
+  (public: 100 ms polls, two actors beside it);
+* a block iterator that leaves no thread behind (public: one parked thread per iteration).
+
+``DPEX_PUBLIC_RAY_ONLY=1`` forces the fallbacks; the tests run both.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockAccessor
+
+__all__ = [
+    "Block",
+    "FedExecution",
+    "fast_executor_available",
+    "leak_free_batch_iterator",
+    "ref_bundle",
+    "tune_host_process",
+]
+
+Block = tuple[ray.ObjectRef, int]
+"""A block's reference and its size in bytes."""
+
+_BUSY_POLL_S = 0.01
+_CALM_POLL_S = 0.05
+_IDLE_WAIT_S = 5.0
+
+
+@functools.cache
+def fast_executor_available() -> bool:
+    """Tell whether this Ray has every private name that the fast execution needs."""
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return False
+    try:
+        from ray.data._internal.execution import streaming_executor_state
+        from ray.data._internal.execution.execution_callback import ExecutionCallback
+        from ray.data._internal.execution.interfaces import RefBundle
+        from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
+        from ray.data._internal.execution.streaming_executor import StreamingExecutor
+        from ray.data._internal.logical.optimizers import get_execution_plan
+    except ImportError:
+        return False
+    return (
+        callable(get_execution_plan)
+        and hasattr(ExecutionCallback, "on_execution_step")
+        and hasattr(streaming_executor_state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")
+        and hasattr(StreamingExecutor, "execute")
+        and hasattr(InputDataBuffer, "_get_next_inner")
+        and hasattr(RefBundle, "size_bytes")
+    )
+
+
+def ref_bundle(block: Block) -> Any:
+    """Wrap a block reference as the unit that Ray's data iterators pass around."""
+    from ray.data._internal.execution.interfaces import RefBundle
+    from ray.data.block import BlockMetadata
+
+    ref, size_bytes = block
+    metadata = BlockMetadata(
+        num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
+    )
+    try:
+        from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry
+    except ImportError:  # Ray < 2.58: plain pairs
+        entry: Any = (ref, metadata)
+    else:
+        entry = BlockEntry(ref, metadata)
+    return RefBundle([entry], schema=None, owns_blocks=False)
+
+
+def _blocks_of(bundle: Any) -> Iterator[Block]:
+    for ref, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
+        if metadata.num_rows:  # a task that yields nothing still makes one empty block
+            yield ref, metadata.size_bytes or 0
+
+
+class FedExecution:
+    """A running Ray Data pipeline that takes chunks one by one and gives blocks back.
+
+    Args:
+        dataset_of: Builds the Dataset of one window: source blocks, then the stages.
+        on_blocks: Called with new blocks, in order where the Dataset preserves it.
+        on_quiet: Called with the number of chunks fed so far whenever all of them are done.
+        on_end: Called once if the execution ends by itself, with the error.
+
+    The callbacks run in the executor's thread.
+    """
+
+    def __init__(
+        self,
+        dataset_of: Callable[[list[pa.Table]], ray.data.Dataset],
+        *,
+        on_blocks: Callable[[list[Block]], None],
+        on_quiet: Callable[[int], None],
+        on_end: Callable[[BaseException], None],
+    ) -> None:
+        self._dataset_of = dataset_of
+        self._on_blocks = on_blocks
+        self._on_quiet = on_quiet
+        self._on_end = on_end
+        self._wake = threading.Event()
+        self._waiting: collections.deque[pa.Table] = collections.deque()
+        self._fed = 0
+        self._quiet_at = 0
+        self._closed = False
+        self.parallel = 1
+        self.hurried = True
+        start = self._start_fast if fast_executor_available() else self._start_public
+        start()
+
+    def feed(self, table: pa.Table) -> None:
+        """Append one source block."""
+        self._waiting.append(table)
+        self._fed += 1
+        self._wake.set()
+
+    def close(self, *, force: bool) -> None:
+        """Stop; with ``force`` the worker processes of running tasks are killed."""
+        self._closed = True
+        self._wake.set()
+        self._stop(force)
+
+    # --- public names only: one execution per window of chunks ---------------------------------
+
+    def _start_public(self) -> None:
+        self._stop = lambda force: None
+        threading.Thread(target=self._run_windows, name="dpex-windows", daemon=True).start()
+
+    def _run_windows(self) -> None:
+        try:
+            while not self._closed:
+                window = []
+                while self._waiting and len(window) < 4 * self.parallel:
+                    window.append(self._waiting.popleft())
+                if not window:
+                    self._wake.wait(_IDLE_WAIT_S)
+                    self._wake.clear()
+                    continue
+                fed = self._fed - len(self._waiting)
+                for bundle in self._dataset_of(window).iter_internal_ref_bundles():
+                    self._on_blocks(list(_blocks_of(bundle)))
+                    if self._closed:
+                        return
+                self._on_quiet(fed)
+        except BaseException as error:
+            self._on_end(error)
+
+    # --- private names: one execution for all ----------------------------------------------------
+
+    def _start_fast(self) -> None:
+        from ray.data._internal.execution.execution_callback import ExecutionCallback
+        from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
+        from ray.data._internal.execution.streaming_executor import StreamingExecutor
+        from ray.data._internal.logical.optimizers import get_execution_plan
+
+        execution = self
+        dataset = self._dataset_of([pa.table({"chunk": pa.array([b""], pa.large_binary())})])
+
+        class Feed(InputDataBuffer):  # type: ignore[misc]
+            """A source operator that has more input whenever a chunk may start."""
+
+            def has_next(self) -> bool:
+                return bool(execution._waiting) and (
+                    execution._active() < execution.parallel
+                )
+
+            def _get_next_inner(self) -> Any:
+                return _source_bundle(execution._waiting.popleft())
+
+            def has_execution_finished(self) -> bool:
+                return execution._closed
+
+            def has_completed(self) -> bool:
+                return execution._closed
+
+        class Steps(ExecutionCallback):  # type: ignore[misc]
+            """Our turn in each pass of the executor's loop."""
+
+            def on_execution_step(self, executor: Any) -> None:
+                execution._step(executor)
+
+        plan, _ = get_execution_plan(dataset._logical_plan)
+        first = plan.dag
+        while not isinstance(first.input_dependencies[0], InputDataBuffer):
+            first = first.input_dependencies[0]
+        feed = Feed(dataset.context, input_data=[])
+        feed._output_dependencies = [first]
+        first.input_dependencies[0] = feed
+        self._first, self._last, self._feed = first, plan.dag, feed
+        self._executor = StreamingExecutor(dataset.context, f"dpex-{id(self):x}")
+        # The executor stops when this iterator is dropped.
+        self._output = self._executor.execute(plan.dag, callbacks=[Steps()])
+        self._stop = self._stop_fast
+        threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
+
+    def _active(self) -> int:
+        """Return the number of tasks that run or are about to."""
+        queued = len(self._executor._topology[self._feed].output_queue)
+        return int(self._first.num_active_tasks()) + queued
+
+    def _step(self, executor: Any) -> None:
+        from ray.data._internal.execution import streaming_executor_state
+
+        _, state = executor._output_node
+        blocks: list[Block] = []
+        while (bundle := state.output_queue.pop()) is not None:
+            blocks.extend(_blocks_of(bundle))
+        if blocks:
+            self._on_blocks(blocks)
+            # Kept by Ray for a summary at the end, which an endless execution never reaches.
+            self._last._output_blocks_stats.clear()
+        if self._closed or executor._shutdown:
+            return
+        if self._waiting or any(op.num_active_tasks() for op in executor._topology):
+            poll = _BUSY_POLL_S if self.hurried else _CALM_POLL_S
+            streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
+            return
+        if any(len(s.output_queue) for s in executor._topology.values()):
+            return
+        if any(op.has_next() for op in executor._topology):
+            return
+        if self._quiet_at != self._fed:
+            self._quiet_at = self._fed
+            self._on_quiet(self._fed)
+        # With nothing to wait for, Ray's loop would spin.
+        self._wake.wait(_IDLE_WAIT_S)
+        self._wake.clear()
+
+    def _watch(self) -> None:
+        """Report an execution that ended without being told to."""
+        self._executor.join()
+        if not self._closed:
+            _, state = self._executor._output_node
+            self._on_end(state._exception or RuntimeError("Ray Data's executor ended"))
+
+    def _stop_fast(self, force: bool) -> None:
+        self._executor.shutdown(force=force)
+
+
+def _source_bundle(table: pa.Table) -> Any:
+    from ray.data._internal.execution.interfaces import RefBundle
+
+    metadata = BlockAccessor.for_block(table).get_metadata()
+    ref = ray.put(table)
+    try:
+        from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry
+    except ImportError:  # Ray < 2.58: plain pairs
+        return RefBundle([(ref, metadata)], schema=table.schema, owns_blocks=True)
+    return RefBundle([BlockEntry(ref, metadata)], schema=table.schema, owns_blocks=True)
+
+
+def tune_host_process(on_task_error: Callable[[str], None]) -> None:
+    """Fit Ray Data to being alone in this process, for a pipeline that never ends.
+
+    Only the host's own process is changed: the user's Ray Data keeps its defaults.
+    """
+    # Says that max_retries will be a named argument of map_batches one day.
+    warnings.filterwarnings("ignore", module=r"dpex\.cluster\.stages")
+    # Says that an async actor should await; the executor's thread is none of the actor's loop.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    logger = logging.getLogger("ray.data")
+    logger.setLevel(logging.ERROR)
+    logger.addHandler(_TaskErrors(on_task_error))
+    logger.propagate = False
+    if not fast_executor_available():
+        return
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray.data._internal.execution import metadata_fetcher
+
+        # A second thread for metadata costs a further pass of the loop for every block.
+        if isinstance(metadata_fetcher._PREFETCH_ON_THREAD, bool):
+            metadata_fetcher._PREFETCH_ON_THREAD = False
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray.data._internal.stats import _StatsManager
+
+        # Statistics go to a detached actor: one more process that starts beside the workers.
+        for name in ("register_dataset_to_stats_actor", "update_execution_metrics"):
+            if callable(getattr(_StatsManager, name)):
+                setattr(_StatsManager, name, staticmethod(lambda *_, **__: None))
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray.data._internal.execution import streaming_executor
+
+        if callable(streaming_executor.create_cluster_autoscaler):
+            streaming_executor.create_cluster_autoscaler = lambda *_, **__: _NoAutoscaler()
+
+
+class _NoAutoscaler:
+    """Leaves scaling to Ray's own autoscaler, which sees the tasks that wait for a CPU.
+
+    Ray Data's divides the cluster's CPUs between the executions that it knows, equally and in
+    whole numbers: four loaders on two CPUs would get none each.
+    """
+
+    def try_trigger_scaling(self) -> None:
+        """Do nothing."""
+
+    def on_executor_shutdown(self) -> None:
+        """Do nothing."""
+
+    def get_total_resources(self) -> Any:
+        """Return no limit: tasks wait for CPUs in Ray's scheduler."""
+        from ray.data._internal.execution.interfaces import ExecutionResources
+
+        return ExecutionResources.inf()
+
+
+class _TaskErrors(logging.Handler):
+    """Collects what Ray Data logs of tasks that failed for good."""
+
+    def __init__(self, on_task_error: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._on_task_error = on_task_error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass the error itself on, without Ray Data's words around it."""
+        error = record.exc_info[1] if record.exc_info else None
+        self._on_task_error(f"{type(error).__name__}: {error}" if error else record.getMessage())
+
+
+def leak_free_batch_iterator(iterator: Any) -> Any:
+    """Stop a Ray ``BatchIterator``'s prefetcher, which with prefetch_batches=0 has nothing to do.
+
+    Its thread would stay parked for ever, one for each iteration.
+    """
+    prefetcher = getattr(iterator, "_prefetcher", None)
+    if hasattr(prefetcher, "stop") and hasattr(iterator, "_prefetch_blocks"):
+        prefetcher.stop()
+        iterator._prefetch_blocks = lambda bundles: (r for b in bundles for r in b.block_refs)
+    return iterator

@@ -1,0 +1,205 @@
+"""What one loader holds on the cluster: its job's bytes and its pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from dpex.cluster.blocks import Receiver
+from dpex.cluster.connect import connect, report_busy_cpus
+from dpex.cluster.host import HostHandle, get_host
+from dpex.cluster.stages import Pipeline
+from dpex.errors import DatasetTooLargeError
+from dpex.fetch import Chunk, Job, Run
+from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
+
+__all__ = ["RemoteRun", "Session"]
+
+logger = logging.getLogger("dpex")
+
+
+@dataclass
+class _Lane:
+    key: str
+    job_key: str
+    busy: bool
+
+
+@dataclass(frozen=True)
+class _StoredJob:
+    key: str
+    ref: ray.ObjectRef
+    pickled: Pickled
+
+
+class Session:
+    """One loader's part of the cluster, from its first iteration until it is closed.
+
+    Args:
+        head_address: Which Ray; see ``DpexDataLoader``.
+        worker_options: Ray options of one worker.
+        in_order: Whether batches keep the sampler's order.
+    """
+
+    def __init__(
+        self, *, head_address: str, worker_options: dict[str, Any] | None, in_order: bool
+    ) -> None:
+        self._connection = connect(head_address)
+        self._host: HostHandle = get_host(self._connection.runtime_env)
+        self._options = dict(worker_options or {})
+        if self._connection.runtime_env:
+            own = self._options.get("runtime_env") or {}
+            self._options["runtime_env"] = {**self._connection.runtime_env, **own}
+        self._in_order = in_order
+        self._lanes: list[_Lane] = []
+        self._lock = threading.Lock()
+        self._stored: _StoredJob | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the Ray that the session began with is still this process's Ray."""
+        if not ray.is_initialized():
+            return False
+        return bool(ray.get_runtime_context().get_job_id() == self._host.job_id)
+
+    @property
+    def free_cores(self) -> int:
+        """Processors to begin with: on a cluster the CPUs that are free, else this host's."""
+        if self._connection.kind == "embedded":
+            return len(os.sched_getaffinity(0))
+        claim = float(self._options.get("num_cpus", 1)) or 1.0
+        return max(1, int(ray.available_resources().get("CPU", 0) / claim))
+
+    def store(self, job: Job) -> str:
+        """Put a loader's job where workers find it, unless the same bytes are there already.
+
+        Returns:
+            The key of these bytes.
+
+        Raises:
+            DatasetTooLargeError: The object store is smaller than the pickled job.
+            SerializationError: Something in the job cannot be pickled.
+        """
+        # A node of another host has not the files beside the user's script.
+        by_value = contextlib.nullcontext() if self._connection.single_host else None
+        with by_value or local_modules_by_value():
+            pickled = dump(job, "loader")
+        if self._stored is not None and _equal(self._stored.pickled, pickled):
+            return self._stored.key
+        capacity = _store_capacity()
+        if pickled.size_bytes > capacity:
+            raise DatasetTooLargeError(
+                f"the pickled dataset has {pickled.size_bytes:,} bytes, Ray's object store on "
+                f"this node holds {capacity:,}. Let the dataset keep paths and read in "
+                "__getitem__, or start Ray with a larger object_store_memory"
+            )
+        content = (pickled.head, pickled.buffers, pickled.tensor_slots)
+        ref = ray.put(content)
+        # What is compared with next time are views of the stored bytes, not the user's arrays.
+        stored = Pickled(*ray.get(ref))
+        self._stored = _StoredJob(uuid.uuid4().hex, ref, stored)
+        return self._stored.key
+
+    def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
+        """Begin an iteration.
+
+        Args:
+            run: The iteration.
+            job_key: What ``store`` returned.
+            pin_memory: Whether batches go to page-locked memory.
+        """
+        lane = self._idle_lane(run, job_key) or self._new_lane(run, job_key)
+        receiver = Receiver(self._host.actor, lane.key, run.key, pin_memory=pin_memory)
+        return RemoteRun(self._host.actor, lane, run.key, receiver)
+
+    def _idle_lane(self, run: Run, job_key: str) -> _Lane | None:
+        with self._lock:
+            idle = [lane for lane in self._lanes if not lane.busy]
+        for lane in idle:
+            usable = lane.job_key == job_key and ray.get(
+                self._host.actor.begin.remote(lane.key, run.key)
+            )
+            if usable:
+                lane.busy = True
+                return lane
+            self._drop(lane, force=lane.job_key == job_key)
+        return None
+
+    def _new_lane(self, run: Run, job_key: str) -> _Lane:
+        assert self._stored is not None
+        lane = _Lane(uuid.uuid4().hex, job_key, busy=True)
+        pipeline = Pipeline(
+            [self._stored.ref], job_key, self._host.name, self._in_order, self._options
+        )
+        self._host.actor.open.remote(lane.key, pipeline, run.key)
+        with self._lock:
+            self._lanes.append(lane)
+        return lane
+
+    def _drop(self, lane: _Lane, *, force: bool) -> None:
+        with self._lock:
+            self._lanes.remove(lane)
+        self._host.actor.close.remote(lane.key, force=force)
+
+    def waiting_text(self) -> str:
+        """Say who holds the CPUs that a waiting loader has not got."""
+        return f"waiting for the first of the batches under way. {report_busy_cpus()}"
+
+    def close(self) -> None:
+        """Release pipelines and stored bytes; running tasks stop."""
+        self._stored = None
+        if self.alive:
+            for lane in list(self._lanes):
+                self._drop(lane, force=False)
+
+
+class RemoteRun:
+    """One iteration, as the trainer's process sees it."""
+
+    def __init__(self, host: Any, lane: _Lane, run: str, receiver: Receiver) -> None:
+        self._host = host
+        self._lane = lane
+        self._run = run
+        self._over = False
+        self.receiver = receiver
+
+    def feed(self, chunks: Sequence[Chunk], *, parallel: int, hurried: bool) -> None:
+        """Send chunks; see ``_Host.feed``."""
+        payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
+        self._host.feed.remote(
+            self._lane.key, self._run, payloads, parallel=parallel, hurried=hurried
+        )
+
+    def end(self) -> None:
+        """Give the run up, finished or not; its pipeline is free for the next."""
+        if not self._over:
+            self._over = True
+            if ray.is_initialized():
+                self._host.cancel.remote(self._lane.key, self._run)
+            self._lane.busy = False
+
+
+def _equal(old: Pickled, new: Pickled) -> bool:
+    return (
+        old.head == new.head
+        and len(old.buffers) == len(new.buffers)
+        and all(map(np.array_equal, old.buffers, new.buffers))
+    )
+
+
+def _store_capacity() -> int:
+    """Return the size of this node's object store, in bytes."""
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            return int(node["Resources"].get("object_store_memory", 1 << 62))
+    return 1 << 62

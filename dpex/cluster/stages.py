@@ -1,0 +1,187 @@
+"""Chunks as a Ray Dataset, and the stage that turns them into batches on the cluster."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import ray
+import ray.data
+
+if TYPE_CHECKING:
+    from dpex.pickling import Pickled
+
+__all__ = ["NAMESPACE", "Pipeline", "build", "chunk_table", "make_batches"]
+
+NAMESPACE = "dpex"
+"""Ray namespace of the host actors."""
+
+# A block is handed over when it holds this much, or when this much time went into it.
+_BLOCK_BYTES = 8 << 20
+_BLOCK_SECONDS = 0.25
+_CANCEL_CHECK_S = 0.5
+# How often Ray starts a chunk whose worker process died.
+_MAX_RETRIES = 3
+_MAX_JOBS = 4
+
+_job_refs: OrderedDict[str, Pickled] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a loader's Ray Dataset is made from.
+
+    Attributes:
+        job: Reference to the pickled ``Job``, in a list so that Ray does not resolve it.
+        job_key: Identity of the job's bytes.
+        host_name: Name of the host actor, asked whether a chunk is still wanted.
+        in_order: Whether blocks keep the order of the chunks.
+        options: Ray options of one worker.
+    """
+
+    job: list[ray.ObjectRef]
+    job_key: str
+    host_name: str
+    in_order: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def chunk_table(payload: bytes) -> pa.Table:
+    """Return a pickled chunk as a block of one row: ``chunk`` large_binary."""
+    return pa.table({"chunk": pa.array([payload], pa.large_binary())})
+
+
+def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
+    """Return the Dataset that makes the batches of some chunks.
+
+    Args:
+        tables: One source block per chunk; one block is one task.
+        pipeline: What to do with them.
+    """
+    options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
+    dataset = ray.data.from_blocks(tables).map_batches(
+        make_batches,
+        batch_size=None,
+        batch_format="pyarrow",
+        fn_kwargs={
+            "job": pipeline.job,
+            "job_key": pipeline.job_key,
+            "host_name": pipeline.host_name,
+        },
+        **options,
+    )
+    context = dataset.context
+    context.execution_options.preserve_order = pipeline.in_order
+    # Every row that a task yields becomes a block at once.
+    context.target_max_block_size = 1
+    # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
+    context.op_resource_reservation_enabled = False
+    context.set_config("backpressure_policies.enabled", [])
+    # A chunk whose worker died for good is missing in the output; the reader notices.
+    context.max_errored_blocks = -1
+    # A trainer that evaluates for an hour is not stuck.
+    for name, value in (
+        ("execution_no_progress_timeout_s", -1),
+        ("memory_usage_poll_interval_s", None),
+        ("enable_lineage_reconstruction_resource_accounting", False),
+        ("enable_progress_bars", False),
+        ("enable_operator_progress_bars", False),
+        ("print_on_execution_start", False),
+    ):
+        if hasattr(context, name):
+            setattr(context, name, value)
+    if hasattr(context, "issue_detectors_config"):
+        context.issue_detectors_config.detectors = []
+    return dataset
+
+
+def make_batches(
+    table: pa.Table, *, job: list[ray.ObjectRef], job_key: str, host_name: str
+) -> Iterator[pa.Table]:
+    """Run one chunk: the function of the ``map_batches`` stage.
+
+    Args:
+        table: One row, as ``chunk_table`` made it.
+        job: Reference to the pickled ``Job``.
+        job_key: Identity of the job's bytes.
+        host_name: Name of the host actor.
+
+    Yields:
+        Blocks of one row, as ``FrameWriter.table`` makes them; the last one says so.
+    """
+    from dpex.fetch import fetch_chunk
+    from dpex.frame import FrameWriter
+
+    payload = table.column("chunk")[0].as_buffer()
+    if payload.size == 0:
+        return
+    chunk = pickle.loads(payload)
+    interest = _Interest(host_name, chunk.run.key)
+    if chunk.number and interest.lost():
+        return
+    writer = FrameWriter(chunk.run.key, chunk.number)
+    opened = time.monotonic()
+    batches = fetch_chunk(
+        chunk,
+        job_key,
+        lambda: _read_job(job[0], job_key),
+        _here(),
+        interest.lost_now_and_then,
+    )
+    remaining = len(chunk.batches)
+    for entry, seconds, cpu_seconds in batches:
+        writer.add(entry, seconds, cpu_seconds)
+        remaining -= 1
+        full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= _BLOCK_SECONDS
+        if remaining == 0 or full:
+            yield writer.table(last=remaining == 0)
+            opened = time.monotonic()
+
+
+def _read_job(ref: ray.ObjectRef, job_key: str) -> Pickled:
+    """Read the pickled job; its buffers are views of the object store."""
+    from dpex.pickling import Pickled
+
+    pickled = _job_refs.get(job_key)
+    if pickled is None:
+        pickled = _job_refs[job_key] = Pickled(*ray.get(ref))
+        while len(_job_refs) > _MAX_JOBS:
+            _job_refs.popitem(last=False)
+    return pickled
+
+
+def _here() -> str:
+    return f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
+
+
+class _Interest:
+    """Whether anybody still waits for a run's batches."""
+
+    def __init__(self, host_name: str, run: str) -> None:
+        self._host_name = host_name
+        self._run = run
+        self._next_check = time.monotonic() + _CANCEL_CHECK_S
+
+    def lost_now_and_then(self) -> bool:
+        """Return ``lost()``, asked at most twice a second."""
+        if time.monotonic() < self._next_check:
+            return False
+        lost = self.lost()
+        self._next_check = time.monotonic() + _CANCEL_CHECK_S
+        return lost
+
+    def lost(self) -> bool:
+        """Ask the host. A host that has gone wants nothing any more."""
+        try:
+            host = ray.get_actor(self._host_name, namespace=NAMESPACE)
+            return bool(ray.get(host.cancelled.remote(self._run), timeout=30))
+        except ray.exceptions.GetTimeoutError:
+            return False
+        except (ValueError, ray.exceptions.RayActorError):
+            return True

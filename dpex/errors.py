@@ -1,0 +1,42 @@
+"""What dpex raises of its own.
+
+    DpexError
+    ├── ChunkLostError        (RuntimeError)           workers died on these indices, every time
+    ├── ClusterError          (ConnectionError)        no usable Ray at head_address
+    ├── DatasetTooLargeError  (MemoryError)            the dataset does not fit the object store
+    └── SerializationError    (pickle.PicklingError)   something cannot travel to a worker
+
+What the user's own code raises in a worker keeps its type, as in torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "ChunkLostError",
+    "ClusterError",
+    "DatasetTooLargeError",
+    "DpexError",
+    "SerializationError",
+]
+
+
+class DpexError(Exception):
+    """Base of every error that dpex raises of its own."""
+
+
+class ChunkLostError(DpexError, RuntimeError):
+    """Worker processes died on the same batch until its tries were used up."""
+
+
+class ClusterError(DpexError, ConnectionError):
+    """No usable Ray cluster at ``head_address``."""
+
+
+class DatasetTooLargeError(DpexError, MemoryError):
+    """The pickled dataset is larger than Ray's object store."""
+
+
+class SerializationError(DpexError, pickle.PicklingError):
+    """An object on its way to a worker cannot be pickled; names the attribute that cannot."""

@@ -1,0 +1,188 @@
+"""Batches as one Arrow row, and back.
+
+A frame holds the consecutive batches of one block: small buffers are gathered in one column, a
+large one is a column of its own, so that the only copy of a large tensor on this side is the one
+into Ray's object store. The reader copies every buffer once, straight into memory that belongs
+to the batch: pinned memory where pinning is on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dpex.pickling import Pickled, copy_to_tensor, load
+
+__all__ = ["Entry", "Frame", "FrameWriter", "read_frame"]
+
+# Below this size a memcpy is cheaper than one more Arrow column.
+_OWN_COLUMN_BYTES = 1 << 20
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One batch on its way to the training loop.
+
+    Attributes:
+        batch: Number of the batch in its epoch.
+        value: The pickled batch, or the pickled ``ExceptionWrapper`` in its place.
+        failed: Whether ``value`` is an error.
+    """
+
+    batch: int
+    value: Pickled
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What one block holds besides its batches.
+
+    Attributes:
+        run: Identity of the iteration that the block belongs to.
+        chunk: Number of the chunk in its iteration.
+        entries: The batches, in order.
+        seconds: Wall time the batches took in the worker.
+        cpu_seconds: Processor time of the worker process in that time.
+        last: Whether the chunk ends with this block.
+        size_bytes: Bytes of the block.
+    """
+
+    run: str
+    chunk: int
+    entries: list[Entry]
+    seconds: float
+    cpu_seconds: float
+    last: bool
+    size_bytes: int
+
+
+def _binary_column(data: Any, size: int) -> pa.Array:
+    """Wrap memory as one large_binary value (int64 offsets: no 2 GiB limit), without a copy."""
+    offsets = np.array([0, size], dtype=np.int64)
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), data])
+
+
+class FrameWriter:
+    """Collects the batches of one block."""
+
+    def __init__(self, run: str, chunk: int) -> None:
+        self._run = run
+        self._chunk = chunk
+        self._clear()
+
+    def _clear(self) -> None:
+        self._entries: list[Entry] = []
+        self._seconds = 0.0
+        self._cpu_seconds = 0.0
+        self.size_bytes = 0
+
+    def add(self, entry: Entry, seconds: float, cpu_seconds: float) -> None:
+        """Take one batch and what it cost; its buffers stay where they are."""
+        self._entries.append(entry)
+        self._seconds += seconds
+        self._cpu_seconds += cpu_seconds
+        self.size_bytes += entry.value.size_bytes
+
+    def table(self, *, last: bool) -> pa.Table:
+        """Return the block and start the next one.
+
+        Returns:
+            A table of one row of large_binary columns: ``head``, ``small`` and one column for
+            each large buffer.
+        """
+        placements: list[list[tuple[int, int, int]]] = []
+        columns: dict[str, pa.Array] = {}
+        small: list[tuple[int, np.ndarray[Any, Any]]] = []
+        end = 0
+        for entry in self._entries:
+            places: list[tuple[int, int, int]] = []
+            for buffer in entry.value.buffers:
+                if buffer.nbytes >= _OWN_COLUMN_BYTES:
+                    places.append((len(columns), 0, buffer.nbytes))
+                    columns[f"buffer{len(columns)}"] = _binary_column(
+                        pa.py_buffer(buffer), buffer.nbytes
+                    )
+                else:
+                    places.append((-1, end, buffer.nbytes))
+                    small.append((end, buffer))
+                    end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+            placements.append(places)
+        gathered = np.empty(end, dtype=np.uint8)
+        for start, buffer in small:
+            gathered[start : start + buffer.nbytes] = buffer
+        head = pickle.dumps(
+            (
+                self._run,
+                self._chunk,
+                self._seconds,
+                self._cpu_seconds,
+                last,
+                [
+                    (e.batch, e.failed, e.value.head, tuple(e.value.tensor_slots), places)
+                    for e, places in zip(self._entries, placements, strict=True)
+                ],
+            ),
+            protocol=5,
+        )
+        self._clear()
+        return pa.table(
+            {
+                "head": _binary_column(pa.py_buffer(head), len(head)),
+                "small": _binary_column(pa.py_buffer(gathered), end),
+                **columns,
+            }
+        )
+
+
+def _view(table: pa.Table, column: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of a one-row large_binary column, without a copy."""
+    array = table.column(column).chunk(0)
+    start, end = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + 2]
+    data = array.buffers()[2]
+    if data is None:
+        return np.empty(0, dtype=np.uint8)
+    return np.frombuffer(data, dtype=np.uint8)[start:end]
+
+
+def read_frame(table: pa.Table) -> Frame:
+    """Read a block's header; the batches' buffers remain views of the block.
+
+    Args:
+        table: A block as ``FrameWriter.table`` made it.
+    """
+    run, chunk, seconds, cpu_seconds, last, rows = pickle.loads(_view(table, 0).tobytes())
+    gathered = _view(table, 1)
+    entries = []
+    for batch, failed, head, tensor_slots, places in rows:
+        buffers = [
+            gathered[start : start + size] if column < 0 else _view(table, column + 2)
+            for column, start, size in places
+        ]
+        entries.append(Entry(batch, Pickled(head, buffers, frozenset(tensor_slots)), failed))
+    return Frame(run, chunk, entries, seconds, cpu_seconds, last, table.nbytes)
+
+
+def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
+    own = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=True)
+    np.copyto(own.numpy(), buffer)
+    return own
+
+
+def decode(frame: Frame, *, pin_memory: bool) -> Iterator[tuple[int, bool, Any]]:
+    """Yield ``(batch number, failed, value)``, each value in memory of its own.
+
+    Args:
+        frame: What ``read_frame`` returned, its block still alive.
+        pin_memory: Put the batches' arrays into page-locked memory.
+    """
+    for entry in frame.entries:
+        copy = _copy_pinned if pin_memory and not entry.failed else copy_to_tensor
+        yield entry.batch, entry.failed, load(entry.value, copy)

@@ -1,0 +1,372 @@
+"""One pass over a loader whose workers are a cluster.
+
+The training loop's thread draws indices, in torch's order and no other, and hands batches out.
+Between the two stands the cluster: chunks go in, blocks come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from dpex.chunking import ChunkPlanner
+from dpex.errors import ChunkLostError
+from dpex.fetch import Chunk, Job, Run
+
+if TYPE_CHECKING:
+    from dpex.cluster.session import RemoteRun, Session
+    from dpex.dataloader import DpexDataLoader
+
+__all__ = ["ClusterIter"]
+
+logger = logging.getLogger("dpex")
+
+# Chunks drawn in one call of next(): sampling must not make one step of training much longer.
+_CHUNKS_PER_STEP = 2
+_SLOW_WAIT_S = 10.0
+
+
+class ClusterIter(_BaseDataLoaderIter):
+    """Iterates once over a loader's dataset, as its sampler says.
+
+    Args:
+        loader: The loader.
+        session: Its part of the cluster.
+        planner: Sizes the chunks; knows what batches cost in earlier iterations.
+        generations: Counts dataset copies, and knows the oldest one still in use.
+
+    Source:
+        torch's ``_MultiProcessingDataLoaderIter``: order of draws, reset, life cycle.
+    """
+
+    def __init__(
+        self,
+        loader: DpexDataLoader[Any],
+        session: Session,
+        planner: ChunkPlanner,
+        generations: Generations,
+    ) -> None:
+        super().__init__(loader)
+        self._session = session
+        self._planner = planner
+        self._generations = generations
+        self._loader_options = _Options(loader)
+        self._epoch = -1
+        self._job_key = session.store(self._loader_options.job(self))
+        self._generation = generations.open(self)
+        self._run: RemoteRun | None = None
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: DpexDataLoader[Any], first_iter: bool = False) -> None:
+        """Begin an epoch: at construction, and for every further one of persistent workers."""
+        # torch makes the sampler's iterator twice for the first epoch as well.
+        super()._reset(loader, first_iter)
+        self._epoch += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._end_run()
+        run = Run(
+            key=uuid.uuid4().hex,
+            base_seed=int(self._base_seed),
+            epoch=self._epoch,
+            num_workers=self._num_workers,
+            generation=self._generation,
+            oldest_generation=self._generations.oldest,
+            copy_per_worker=self._loader_options.worker_init_fn is not None,
+        )
+        self._run_spec = run
+        self._planner.begin()
+        self._drawn = 0
+        self._positions = 0
+        self._delivered = 0
+        self._exhausted = False
+        self._draining = False
+        self._sent = 0
+        self._waiting: dict[int, _Sent] = {}
+        self._stash: dict[int, tuple[bool, Any]] = {}
+        self._errors: list[str] = []
+        self._epoch_drawn_for = self._loader_options.sampler_epoch()
+        self._run = self._session.open(run, self._job_key, pin_memory=self._pin_memory)
+        # Whatever becomes of this object, the workers stop.
+        self._finalizer = weakref.finalize(self, self._run.end)
+        self._finalizer.atexit = False
+        while self._room() > 0 and not self._exhausted:
+            self._send_next()
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._finalizer.detach()
+            self._run.end()
+            self._run = None
+
+    def _shutdown_workers(self) -> None:
+        """Stop the iteration; torch's name, which frameworks call."""
+        self._end_run()
+        self._generations.close(self)
+
+    # --- drawing indices --------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        return self._planner.window - (self._drawn - self._delivered)
+
+    def _fill(self) -> None:
+        """Send chunks while the window has room for them."""
+        for _ in range(_CHUNKS_PER_STEP):
+            if self._exhausted or self._draining:
+                break
+            if self._room() < self._planner.size(remaining=self._remaining()):
+                break
+            self._send_next()
+
+    def _remaining(self) -> int | None:
+        try:
+            return max(1, len(self._index_sampler) - self._drawn)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _send_next(self) -> None:
+        """Draw the next chunk's indices and send it."""
+        size = min(self._planner.size(remaining=self._remaining()), max(1, self._room()))
+        batches: list[Any] = []
+        positions: list[int] = []
+        while len(batches) < size:
+            try:
+                indices = self._next_index()
+            except StopIteration:
+                self._exhausted = True
+                break
+            batches.append(indices)
+            positions.append(self._positions)
+            self._positions += len(indices) if self._auto_collation else 1
+        if batches:
+            chunk = Chunk(self._run_spec, self._sent, self._drawn, batches, positions)
+            self._drawn += len(batches)
+            self._planner.issued()
+            self._send([chunk])
+
+    def _send(self, chunks: list[Chunk]) -> None:
+        assert self._run is not None
+        for chunk in chunks:
+            self._waiting[chunk.number] = _Sent(chunk)
+            self._sent += 1
+        self._run.feed(chunks, parallel=self._planner.parallel, hurried=not self._stash)
+
+    # --- handing out batches ----------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        if self._run is None:
+            raise StopIteration
+        if self._delivered == 0 and self._loader_options.sampler_epoch() != self._epoch_drawn_for:
+            # set_epoch() between iter() and the first next(): what was drawn is for another epoch.
+            self._sampler_iter = iter(self._index_sampler)
+            self._begin()
+        self._fill()
+        failed, value = self._wait_for_batch()
+        self._delivered += 1
+        self._fill()
+        if failed:
+            value.reraise()
+        return value
+
+    def _wait_for_batch(self) -> tuple[bool, Any]:
+        """Return the next batch, or its error."""
+        deadline = time.monotonic() + self._timeout if self._timeout else None
+        noted = False
+        while True:
+            self._collect()
+            batch = self._next_batch_number()
+            if batch is not None:
+                return self._stash.pop(batch)
+            if self._exhausted and self._delivered == self._drawn:
+                if not self._persistent_workers:
+                    self._shutdown_workers()
+                else:
+                    self._end_run()
+                raise StopIteration
+            wait_s = _SLOW_WAIT_S
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
+                if wait_s <= 0:
+                    raise RuntimeError(self._timeout_text())
+            assert self._run is not None
+            arrived = self._run.receiver.wait(wait_s, self._quiet_seen)
+            if not arrived and deadline is None and not noted:
+                noted = True
+                logger.info("%s", self._session.waiting_text())
+
+    def _next_batch_number(self) -> int | None:
+        if not self._stash:
+            return None
+        if self._loader_options.in_order:
+            return self._delivered if self._delivered in self._stash else None
+        return next(iter(self._stash))
+
+    @property
+    def _quiet_seen(self) -> int:
+        """Chunks known to be done; waiting for more than these is worth while."""
+        return self._sent - 1 if self._waiting else self._sent
+
+    def _collect(self) -> None:
+        """Take in what has arrived."""
+        assert self._run is not None
+        receiver = self._run.receiver
+        while (arrival := receiver.take()) is not None:
+            frame = arrival.frame
+            sent = self._waiting.get(frame.chunk)
+            if frame.run != self._run_spec.key or sent is None:
+                continue
+            for batch, failed, value in arrival.batches:
+                if batch in sent.missing:
+                    sent.missing.discard(batch)
+                    self._stash[batch] = (failed, value)
+            self._planner.observe(
+                batches=len(arrival.batches),
+                seconds=frame.seconds,
+                cpu_seconds=frame.cpu_seconds,
+                size_bytes=frame.size_bytes,
+            )
+            if frame.last and not sent.missing:
+                del self._waiting[frame.chunk]
+        errors = receiver.take_errors()
+        if errors:
+            # Nothing new until it is known which chunk is lost.
+            self._errors = errors
+            self._draining = True
+        if self._waiting and receiver.quiet_at >= self._sent:
+            self._recover()
+        elif self._waiting and receiver.ended:
+            self._fail(receiver.failure)
+
+    def _recover(self) -> None:
+        """Send lost chunks again, batch by batch; what is lost as a single batch is an error."""
+        lost, self._waiting = self._waiting, {}
+        self._draining = False
+        again: list[Chunk] = []
+        for sent in lost.values():
+            single = len(sent.chunk.batches) == 1
+            for batch in sorted(sent.missing):
+                place = batch - sent.chunk.first_batch
+                if single:
+                    self._stash[batch] = (True, _Lost(self._lost_error(sent.chunk, batch)))
+                    continue
+                again.append(
+                    replace(
+                        sent.chunk,
+                        number=self._sent + len(again),
+                        first_batch=batch,
+                        batches=[sent.chunk.batches[place]],
+                        positions=[sent.chunk.positions[place]],
+                    )
+                )
+        if again:
+            logger.warning(
+                "workers died on %d batches (%s); they are tried again one by one",
+                len(again),
+                "; ".join(self._errors) or "no reason known",
+            )
+            self._send(again)
+
+    def _lost_error(self, chunk: Chunk, batch: int) -> ChunkLostError:
+        indices = chunk.batches[0]
+        reason = "; ".join(self._errors) or "no reason known"
+        return ChunkLostError(
+            f"DataLoader worker exited unexpectedly: every worker process that was given batch "
+            f"{batch} (dataset indices {indices!r}) died. Read these samples in the main "
+            f"process to see why. Ray says: {reason}"
+        )
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """Raise for a pipeline that has stopped with batches outstanding."""
+        self._end_run()
+        reason = "; ".join(self._errors) or str(failure or "no reason known")
+        raise ChunkLostError(
+            f"the pipeline on the cluster ended with {self._drawn - self._delivered} batches "
+            f"outstanding, the next one is batch {self._delivered}. Ray says: {reason}"
+        ) from failure
+
+    def _timeout_text(self) -> str:
+        at = ""
+        for sent in self._waiting.values():
+            if self._delivered in sent.missing:
+                indices = sent.chunk.batches[self._delivered - sent.chunk.first_batch]
+                at = f" waiting for batch {self._delivered} (dataset indices {indices!r})"
+        return f"DataLoader timed out after {self._timeout} seconds{at}"
+
+
+class _Sent:
+    """A chunk under way, and its batches that have not arrived."""
+
+    __slots__ = ("chunk", "missing")
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self.missing = set(range(chunk.first_batch, chunk.first_batch + len(chunk.batches)))
+
+
+class _Lost:
+    """Stands where an ``ExceptionWrapper`` would, for an error of our own."""
+
+    def __init__(self, error: ChunkLostError) -> None:
+        self._error = error
+
+    def reraise(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+
+class Generations:
+    """Numbers the dataset copies that the iterators of one loader read."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._open: dict[int, weakref.ref[ClusterIter]] = {}
+
+    def open(self, iterator: ClusterIter) -> int:
+        """Return a new generation, in use as long as ``iterator`` lives."""
+        generation = self._next
+        self._next += 1
+        self._open[generation] = weakref.ref(iterator)
+        return generation
+
+    def close(self, iterator: ClusterIter) -> None:
+        """Forget the generation of an iterator that is done."""
+        self._open = {g: ref for g, ref in self._open.items() if ref() is not iterator}
+
+    @property
+    def oldest(self) -> int:
+        """The oldest generation in use."""
+        self._open = {g: ref for g, ref in self._open.items() if ref() is not None}
+        return min(self._open, default=self._next)
+
+
+class _Options:
+    """What an iterator reads from its loader, without keeping the loader alive."""
+
+    def __init__(self, loader: DpexDataLoader[Any]) -> None:
+        self.in_order = loader.in_order
+        self.worker_init_fn: Callable[[int], None] | None = loader.worker_init_fn
+        batch_sampler = loader.batch_sampler
+        inner = getattr(batch_sampler, "sampler", None)
+        self._samplers = [s for s in (loader.sampler, batch_sampler, inner) if s is not None]
+
+    def sampler_epoch(self) -> tuple[Any, ...]:
+        """Return the epochs that the samplers say they are in."""
+        return tuple(getattr(sampler, "epoch", None) for sampler in self._samplers)
+
+    def job(self, iterator: ClusterIter) -> Job:
+        """Return what the workers need."""
+        return Job(
+            dataset=iterator._dataset,
+            collate_fn=iterator._collate_fn,
+            worker_init_fn=self.worker_init_fn,
+            num_workers=iterator._num_workers,
+            auto_collation=iterator._auto_collation,
+        )

@@ -1,0 +1,269 @@
+"""Pickles whose arrays travel beside them, not inside.
+
+Pickle protocol 5 hands large buffers out of band. This pickler does so for torch tensors too,
+which torch's own reducers would copy into the stream. Both directions use it: the dataset on its
+way to the workers, and batches on their way back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import cloudpickle
+import numpy as np
+import torch
+
+from dpex.errors import SerializationError
+
+__all__ = ["Pickled", "dump", "dump_in_band", "load", "local_modules_by_value"]
+
+# A smaller buffer stays in the stream: one more out-of-band buffer costs more than its copy.
+_OUT_OF_BAND_BYTES = 2048
+_TENSOR_FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """One pickled object.
+
+    Attributes:
+        head: The pickle stream.
+        buffers: Its out-of-band buffers, as flat uint8 arrays, in the stream's order. They are
+            views of the pickled object's memory until they are copied.
+        tensor_slots: The positions in ``buffers`` that hold tensors; the others hold whatever
+            else offers out-of-band buffers (numpy arrays, mostly).
+    """
+
+    head: bytes
+    buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    tensor_slots: frozenset[int] = frozenset()
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of stream and buffers together, in bytes."""
+        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+def _rebuild_tensor(
+    buffer: torch.Tensor | bytearray,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Give a flat uint8 tensor its dtype, shape and strides back."""
+    if isinstance(buffer, torch.Tensor):
+        tensor = buffer.view(dtype).as_strided(size, stride)
+    elif len(buffer):
+        tensor = torch.frombuffer(buffer, dtype=dtype).as_strided(size, stride)
+    else:
+        tensor = torch.empty_strided(size, stride, dtype=dtype)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with its elements side by side in memory, keeping channels-last order."""
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.dim() in (4, 5) and tensor.is_contiguous(
+        memory_format=_TENSOR_FORMATS[tensor.dim() - 4]
+    ):
+        return tensor
+    return tensor.contiguous()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with the bytes of plain CPU tensors out of band."""
+
+    def __init__(self, file: io.BytesIO, out_of_band_bytes: float) -> None:
+        self._out_of_band_bytes = out_of_band_bytes
+        self.buffers: list[np.ndarray[Any, Any]] = []
+        self.tensor_slots: set[int] = set()
+        self._tensor_buffer: pickle.PickleBuffer | None = None
+        super().__init__(file, protocol=5, buffer_callback=self._take)
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Keep a large buffer; send a small one with the stream (says so by True)."""
+        raw = buffer.raw()
+        if raw.nbytes < self._out_of_band_bytes:
+            return True
+        if buffer is self._tensor_buffer:
+            self.tensor_slots.add(len(self.buffers))
+            self._tensor_buffer = None
+        self.buffers.append(np.frombuffer(raw, dtype=np.uint8))
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce exact, strided CPU tensors; leave everything else to cloudpickle."""
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            return self._reduce_tensor(obj)
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return NotImplemented
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise RuntimeError(
+                "a non-leaf tensor that requires grad cannot leave its process: autograd does "
+                "not cross processes. Call detach() on it first"
+            )
+        data = _dense(tensor.detach())
+        # as_strided and not reshape: the bytes in the order in which they lie in memory.
+        flat = data.as_strided((data.numel(),), (1,)) if data.numel() else data.reshape(-1)
+        view = pickle.PickleBuffer(cast(Any, flat.view(torch.uint8).numpy()))
+        arguments = (
+            view,
+            data.dtype,
+            tuple(data.shape),
+            data.stride(),
+            tensor.requires_grad,
+        )
+        self._tensor_buffer = view
+        return _rebuild_tensor, arguments
+
+
+def dump(obj: Any, what: str) -> Pickled:
+    """Pickle ``obj``, its arrays out of band.
+
+    Args:
+        obj: Anything cloudpickle takes; classes and functions of ``__main__`` go by value.
+        what: What ``obj`` is to the user (``"dataset"``); the root of the path in an error.
+
+    Raises:
+        SerializationError: Something in ``obj`` cannot be pickled; names its path.
+
+    Source:
+        PEP 574 (pickle protocol 5, out-of-band data).
+    """
+    return _dump_or_explain(obj, what, _OUT_OF_BAND_BYTES)
+
+
+def dump_in_band(obj: Any, what: str) -> bytes:
+    """Pickle ``obj`` in one piece, as ``dump`` does otherwise; ``pickle.loads`` reads it."""
+    return _dump_or_explain(obj, what, float("inf")).head
+
+
+def _dump_or_explain(obj: Any, what: str, out_of_band_bytes: float) -> Pickled:
+    try:
+        return _dump(obj, out_of_band_bytes)
+    except Exception as error:
+        path = _unpicklable_path(obj, what)
+        raise SerializationError(
+            f"{path} cannot be sent between processes: {type(error).__name__}: {error}. "
+            "Create it where it is used (a dataset: at the first __getitem__), or leave it out "
+            "of __getstate__"
+        ) from error
+
+
+def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
+    file = io.BytesIO()
+    pickler = _Pickler(file, out_of_band_bytes)
+    pickler.dump(obj)
+    return Pickled(file.getvalue(), pickler.buffers, frozenset(pickler.tensor_slots))
+
+
+def load(
+    pickled: Pickled, copy: Callable[[np.ndarray[Any, Any]], torch.Tensor] | None = None
+) -> Any:
+    """Unpickle an object into memory of its own.
+
+    Args:
+        pickled: What ``dump`` returned; its buffers may be read-only views.
+        copy: Copies one flat uint8 array into a fresh flat uint8 tensor. Pinned memory is made
+            here, so that pinning costs no copy of its own.
+
+    Returns:
+        The object; its arrays and tensors are writable and share memory with nothing.
+    """
+    copy = copy or copy_to_tensor
+    buffers: list[Any] = []
+    for slot, buffer in enumerate(pickled.buffers):
+        own = copy(buffer)
+        buffers.append(own if slot in pickled.tensor_slots else own.numpy())
+    return pickle.loads(pickled.head, buffers=buffers)
+
+
+def copy_to_tensor(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Copy a flat uint8 array into a fresh tensor."""
+    own = torch.empty(buffer.nbytes, dtype=torch.uint8)
+    np.copyto(own.numpy(), buffer)
+    return own
+
+
+def _unpicklable_path(obj: Any, path: str, depth: int = 0) -> str:
+    """Follow attributes and items down to the smallest part that cannot be pickled."""
+    if depth < 8:
+        for step, part in _parts(obj):
+            try:
+                _dump(part)
+            except Exception:
+                return _unpicklable_path(part, path + step, depth + 1)
+    return f"{path} (of type {type(obj).__module__}.{type(obj).__qualname__})"
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if inspect.isfunction(obj):
+        names = inspect.getclosurevars(obj)
+        for name, value in {**names.globals, **names.nonlocals}.items():
+            yield f".<{name}>", value
+    elif isinstance(obj, Mapping):
+        for key, value in obj.items():
+            yield f"[{key!r}]", value
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        for position, value in enumerate(obj):
+            yield f"[{position}]", value
+    elif hasattr(obj, "__dict__") and not isinstance(obj, (type, ModuleType)):
+        # An object that says itself what travels is taken at its word.
+        state = obj.__getstate__() if hasattr(type(obj), "__getstate__") else obj.__dict__
+        if isinstance(state, dict):
+            for name, value in state.items():
+                yield f".{name}", value
+
+
+@contextmanager
+def local_modules_by_value() -> Iterator[None]:
+    """Pickle the user's own modules by value inside this block.
+
+    A node without the user's files cannot import what lies beside the script. Every imported
+    module that belongs neither to the standard library nor to an installed distribution goes
+    with the objects that need it.
+    """
+    registered: list[ModuleType] = []
+    try:
+        for name, module in list(sys.modules.items()):
+            if name != "__main__" and _is_local(name, module):
+                cloudpickle.register_pickle_by_value(module)
+                registered.append(module)
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_local(name: str, module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or not isinstance(module, ModuleType) or name.partition(".")[0] == "dpex":
+        return False
+    if name in cloudpickle.list_registry_pickle_by_value():
+        return False
+    path = Path(file).resolve()
+    return path.suffix == ".py" and not any(
+        root in path.parents for root in _installed_roots()
+    )
+
+
+def _installed_roots() -> list[Path]:
+    paths = sysconfig.get_paths()
+    roots = {Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    roots |= {Path(p).resolve() for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
+    return sorted(roots)

@@ -1,0 +1,178 @@
+"""The shape of the package: imports point one way, and importing dpex costs nothing of Ray."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dpex
+
+PACKAGE = Path(dpex.__file__).parent
+# The two that may know that there is a cluster.
+DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.iterator"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def targets(module: str, node: ast.AST) -> set[str]:
+    """The modules that one import statement names, as absolute names."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    base = node.module or ""
+    if node.level:
+        package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+        for _ in range(node.level - 1):
+            package = package.rpartition(".")[0]
+        base = f"{package}.{base}".rstrip(".")
+    # `from dpex.cluster import host` names the module dpex.cluster.host, if there is one; the
+    # package itself it names only for what is no module.
+    names = {f"{base}.{alias.name}" for alias in node.names}
+    return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(module: str, *, top_level_only: bool) -> set[str]:
+    """What a module imports; at the top level, what it imports when it is itself imported."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while pending:
+        node = pending.pop()
+        found |= targets(module, node)
+        deferred = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if not (top_level_only and (deferred or is_type_checking(node))):
+            pending.extend(ast.iter_child_nodes(node))
+        elif isinstance(node, ast.If):
+            pending.extend(node.orelse)
+    return found
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def assigned_all(path: Path) -> list[str] | None:
+    for node in ast.parse(path.read_text()).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "__all__":
+            assert isinstance(node, (ast.Assign, ast.AnnAssign))
+            assert node.value is not None
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_cluster_imports_ray(module: str) -> None:
+    if is_within(module, "dpex.cluster"):
+        return
+    ray_imports = {name for name in imports(module, top_level_only=False) if is_within(name, "ray")}
+    assert not ray_imports, f"{module} imports {ray_imports}; only dpex.cluster may"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_its_doors_import_cluster(module: str) -> None:
+    if is_within(module, "dpex.cluster") or module in DOORS_TO_CLUSTER:
+        return
+    cluster_imports = {
+        name for name in imports(module, top_level_only=False) if is_within(name, "dpex.cluster")
+    }
+    assert not cluster_imports, f"{module} imports {cluster_imports}"
+
+
+def test_no_import_cycles() -> None:
+    # Importing a module runs its packages' __init__ first, but that is Python's doing and harmless
+    # while those do not import the module back at their top level, which would be an edge here.
+    graph = {
+        module: {
+            name
+            for name in imports(module, top_level_only=True)
+            if name in MODULES and name != module
+        }
+        for module in MODULES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import one another: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_is_sorted(module: str) -> None:
+    names = assigned_all(MODULES[module])
+    if names is not None:
+        assert names == sorted(set(names))
+
+
+def test_all_of_the_package_exists() -> None:
+    assert dpex.__all__ == sorted(set(dpex.__all__))
+    missing = [name for name in dpex.__all__ if not hasattr(dpex, name)]
+    assert not missing
+
+
+def test_py_typed_is_shipped() -> None:
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    assert not [name for name in MODULES if name.rpartition(".")[2] in {"utils", "helpers"}]
+
+
+def run_python(code: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_import_and_construction_leave_ray_alone() -> None:
+    run_python(
+        """
+import sys
+import dpex
+assert "ray" not in sys.modules, "import dpex imports ray"
+import threading
+from pathlib import Path
+import torch
+from torch.utils.data import TensorDataset
+def children():
+    return Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else []
+def child_pids():
+    return {pid for path in children() for pid in path.read_text().split()}
+pids, threads = child_pids(), threading.active_count()
+loader = dpex.DpexDataLoader(
+    TensorDataset(torch.arange(8)), batch_size=2, num_workers=2, distribute_mode=True
+)
+assert len(loader) == 4
+assert "ray" not in sys.modules, "constructing a loader imports ray"
+assert child_pids() == pids, "constructing a loader starts a process"
+assert threading.active_count() == threads, "constructing a loader starts a thread"
+"""
+    )
+
+
+def test_plain_mode_leaves_ray_alone() -> None:
+    run_python(
+        """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from dpex import DpexDataLoader
+dataset = TensorDataset(torch.arange(8))
+assert len(list(DpexDataLoader(dataset, batch_size=2))) == 4
+assert len(list(DpexDataLoader(dataset, batch_size=2, distribute_mode=True))) == 4
+assert "ray" not in sys.modules
+"""
+    )
