@@ -34,6 +34,7 @@ __all__ = [
     "free_cores",
     "init_ray",
     "join_keeper",
+    "quiet_ray",
     "rank_environment",
     "shared_job",
     "start",
@@ -138,14 +139,22 @@ def init_ray(timeout_s: float, **options: Any) -> None:
     import ray
 
     def call() -> None:
-        messages = logging.getLogger("ray")
-        level = messages.level
-        try:
+        with quiet_ray():
             ray.init(logging_level=logging.ERROR, **options)
-        finally:
-            messages.setLevel(level)
 
     within(timeout_s, call, keep_thread=options.get("address") == "local")
+
+
+@contextlib.contextmanager
+def quiet_ray() -> Iterator[None]:
+    """Let Ray's own messages through only from ERROR on."""
+    messages = logging.getLogger("ray")
+    level = messages.level
+    messages.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        messages.setLevel(level)
 
 
 def within(timeout_s: float, call: Callable[[], T], *, keep_thread: bool = False) -> T:
@@ -369,7 +378,7 @@ def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
 def _locked(stem: Path, deadline: float) -> Iterator[None]:
     import fcntl
 
-    with stem.with_suffix(".lock").open("wb") as file:
+    with (stem.parent / "lock").open("wb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -403,7 +412,7 @@ def keep(stem: str, listener_fd: int) -> None:
     """Be the keeper: run Ray while ranks are connected to the listening socket.
 
     Args:
-        stem: Path of the socket, the lock and the log, without their suffixes.
+        stem: Path of the socket and of the log, without their suffixes.
         listener_fd: File descriptor of the listening socket.
     """
     listener = socket.socket(fileno=listener_fd)

@@ -75,13 +75,18 @@ class _Lane:
         """Serve another iteration, or none."""
         self.run = run
         self._first_chunk = self._fed
+        self._early: dict[int, bytes] = {}
         self._blocks.clear()
         self._errors.clear()
         self.changed.set()
 
-    def feed(self, payloads: list[bytes]) -> None:
-        """Append chunks."""
-        for payload in payloads:
+    def feed(self, number: int, payloads: list[bytes]) -> None:
+        """Append chunks, the first one being the run's ``number``-th.
+
+        Calls of an async actor may overtake one another; chunks must not.
+        """
+        self._early.update(enumerate(payloads, number))
+        while (payload := self._early.pop(self._fed - self._first_chunk, None)) is not None:
             self._fed += 1
             self.execution.feed(chunk_table(payload))
 
@@ -125,13 +130,20 @@ class _Host:
 
     def __init__(self) -> None:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
+        self._closed: set[str] = set()
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         tune_host_process(self._note_error)
+
+    def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
+        """Return the lane, or the promise of it: any call may arrive before ``open``."""
+        if lane_key not in self._lanes:
+            self._lanes[lane_key] = asyncio.get_running_loop().create_future()
+        return self._lanes[lane_key]
 
     async def open(self, lane_key: str, pipeline: Pipeline, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
         loop = asyncio.get_running_loop()
-        opening = self._lanes[lane_key] = loop.create_future()
+        opening = self._opening(lane_key)
         try:
             # Planning takes some ten milliseconds, in which other lanes must be served.
             opening.set_result(await loop.run_in_executor(None, _Lane, pipeline, run, loop))
@@ -144,7 +156,7 @@ class _Host:
         Returns:
             False if the lane is broken, or still at work for an iteration that was given up.
         """
-        lane = await self._lanes[lane_key]
+        lane = await self._opening(lane_key)
         deadline = time.monotonic() + _QUIET_WAIT_S
         while not lane.quiet and not lane.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -157,6 +169,7 @@ class _Host:
         self,
         lane_key: str,
         run: str,
+        number: int,
         payloads: list[bytes],
         *,
         parallel: int,
@@ -167,20 +180,22 @@ class _Host:
         Args:
             lane_key: The lane.
             run: The run that the chunks belong to; ignored if it was given up.
+            number: Number of the first of these chunks in the run.
             payloads: Pickled chunks.
             parallel: Number of tasks to run at once.
             hurried: Whether the training loop waits, so that it pays to look often.
         """
-        lane = await self._lanes[lane_key]
+        if lane_key in self._closed:
+            return
+        lane = await self._opening(lane_key)
         if lane.run == run:
             lane.execution.parallel = parallel
             lane.execution.hurried = hurried
-            lane.feed(payloads)
+            lane.feed(number, payloads)
 
     async def take(self, lane_key: str, run: str) -> Reply:
         """Wait for news of a run; one that was given up has ended."""
-        opening = self._lanes.get(lane_key)
-        while opening is not None and (lane := await opening).run == run:
+        while lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.changed.clear()
             reply = lane.news()
             if reply is not None:
@@ -193,8 +208,7 @@ class _Host:
         self._cancelled[run] = None
         while len(self._cancelled) > _MAX_CANCELLED:
             self._cancelled.popitem(last=False)
-        opening = self._lanes.get(lane_key)
-        if opening is not None and (lane := await opening).run == run:
+        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.begin(None)
 
     async def cancelled(self, run: str) -> bool:
@@ -203,10 +217,9 @@ class _Host:
 
     async def close(self, lane_key: str, *, force: bool) -> None:
         """End a pipeline; with ``force`` the worker processes of running tasks are killed."""
-        opening = self._lanes.pop(lane_key, None)
-        if opening is None:
-            return
-        lane = await opening
+        lane = await self._opening(lane_key)
+        del self._lanes[lane_key]
+        self._closed.add(lane_key)
         lane.begin(None)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, lambda: lane.execution.close(force=force))

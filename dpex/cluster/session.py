@@ -176,7 +176,7 @@ class RemoteRun:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.feed.remote(
-            self._lane.key, self._run, payloads, parallel=parallel, hurried=hurried
+            self._lane.key, self._run, chunks[0].number, payloads, parallel=parallel, hurried=hurried
         )
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from dpex.cluster.embedded import quiet_ray
 from dpex.errors import ClusterError
 
 __all__ = ["check_nodes"]
@@ -86,7 +87,8 @@ def _make_probe() -> Callable[[], Versions]:
                 return importlib.metadata.version("torch")
             except importlib.metadata.PackageNotFoundError:
                 # Built from source, it may come without metadata; importing it takes seconds.
-                return "unknown" if importlib.util.find_spec("torch") else None
+                spec = importlib.util.find_spec("torch")
+                return "unknown" if spec and spec.origin else None
 
         def dpex_digest() -> str | None:
             spec = importlib.util.find_spec("dpex")
@@ -191,7 +193,7 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
         from ray.experimental.internal_kv import _pin_runtime_env_uri as pin
 
         env: dict[str, Any] = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
-        with tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
+        with quiet_ray(), tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
             known = inspect.signature(upload).parameters
             options: dict[str, Any] = {
                 "include_gitignore": False,

@@ -1,0 +1,174 @@
+"""Processes of their own for the tests of dpex.cluster: pytest's process never runs Ray here.
+
+Every test has a directory, the working directory of all that it starts. So what is left of a test
+is found by it, also what Ray has renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+}
+
+
+class DriverError(Exception):
+    """What the driver process raised, as ``"Type: message"``."""
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A directory for a test's processes; kills at the end what still runs there."""
+    # A Ray session's sockets are too deep for pytest's own temporary directories.
+    place = Path(tempfile.mkdtemp(prefix="dx", dir="/tmp"))
+    try:
+        yield place
+    finally:
+        for pid in processes_in(place):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not processes_in(place), 20, f"end of all processes in {place}")
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def environment(place: Path, **variables: str) -> dict[str, str]:
+    """An environment in which no Ray but the test's own can be found."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and name not in RANK_VARIABLES
+    }
+    home = place / "home"
+    home.mkdir(exist_ok=True)
+    return clean | {
+        "RAY_TMPDIR": str(place),
+        "TMPDIR": str(place),
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        **variables,
+    }
+
+
+def _die_with_pytest() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def spawn(command: list[str], place: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start a process that ends with this one, whatever ends it."""
+    options.setdefault("env", environment(place))
+    return subprocess.Popen(command, cwd=place, text=True, preexec_fn=_die_with_pytest, **options)
+
+
+def processes_in(place: Path) -> dict[int, str]:
+    """Pid and command line of every process, zombies aside, that works in a directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            if (entry / "cwd").readlink() == place:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if command:
+                    found[int(entry.name)] = command
+    return found
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until the condition holds; returns what it returned."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.05)
+    return result
+
+
+class Driver:
+    """A process of driver.py; each keyword of ``ask`` is one of its function's."""
+
+    def __init__(
+        self, place: Path, *, under: tuple[str, ...] = (), cwd: Path | None = None, **variables: str
+    ) -> None:
+        program = Path(__file__).with_name("driver.py")
+        self.process = spawn(
+            [*under, sys.executable, str(program)],
+            cwd or place,
+            env=environment(place, **variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self, seconds: float = 60) -> Any:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(seconds), f"the driver did not answer within {seconds} s"
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended with {self.process.wait()}"
+        reply = json.loads(line)
+        if "error" in reply:
+            raise DriverError(reply["error"])
+        return reply["result"]
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self.receive()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Let it come to its end."""
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+def start_node(
+    place: Path, *options: str, under: tuple[str, ...] = (), **variables: str
+) -> subprocess.Popen[str]:
+    """Run ``ray start`` until it says that the node runs."""
+    log = place / f"node-{time.monotonic_ns()}.log"
+    with log.open("w") as output:
+        node = spawn(
+            [
+                *under,
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--block",
+                "--object-store-memory=100000000",
+                *options,
+            ],
+            place,
+            env=environment(place, **variables),
+            stdout=output,
+            stderr=output,
+        )
+    wait_until(
+        lambda: "Ray runtime started" in log.read_text() or node.poll() is not None, 60, "Ray node"
+    )
+    assert node.poll() is None, log.read_text()
+    return node

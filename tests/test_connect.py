@@ -1,0 +1,402 @@
+"""Which Ray head_address means, against clusters of their own, and how fast it says no."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_programs import (
+    ROOT,
+    Driver,
+    DriverError,
+    processes_in,
+    start_node,
+    wait_until,
+    workplace,
+)
+
+from dpex.cluster import versions
+from dpex.cluster.connect import _running_cluster, connect
+from dpex.errors import ClusterError
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+# A refusal that need not wait for anybody; the bound is that of a busy machine.
+QUICK_SECONDS = 10
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """The directory of a running cluster of 2 CPUs, whose clients need a token."""
+    with workplace() as directory:
+        ray = directory / "home" / ".ray"
+        ray.mkdir(parents=True)
+        (ray / "auth_token").write_text("0123456789abcdef" * 4)
+        start_node(directory, "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false")
+        yield directory
+
+
+@pytest.fixture
+def empty_place() -> Iterator[Path]:
+    """A directory with no cluster."""
+    with workplace() as directory:
+        yield directory
+
+
+def address_of(place: Path) -> str:
+    return (place / "ray" / "ray_current_cluster").read_text().strip()
+
+
+def logged(driver: Driver, text: str) -> bool:
+    return any(text in line for line in driver.ask("logged"))
+
+
+def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
+    driver = Driver(place)
+    connection = driver.ask("connect", head_address="auto")
+    assert connection["kind"] == "cluster"
+    assert connection["address"] == address_of(place)
+    assert connection["single_host"]
+    assert connection["runtime_env"] is None
+    assert logged(driver, f"INFO found a running Ray cluster at {address_of(place)}")
+
+    # Once connected, every name of it is it, and nothing else is.
+    port = address_of(place).rpartition(":")[2]
+    for name in ("auto", address_of(place), f"localhost:{port}", f"127.0.0.1:{port}"):
+        again = driver.ask("connect", head_address=name)
+        assert {**again, "seconds": 0} == {**connection, "seconds": 0}
+        assert again["seconds"] < QUICK_SECONDS
+    with pytest.raises(DriverError, match=f"ClusterError: .*10.1.2.3:6379.*{address_of(place)}"):
+        driver.ask("connect", head_address="10.1.2.3:6379")
+    with pytest.raises(DriverError, match=f"ClusterError: .*embedded.*{address_of(place)}"):
+        driver.ask("connect", head_address="local")
+    assert driver.end() == 0
+
+
+def test_an_address_is_taken_from_argument_and_environment(place: Path) -> None:
+    port = address_of(place).rpartition(":")[2]
+    by_argument = Driver(place, RAY_TMPDIR="/nowhere")
+    by_environment = Driver(place, RAY_TMPDIR="/nowhere", RAY_ADDRESS=address_of(place))
+    by_argument.send("connect", head_address=f"localhost:{port}")
+    by_environment.send("connect", head_address="auto")
+    for driver in (by_argument, by_environment):
+        connection = driver.receive()
+        assert connection["kind"] == "cluster"
+        assert connection["address"] == address_of(place)
+        driver.ask("task")
+        assert driver.end() == 0
+
+
+def test_the_ray_a_process_has_is_taken_and_left_as_it_is(place: Path) -> None:
+    driver = Driver(place, RAY_ADDRESS="10.1.2.3:6379", RAY_AUTH_MODE="token")
+    assert driver.ask("init", address=address_of(place)) == address_of(place)
+    connection = driver.ask("connect", head_address="auto")
+    assert connection["kind"] == "existing"
+    assert connection["address"] == address_of(place)
+    assert driver.ask("connect", head_address=address_of(place))["kind"] == "existing"
+    with pytest.raises(DriverError, match=f"ClusterError: .*10.1.2.3:6379.*{address_of(place)}"):
+        driver.ask("connect", head_address="10.1.2.3:6379")
+    with pytest.raises(DriverError, match=f"ClusterError: .*embedded.*{address_of(place)}"):
+        driver.ask("connect", head_address="local")
+    driver.ask("task")
+
+    # Let go, and it is as if it had never been.
+    driver.ask("shutdown")
+    with pytest.raises(DriverError, match=r"ClusterError: .*RAY_ADDRESS='10.1.2.3:6379'"):
+        driver.ask("connect", head_address="auto")
+    assert driver.ask("connect", head_address=address_of(place))["kind"] == "cluster"
+    assert driver.end() == 0
+
+
+def test_local_is_embedded_though_a_cluster_runs(place: Path) -> None:
+    driver = Driver(place, RAY_ADDRESS=address_of(place))
+    connection = driver.ask("connect", head_address="local")
+    assert connection["kind"] == "embedded"
+    assert connection["address"] != address_of(place)
+    with pytest.raises(DriverError, match=f"ClusterError: .*{address_of(place)}"):
+        driver.ask("connect", head_address=address_of(place))
+    # Another process still finds the cluster, not this Ray.
+    other = Driver(place)
+    assert other.ask("connect", head_address="auto")["address"] == address_of(place)
+    assert driver.end() == 0
+    assert other.end() == 0
+
+
+def test_who_holds_the_cpus(place: Path) -> None:
+    other = Driver(place)
+    other.ask("connect", head_address="auto")
+    other.ask("hog", num_cpus=1)
+    driver = Driver(place)
+    driver.ask("connect", head_address="auto")
+
+    def report() -> str:
+        return driver.ask("busy")
+
+    text = wait_until(lambda: "hog" in report() and report(), 60, "report of the running task")
+    assert text.startswith("0 of 2 CPUs are free on 1 node(s)")
+    assert "placement group 'reserved' reserves 1" in text
+    assert "1 x hog" in text
+    driver.end()
+    other.end()
+    # What has ended holds nothing.
+    watcher = Driver(place)
+    watcher.ask("connect", head_address="auto")
+    wait_until(lambda: watcher.ask("busy").startswith("2 of 2"), 60, "release of the CPUs")
+    watcher.end()
+
+
+@pytest.mark.parametrize("content", ["127.0.0.1:{closed}", "127.0.0.1:{silent}", "x", ""])
+def test_a_stale_address_file_is_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    silent_port: int,
+    closed_port: int,
+    content: str,
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    file = tmp_path / "ray" / "ray_current_cluster"
+    assert _running_cluster() is None
+    file.write_text(content.format(closed=closed_port, silent=silent_port))
+    assert _running_cluster() is None
+
+
+def test_without_a_live_cluster_auto_is_embedded(empty_place: Path, closed_port: int) -> None:
+    (empty_place / "ray").mkdir()
+    (empty_place / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
+    driver = Driver(empty_place)
+    assert driver.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert logged(driver, "DEBUG ignoring ")
+    assert driver.end() == 0
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return int(reserved.getsockname()[1])
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port on which somebody listens who never says anything."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def web_port() -> Iterator[int]:
+    """A port on which somebody answers who is no Ray."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    with client:
+                        client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
+def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_port: int) -> None:
+    driver = Driver(empty_place)
+    addresses = [
+        f"127.0.0.1:{closed_port}",
+        f"localhost:{closed_port}",
+        f"127.0.0.1:{web_port}",
+        "host.invalid:6379",
+    ]
+    for address in addresses:
+        driver.send("connect", head_address=address)
+        command = f"`ray start --address={address} --num-cpus=0`"
+        with pytest.raises(DriverError, match=f"ClusterError: .*{address!r}.*{command}"):
+            driver.receive(QUICK_SECONDS)
+    # None of it is left behind.
+    assert driver.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert driver.end() == 0
+
+
+def namespace(*options: str) -> tuple[str, ...]:
+    """A command in front of another that gives it namespaces of its own; skips where it cannot."""
+    command = ("unshare", *options)
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"needs namespaces: {error}")
+    return command
+
+
+def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
+    # What is no process of this "host" is no node of it.
+    elsewhere = Driver(place, under=namespace("--fork", "--kill-child", "--pid", "--mount-proc"))
+    elsewhere.send("connect", head_address=address_of(place))
+    command = f"`ray start --address={address_of(place)} --num-cpus=0`"
+    with pytest.raises(DriverError, match=f"ClusterError: .*no node of it.*{command}"):
+        elsewhere.receive(QUICK_SECONDS)
+    assert elsewhere.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert elsewhere.end() == 0
+
+
+def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_port: int) -> None:
+    start_node(empty_place, "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false")
+    [head] = [pid for pid, name in processes_in(empty_place).items() if "gcs_server" in name]
+    silent = Driver(empty_place, RAY_ADDRESS=f"127.0.0.1:{silent_port}")
+    frozen = Driver(empty_place)
+    os.kill(head, signal.SIGSTOP)
+    silent.send("connect", head_address="auto")
+    frozen.send("connect", head_address=address_of(empty_place))
+    with pytest.raises(DriverError, match=f"ClusterError: .*RAY_ADDRESS='127.0.0.1:{silent_port}'"):
+        silent.receive(15 + QUICK_SECONDS)
+    with pytest.raises(DriverError, match=f"ClusterError: .*='{address_of(empty_place)}'"):
+        frozen.receive(15 + QUICK_SECONDS)
+    # Nobody asked for that one by name, so that it is passed over.
+    assert frozen.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert logged(frozen, f"nobody answers at {address_of(empty_place)}")
+    assert silent.end() == 0
+    assert frozen.end() == 0
+
+
+NODE_WITHOUT = """
+set -e
+mount --make-rprivate /
+for hidden in {hidden}; do mount -t tmpfs none "$hidden"; done
+{more}
+exec "$@"
+"""
+
+
+def start_node_without(
+    place: Path, address: str, *hidden: Path, more: str = ""
+) -> subprocess.Popen[str]:
+    """A second node of the cluster, which sees empty directories where others see these."""
+    script = NODE_WITHOUT.format(hidden=" ".join(map(str, hidden)), more=more)
+    under = (*namespace("--mount"), "sh", "-c", script, "sh")
+    return start_node(
+        place, f"--address={address}", "--num-cpus=1", under=under, RAY_AUTH_MODE="token"
+    )
+
+
+def installed(distribution: str) -> tuple[Path, Path]:
+    """Directory of a package and of its metadata."""
+    from importlib.metadata import distribution as find
+
+    found = find(distribution)
+    package = Path(str(found.locate_file(distribution)))
+    [metadata] = package.parent.glob(f"{distribution}-*.dist-info")
+    return package, metadata
+
+
+def test_a_node_without_dpex_gets_it(place: Path) -> None:
+    # Not the package under test itself: it may also be installed, and so on the node.
+    library = place / "library"
+    shutil.copytree(ROOT / "dpex", library / "dpex")
+    (library / "dpex" / "only_here.py").write_text("")
+    _, metadata = installed("torch")
+    node = start_node_without(
+        place,
+        address_of(place),
+        library,
+        metadata,
+        more=f"printf 'Name: torch\\nVersion: 1.0.0\\n' > {metadata}/METADATA",
+    )
+    try:
+        driver = Driver(place, PYTHONPATH=str(library))
+        connection = driver.ask("connect", head_address="auto")
+        nodes = driver.ask("cluster")["nodes"]
+        assert len(nodes) == 2
+        [second] = [name for name in nodes if name != connection["node"]]
+        assert connection["runtime_env"] is not None
+        assert logged(driver, "INFO sending dpex along with the tasks")
+        assert logged(driver, "has torch 1.0.0, this process ")
+
+        with pytest.raises(DriverError, match="ModuleNotFoundError"):
+            driver.ask("task", node=second, module="dpex.only_here")
+        _, path = driver.ask(
+            "task",
+            node=second,
+            module="dpex.only_here",
+            runtime_env=connection["runtime_env"],
+        )
+        assert not Path(path).is_relative_to(library)
+        assert driver.end() == 0
+    finally:
+        stop(node)
+    wait_for_nodes(place, 1)
+
+
+def test_a_node_without_torch_is_named(place: Path) -> None:
+    node = start_node_without(place, address_of(place), *installed("torch"))
+    try:
+        driver = Driver(place)
+        host = address_of(place).rpartition(":")[0]
+        with pytest.raises(DriverError, match=f"ClusterError: .*Node {host} has no torch"):
+            driver.ask("connect", head_address="auto")
+        # The process is as free as before.
+        assert driver.ask("connect", head_address="local")["kind"] == "embedded"
+        assert driver.end() == 0
+    finally:
+        stop(node)
+    wait_for_nodes(place, 1)
+
+
+def stop(node: subprocess.Popen[str]) -> None:
+    node.terminate()
+    node.wait(timeout=60)
+
+
+def wait_for_nodes(place: Path, count: int) -> None:
+    driver = Driver(place, RAY_AUTH_MODE="token")
+    driver.ask("init", address=address_of(place))
+    wait_until(lambda: len(driver.ask("cluster")["nodes"]) == count, 60, f"cluster of {count}")
+    assert driver.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("difference", "sentence"),
+    [
+        ({"python": "3.10.2"}, "Python 3.10.2"),
+        ({"ray": "2.0.0"}, "Ray 2.0.0"),
+        ({"torch": None}, "no torch"),
+    ],
+)
+def test_what_would_break_says_so(difference: dict[str, str | None], sentence: str) -> None:
+    here = versions._make_probe()()
+    assert versions._faults("10.1.2.3", here, here) == []
+    [fault] = versions._faults("10.1.2.3", {**here, **difference}, here)
+    assert fault.startswith("Node 10.1.2.3")
+    assert sentence in fault
+
+
+def test_ray_client_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ClusterError, match=r"'ray://head:10001'.*--num-cpus=0.*head_address="):
+        connect("ray://head:10001")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "6379", "head", "head:", "head:0", "head:65536", "a b:1", "http://head:1", "::1", None],
+)
+def test_malformed_addresses_are_refused_with_the_forms(value: str) -> None:
+    with pytest.raises(ValueError, match=r"'auto', 'local' or 'host:port'") as caught:
+        connect(value)
+    assert repr(value) in str(caught.value)

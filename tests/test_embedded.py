@@ -1,0 +1,292 @@
+"""A Ray of our own: quiet, gone with its process or its ranks, shared by ranks, found by no other.
+
+The processes are real; those of a test all work in one directory, by which what is left is found.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_programs import (
+    ROOT,
+    Driver,
+    DriverError,
+    environment,
+    processes_in,
+    spawn,
+    wait_until,
+    workplace,
+)
+
+from dpex.cluster import embedded
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+# Ray itself leaves two agents for 100 s when the process that started it is killed.
+GONE_SECONDS = 30
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as directory:
+        yield directory
+
+
+def all_gone(place: Path) -> bool:
+    return not processes_in(place)
+
+
+def titles(place: Path, title: str) -> list[int]:
+    return [pid for pid, command in processes_in(place).items() if title in command]
+
+
+def rank(place: Path, number: int, world_size: int = 2) -> Driver:
+    """A process with the environment that torchrun gives to its ranks."""
+    return Driver(
+        place,
+        RANK=str(number),
+        LOCAL_RANK=str(number),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID=place.name,
+    )
+
+
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('a bug')"])
+def test_prints_nothing_and_is_gone_at_the_end(place: Path, ending: str) -> None:
+    program = f"""
+import ray, sys
+from dpex.cluster.connect import connect
+connection = connect("local")
+assert (connection.kind, connection.single_host, connection.runtime_env) == ("embedded", True, None)
+assert ray.get(ray.remote(lambda: 1).remote()) == 1
+{ending}
+"""
+    process = spawn(
+        [sys.executable, "-c", program], place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = process.communicate(timeout=100)
+    assert output == ""
+    assert process.returncode == bool(ending)
+    if ending:
+        assert errors.startswith("Traceback")
+        assert errors.endswith("RuntimeError: a bug\n")
+    else:
+        assert errors == ""
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+
+def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
+    owner = Driver(place)
+    owner.ask("connect", head_address="local")
+    cluster = owner.ask("cluster")
+    assert cluster["cpus"] == embedded.embedded_cpus() >= 64
+    shm = os.statvfs("/dev/shm")
+    assert cluster["object_store_bytes"] <= shm.f_frsize * shm.f_blocks
+    assert not titles(place, "ray::IDLE"), "workers are started before there is a task"
+    assert not (place / "ray" / "ray_current_cluster").exists()
+    owner.ask("hog", num_cpus=1)
+    wait_until(lambda: titles(place, "ray::hog"), 60, "busy worker")
+    # What it forked may live on; it must not keep Ray alive.
+    sleeper = owner.ask("fork_sleeper")
+    try:
+        owner.kill()
+        wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+        os.kill(sleeper, 0)
+    finally:
+        os.kill(sleeper, signal.SIGKILL)
+
+
+def test_outlives_the_thread_that_started_it(place: Path) -> None:
+    owner = Driver(place)
+    first = owner.ask("connect_in_thread", head_address="auto")
+    assert first["kind"] == "embedded"
+    owner.ask("task")
+    again = owner.ask("connect", head_address="local")
+    assert again["node"] == first["node"]
+
+    refusal = owner.ask("connect_in_fork", head_address="auto")
+    assert refusal.startswith("ClusterError: this process was forked")
+    owner.ask("task")
+
+    # Another process takes no part in it.
+    other = Driver(place)
+    assert other.ask("connect", head_address="auto")["node"] != first["node"]
+    # Nor does this one after it has let go.
+    owner.ask("shutdown")
+    assert owner.ask("connect", head_address="auto")["node"] != first["node"]
+    assert owner.end() == 0
+    assert other.end() == 0
+
+
+def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
+    ranks = [rank(place, number) for number in range(2)]
+    for driver in ranks:
+        driver.send("connect", head_address="auto")
+    nodes = [driver.receive()["node"] for driver in ranks]
+    assert nodes[0] == nodes[1]
+    assert len(titles(place, "gcs_server")) == 1
+    # One rank's environment is the keeper's, and each rank's tasks see their own rank's.
+    assert [driver.ask("task", variable="RANK")[0] for driver in ranks] == ["0", "1"]
+    assert [driver.ask("task", variable="WORLD_SIZE")[0] for driver in ranks] == ["2", "2"]
+
+    ranks[0].kill()
+    ranks[1].ask("task")
+    # A late one, as after a restart, joins what runs.
+    late = rank(place, 0)
+    assert late.ask("connect", head_address="local")["node"] == nodes[1]
+    assert late.end() == 0
+    ranks[1].ask("task")
+    ranks[1].kill()
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
+
+
+def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None:
+    first = rank(place, 0)
+    first.send("connect", head_address="auto")
+    wait_until(lambda: titles(place, "dpex.cluster.embedded"), 60, "keeper")
+    first.kill()
+    second = rank(place, 1)
+    assert second.ask("connect", head_address="auto")["kind"] == "embedded"
+    second.ask("task")
+
+    # Killed as hard, the keeper takes its Ray along, and whoever comes then starts anew.
+    [keeper] = titles(place, "dpex.cluster.embedded")
+    os.kill(keeper, signal.SIGKILL)
+    second.kill()
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+    third = rank(place, 0)
+    assert third.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert third.end() == 0
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
+
+
+def test_a_ray_that_cannot_start_is_an_error_with_its_reason(place: Path) -> None:
+    deep = place / ("deep" * 20)
+    deep.mkdir()
+    alone = Driver(place, RAY_TMPDIR=str(deep))
+    several = Driver(place, RAY_TMPDIR=str(deep), WORLD_SIZE="2", MASTER_PORT="1", RANK="0")
+    for driver in (alone, several):
+        driver.send("connect", head_address="local")
+    for driver in (alone, several):
+        with pytest.raises(DriverError, match=r"ClusterError: .*107 bytes.*RAY_TMPDIR"):
+            driver.receive()
+        driver.end()
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the keeper")
+
+
+def test_a_keeper_that_no_rank_reaches_ends(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "job.sock"))
+        listener.listen()
+        program = (
+            "import sys; from dpex.cluster import embedded; embedded._FIRST_RANK_SECONDS = 1;"
+            "embedded.keep(sys.argv[1], int(sys.argv[2]))"
+        )
+        keeper = spawn(
+            [sys.executable, "-c", program, str(place / "job"), str(listener.fileno())],
+            place,
+            pass_fds=[listener.fileno()],
+        )
+    assert keeper.wait(timeout=100) == 0
+    assert not (place / "job.sock").exists()
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+
+SPAWNED_RANKS = """
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def main(number, place):
+    dist.init_process_group("gloo", f"file://{place}/store", rank=number, world_size=2)
+    from dpex.cluster.connect import connect
+    address = connect("auto").address
+    addresses = [None, None]
+    dist.all_gather_object(addresses, address)
+    assert addresses[0] == addresses[1], addresses
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(main, args=(sys.argv[1],), nprocs=2)
+"""
+
+
+def test_spawned_ranks_without_torchruns_environment_share_too(place: Path) -> None:
+    program = place / "ranks.py"
+    program.write_text(SPAWNED_RANKS)
+    process = spawn(
+        [sys.executable, str(program), str(place)],
+        place,
+        env=environment(place, OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "shared"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "many"}, False),
+    ],
+)
+def test_who_shares(
+    bare_environment: pytest.MonkeyPatch, variables: dict[str, str], shared: bool
+) -> None:
+    for name, value in variables.items():
+        bare_environment.setenv(name, value)
+    assert (embedded.shared_job() is not None) == shared
+
+
+def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
+    bare_environment.setenv("WORLD_SIZE", "2")
+    names = {embedded.shared_job()}
+    bare_environment.setenv("MASTER_PORT", "29500")
+    names.add(embedded.shared_job())
+    bare_environment.setenv("MASTER_PORT", "29501")
+    names.add(embedded.shared_job())
+    bare_environment.setenv("TORCHELASTIC_RUN_ID", "two")
+    names.add(embedded.shared_job())
+    assert len(names) == 4
+
+
+def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    cores = embedded.free_cores()
+    assert 1 <= cores <= len(os.sched_getaffinity(0)) <= embedded.embedded_cpus()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    assert embedded.free_cores() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert embedded.free_cores() == 1
+
+
+def test_importing_it_imports_neither_ray_nor_torch() -> None:
+    program = "import sys, dpex.cluster.connect; assert not {'ray', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
