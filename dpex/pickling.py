@@ -194,10 +194,14 @@ def load(
 
 
 def copy_to_tensor(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Copy a flat uint8 array into a fresh tensor."""
-    own = torch.empty(buffer.nbytes, dtype=torch.uint8)
-    np.copyto(own.numpy(), buffer)
-    return own
+    """Copy a flat uint8 array into a fresh tensor.
+
+    numpy asks the kernel for huge pages where torch does not: with small ones, a fresh batch of
+    38 MB costs four times its copy in page faults.
+    """
+    own = np.empty(buffer.nbytes, dtype=np.uint8)
+    np.copyto(own, buffer)
+    return torch.from_numpy(own)
 
 
 def _unpicklable_path(obj: Any, path: str, depth: int = 0) -> str:

@@ -247,8 +247,8 @@ def _join(address: str, name: str, **options: Any) -> None:
     except Exception as error:
         _disconnect()
         raise ClusterError(
-            f"the Ray cluster at {name}={address!r} answers but cannot be joined: {error} If it "
-            "uses token authentication, set RAY_AUTH_MODE=token; if this host runs no node of "
+            f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
+            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token; if this host runs no node of "
             f"it, start one: {command}"
         ) from error
 
@@ -430,4 +430,5 @@ def _note_fork() -> None:
     _forked_from_driver = bool(ray and ray.is_initialized())
 
 
-os.register_at_fork(after_in_child=_note_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)

@@ -118,9 +118,9 @@ def start() -> None:
             )
         except Exception as error:
             raise ClusterError(
-                f"an embedded Ray did not start: {error} Its files are to lie under RAY_TMPDIR "
-                "(else TMPDIR, else /tmp), which must be writable and shorter than 40 characters, "
-                "its token in ~/.ray (or set RAY_AUTH_MODE=disabled)."
+                f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
+                "RAY_TMPDIR (else TMPDIR, else /tmp), which must be writable and shorter than 38 "
+                "characters; its token lies in ~/.ray (unless RAY_AUTH_MODE=disabled)"
             ) from error
     _end_agents_with_us()
 
@@ -466,4 +466,5 @@ def _let_go_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_let_go_in_child)

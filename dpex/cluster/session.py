@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Sequence
@@ -102,10 +103,10 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
-        content = (pickled.head, pickled.buffers, pickled.tensor_slots)
-        ref = ray.put(content)
+        search_path = [os.path.abspath(path) for path in sys.path]
+        ref = ray.put((search_path, pickled.head, pickled.buffers, pickled.tensor_slots))
         # What is compared with next time are views of the stored bytes, not the user's arrays.
-        stored = Pickled(*ray.get(ref))
+        stored = Pickled(*ray.get(ref)[1:])
         self._stored = _StoredJob(uuid.uuid4().hex, ref, stored)
         return self._stored.key
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ class Pipeline:
     """What a loader's Ray Dataset is made from.
 
     Attributes:
-        job: Reference to the pickled ``Job``, in a list so that Ray does not resolve it.
+        job: Reference to the driver's ``sys.path`` and the parts of the pickled ``Job``, in a
+            list so that Ray does not resolve it.
         job_key: Identity of the job's bytes.
         host_name: Name of the host actor, asked whether a chunk is still wanted.
         in_order: Whether blocks keep the order of the chunks.
@@ -150,7 +152,10 @@ def _read_job(ref: ray.ObjectRef, job_key: str) -> Pickled:
 
     pickled = _job_refs.get(job_key)
     if pickled is None:
-        pickled = _job_refs[job_key] = Pickled(*ray.get(ref))
+        search_path, *content = ray.get(ref)
+        # What the script can import a worker of its host can, as with torch's spawned workers.
+        sys.path.extend(p for p in search_path if p not in sys.path and os.path.isdir(p))
+        pickled = _job_refs[job_key] = Pickled(*content)
         while len(_job_refs) > _MAX_JOBS:
             _job_refs.popitem(last=False)
     return pickled
