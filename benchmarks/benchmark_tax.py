@@ -200,7 +200,7 @@ def main() -> None:
         record["next_share"][peer] = summarise([a.next_s / b.seconds for a, b in pairs])
         record["waiting_share"][peer] = summarise([a.blocked_s / b.seconds for a, b in pairs])
         if record["waiting_share"][peer]["median"] > BLOCKED_TOO_MUCH:
-            say(f"{peer} made the loop wait for data: its figure is no pure tax")
+            say(f"{peer}: next() waited, for data or for a core; the figure is no pure tax")
     write(record, options.out)
     print(table([record]))
 

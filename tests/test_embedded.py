@@ -63,27 +63,27 @@ def rank(place: Path, number: int, world_size: int = 2) -> Driver:
     )
 
 
-@pytest.mark.parametrize("ending", ["", "raise RuntimeError('a bug')"])
-def test_prints_nothing_and_is_gone_at_the_end(place: Path, ending: str) -> None:
-    program = f"""
+QUIET_PROGRAM = """
 import ray, sys
 from dpex.cluster.connect import connect
 connection = connect("local")
 assert (connection.kind, connection.single_host, connection.runtime_env) == ("embedded", True, None)
 assert ray.get(ray.remote(lambda: 1).remote()) == 1
-{ending}
 """
-    process = spawn(
-        [sys.executable, "-c", program], place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+
+
+def test_prints_nothing_and_is_gone_at_the_end(place: Path) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    well, badly = (
+        spawn([sys.executable, "-c", QUIET_PROGRAM + ending], place, **pipes)
+        for ending in ("", "raise RuntimeError('a bug')")
     )
-    output, errors = process.communicate(timeout=100)
+    assert well.communicate(timeout=100) == ("", "")
+    assert well.returncode == 0
+    output, errors = badly.communicate(timeout=100)
     assert output == ""
-    assert process.returncode == bool(ending)
-    if ending:
-        assert errors.startswith("Traceback")
-        assert errors.endswith("RuntimeError: a bug\n")
-    else:
-        assert errors == ""
+    assert errors.startswith("Traceback")
+    assert errors.endswith("RuntimeError: a bug\n")
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
 
 
@@ -109,9 +109,13 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
 
 
 def test_outlives_the_thread_that_started_it(place: Path) -> None:
-    owner = Driver(place)
-    first = owner.ask("connect_in_thread", head_address="auto")
+    owner, other = Driver(place), Driver(place)
+    owner.send("connect_in_thread", head_address="auto")
+    other.send("connect", head_address="auto")
+    first = owner.receive()
     assert first["kind"] == "embedded"
+    # Two processes that are no ranks of one job have nothing to do with one another.
+    assert other.receive()["node"] != first["node"]
     owner.ask("task")
     again = owner.ask("connect", head_address="local")
     assert again["node"] == first["node"]
@@ -120,10 +124,7 @@ def test_outlives_the_thread_that_started_it(place: Path) -> None:
     assert refusal.startswith("ClusterError: this process was forked")
     owner.ask("task")
 
-    # Another process takes no part in it.
-    other = Driver(place)
-    assert other.ask("connect", head_address="auto")["node"] != first["node"]
-    # Nor does this one after it has let go.
+    # After it has let go, it starts another.
     owner.ask("shutdown")
     assert owner.ask("connect", head_address="auto")["node"] != first["node"]
     assert owner.end() == 0

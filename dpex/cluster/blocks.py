@@ -120,9 +120,14 @@ class Receiver:
             device="cpu",
             collate_fn=_Decode(run, pin_memory, device_index),
         )
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._receive, args=(iter(batches),), name="dpex-receive", daemon=True
-        ).start()
+        )
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the reading thread has ended."""
+        self._thread.join(timeout)
 
     def _receive(self, batches: Iterator[Arrival]) -> None:
         try:

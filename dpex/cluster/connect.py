@@ -248,8 +248,8 @@ def _join(address: str, name: str, **options: Any) -> None:
         _disconnect()
         raise ClusterError(
             f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token; if this host runs no node of "
-            f"it, start one: {command}"
+            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token; "
+            f"if this host runs no node of it, start one: {command}"
         ) from error
 
 

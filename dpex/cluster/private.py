@@ -279,6 +279,8 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     logger = logging.getLogger("ray.data")
     logger.setLevel(logging.ERROR)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
     logger.addHandler(_TaskErrors(on_task_error))
     logger.propagate = False
     if not fast_executor_available():

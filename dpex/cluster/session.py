@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,8 @@ from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
 __all__ = ["RemoteRun", "Session"]
 
 logger = logging.getLogger("dpex")
+
+_EXIT_WAIT_S = 2.0
 
 
 @dataclass
@@ -163,6 +167,19 @@ class Session:
                 self._drop(lane, force=False)
 
 
+_open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
+
+
+@atexit.register  # after Ray's own hook was registered, hence run before it
+def _end_open_runs() -> None:
+    """Have no thread inside Ray when Ray goes."""
+    runs = list(_open_runs)
+    for run in runs:
+        run.end()
+    for run in runs:
+        run.receiver.join(_EXIT_WAIT_S)
+
+
 class RemoteRun:
     """One iteration, as the trainer's process sees it."""
 
@@ -172,6 +189,7 @@ class RemoteRun:
         self._run = run
         self._over = False
         self.receiver = receiver
+        _open_runs.add(self)
 
     def feed(self, chunks: Sequence[Chunk], *, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
@@ -184,6 +202,7 @@ class RemoteRun:
         """Give the run up, finished or not; its pipeline is free for the next."""
         if not self._over:
             self._over = True
+            _open_runs.discard(self)
             if ray.is_initialized():
                 self._host.cancel.remote(self._lane.key, self._run)
             self._lane.busy = False

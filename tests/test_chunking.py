@@ -1,0 +1,99 @@
+"""Sizes of chunks and of the run-ahead, from costs alone."""
+
+from __future__ import annotations
+
+from dpex.chunking import ChunkPlanner
+
+
+def planner(**changes: int) -> ChunkPlanner:
+    values = {
+        "num_workers": 2,
+        "prefetch_factor": 2,
+        "prefetch_bytes": 64 << 20,
+        "free_cores": 2,
+    }
+    return ChunkPlanner(**{**values, **changes})
+
+
+def observe(p: ChunkPlanner, *, ms: float, kilobytes: float, share: float = 1.0) -> None:
+    seconds = ms / 1e3
+    size = int(kilobytes * 1024)
+    p.observe(batches=1, seconds=seconds, cpu_seconds=share * seconds, size_bytes=size)
+
+
+def sizes(p: ChunkPlanner, count: int, remaining: int | None = None) -> list[int]:
+    found = []
+    for _ in range(count):
+        found.append(p.size(remaining=remaining))
+        p.issued()
+    return found
+
+
+def test_unknown_costs_mean_single_batches_and_torch_s_run_ahead() -> None:
+    p = planner(num_workers=3, prefetch_factor=4)
+    assert p.window == 12
+    assert sizes(planner(), 6) == [1] * 6
+
+
+def test_chunks_begin_with_one_batch_and_double_for_every_round_of_tasks() -> None:
+    p = planner()
+    observe(p, ms=1, kilobytes=1)
+    assert sizes(p, 10) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    p.begin()
+    assert sizes(p, 3) == [1, 1, 2]
+
+
+def test_a_chunk_is_half_a_second_of_work() -> None:
+    p = planner(prefetch_bytes=1 << 40)
+    observe(p, ms=100, kilobytes=1)
+    assert max(sizes(p, 100)) == 5
+
+
+def test_a_slow_batch_is_a_chunk_of_its_own() -> None:
+    p = planner()
+    observe(p, ms=3000, kilobytes=1)
+    assert set(sizes(p, 100)) == {1}
+
+
+def test_bytes_bound_chunk_and_window() -> None:
+    p = planner(prefetch_bytes=320 << 20)
+    observe(p, ms=1, kilobytes=32 << 10)
+    assert p.window == 10
+    assert max(sizes(p, 100)) == 2
+
+
+def test_the_window_is_never_less_than_torch_s() -> None:
+    p = planner(num_workers=4, prefetch_factor=3, prefetch_bytes=0)
+    observe(p, ms=1, kilobytes=1024)
+    assert p.window == 12
+
+
+def test_run_ahead_covers_every_worker_twice() -> None:
+    p = planner(prefetch_bytes=100 << 20)
+    observe(p, ms=0.1, kilobytes=1024)
+    assert max(sizes(p, 200)) * 2 * p.parallel <= p.window
+
+
+def test_chunks_shrink_towards_the_end() -> None:
+    p = planner(prefetch_bytes=1 << 40)
+    observe(p, ms=1, kilobytes=1)
+    sizes(p, 100)
+    assert p.size(remaining=40) == 10
+    assert p.size(remaining=1) == 1
+
+
+def test_tasks_begin_with_the_free_cores() -> None:
+    assert planner(num_workers=32, free_cores=2).parallel == 2
+    assert planner(num_workers=1, free_cores=8).parallel == 1
+
+
+def test_tasks_that_compute_stay_on_the_cores() -> None:
+    p = planner(num_workers=32)
+    observe(p, ms=10, kilobytes=1, share=1.0)
+    assert p.parallel == 2
+
+
+def test_tasks_that_wait_widen_to_num_workers() -> None:
+    p = planner(num_workers=32)
+    observe(p, ms=10, kilobytes=1, share=0.01)
+    assert p.parallel == 32

@@ -1,0 +1,265 @@
+"""A worker process's part, run in this process: no Ray is needed for it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate
+
+from dpex import fetch
+from dpex.fetch import Chunk, Job, Run, fetch_chunk
+from dpex.pickling import dump, load
+
+
+class Draws:
+    """Every sample is what the three generators give."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+class Counts:
+    """Remembers, in its copy, how often it was read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.opened_by: int | None = None
+
+    def __getitem__(self, index: int) -> tuple[int, int | None]:
+        self.reads += 1
+        return self.reads, self.opened_by
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Any:
+    """Leave this process as the test found it: fetch_chunk settles the process it runs in."""
+    saved = (torch.get_num_threads(), torch.initial_seed, torch.random.initial_seed)
+    fetch._copies.clear()
+    yield
+    torch.set_num_threads(saved[0])
+    torch.initial_seed, torch.random.initial_seed = saved[1], saved[2]
+    fetch._copies.clear()
+
+
+def make_run(**changes: Any) -> Run:
+    values: dict[str, Any] = {
+        "key": "run",
+        "base_seed": 7,
+        "epoch": 0,
+        "num_workers": 3,
+        "generation": 0,
+        "oldest_generation": 0,
+        "copy_per_worker": False,
+    }
+    return Run(**{**values, **changes})
+
+
+def read(
+    dataset: Any,
+    batches: list[Any],
+    *,
+    first_batch: int = 0,
+    positions: list[int] | None = None,
+    run: Run | None = None,
+    job_key: str = "job",
+    **job: Any,
+) -> list[Any]:
+    """Return what ``fetch_chunk`` makes of a chunk: batches and error wrappers."""
+    values: dict[str, Any] = {
+        "collate_fn": list,
+        "worker_init_fn": None,
+        "num_workers": 3,
+        "auto_collation": True,
+    }
+    pickled = dump(Job(dataset, **{**values, **job}), "loader")
+    if positions is None:
+        sizes = [len(b) if isinstance(b, list) else 1 for b in batches]
+        positions = [sum(sizes[:k]) for k in range(len(sizes))]
+    chunk = Chunk(run or make_run(), 0, first_batch, batches, positions)
+    entries = fetch_chunk(chunk, job_key, lambda: pickled, "node here, pid 1", lambda: False)
+    return [load(entry.value) for entry, _, _ in entries]
+
+
+def test_a_sample_draws_the_same_whatever_batch_chunk_and_worker_it_is_in() -> None:
+    whole = read(Draws(), [[0, 1, 2, 3]])[0]
+    halves = read(Draws(), [[0, 1], [2, 3]], positions=[0, 2])
+    alone = read(Draws(), [[3]], first_batch=1, positions=[3], run=make_run(num_workers=1))
+    assert whole == halves[0] + halves[1]
+    assert alone[0][0] == whole[3]
+
+
+def test_samples_draw_differently_by_place_epoch_and_base_seed() -> None:
+    first = read(Draws(), [[5, 5]])[0]
+    next_epoch = read(Draws(), [[5, 5]], run=make_run(epoch=1))[0]
+    other_base = read(Draws(), [[5, 5]], run=make_run(base_seed=8))[0]
+    drawn = [draw for _, *draws in [*first, *next_epoch, *other_base] for draw in draws]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_getitems_gets_the_whole_list_and_one_seed() -> None:
+    class Batched(Draws):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(index, float(torch.rand(()))) for index in indices]
+
+    once = read(Batched(), [[1, 2]])[0]
+    again = read(Batched(), [[1, 2]])[0]
+    assert once == again
+    assert once[0][1] != once[1][1]
+
+
+def test_worker_info_and_initial_seed_are_those_of_the_batch_s_logical_worker() -> None:
+    class Says:
+        def __getitem__(self, index: int) -> tuple[int, int, int, int, bool]:
+            info = get_worker_info()
+            assert info is not None
+            same = isinstance(info.dataset, Says)
+            return info.id, info.num_workers, info.seed, torch.initial_seed(), same
+
+    batches = read(Says(), [[0], [1], [2], [3]], first_batch=4)
+    expected = [[(k % 3, 3, 7 + k % 3, 7 + k % 3, True)] for k in range(4, 8)]
+    assert batches == expected
+    assert get_worker_info() is None
+
+
+def test_collate_sees_the_worker_too() -> None:
+    def collate(samples: list[int]) -> tuple[int, int]:
+        info = get_worker_info()
+        assert info is not None
+        return samples[0], info.id
+
+    assert read(range(10), [[4]], first_batch=2, collate_fn=collate) == [(4, 2)]
+
+
+def test_default_collate_does_not_use_shared_memory() -> None:
+    batch = read(torch.arange(6.0), [[0, 5]], collate_fn=default_collate)[0]
+    assert batch.tolist() == [0.0, 5.0]
+    assert not batch.is_shared()
+
+
+def test_copies_live_as_long_as_their_generation() -> None:
+    assert read(Counts(), [[0], [0]]) == [[(1, None)], [(2, None)]]
+    assert read(Counts(), [[0]]) == [[(3, None)]]
+    assert read(Counts(), [[0]], run=make_run(generation=1, oldest_generation=1)) == [[(1, None)]]
+    assert [key[1] for key in fetch._copies] == [1]
+
+
+def test_copies_never_cross_jobs() -> None:
+    assert read(Counts(), [[0]], job_key="a") == [[(1, None)]]
+    assert read(Counts(), [[0]], job_key="b") == [[(1, None)]]
+
+
+def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
+    def open_for(worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset.opened_by is None
+        assert info.dataset.reads == 0
+        info.dataset.opened_by = worker_id
+
+    run = make_run(copy_per_worker=True)
+    batches = read(Counts(), [[0]] * 6, run=run, worker_init_fn=open_for)
+    assert batches == [[(1, 0)], [(1, 1)], [(1, 2)], [(2, 0)], [(2, 1)], [(2, 2)]]
+
+
+def test_worker_init_fn_finds_torch_s_seeds() -> None:
+    seen: list[Any] = []
+
+    class Seen:
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            assert info is not None
+            return info.dataset.seen
+
+    def remember(worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        draws = (torch.initial_seed(), float(torch.rand(())), random.random())
+        info.dataset.seen = (*draws, float(np.random.rand()))
+
+    for worker in range(2):
+        generator = torch.Generator().manual_seed(7 + worker)
+        numpy_seed = torch.utils.data._utils.worker._generate_state(7, worker)
+        seen.append(
+            [
+                (
+                    7 + worker,
+                    float(torch.rand((), generator=generator)),
+                    random.Random(7 + worker).random(),
+                    float(np.random.RandomState(numpy_seed).rand()),
+                )
+            ]
+        )
+    run = make_run(copy_per_worker=True)
+    assert read(Seen(), [[0], [0]], run=run, worker_init_fn=remember) == seen
+
+
+def test_an_error_takes_its_batch_s_place_and_the_others_stay() -> None:
+    class Divides:
+        def __getitem__(self, index: int) -> float:
+            return 1 / (index - 2)
+
+    good, bad, after = read(Divides(), [[0, 1], [3, 2], [4]])
+    assert good == [-0.5, -1.0]
+    assert after == [0.5]
+    with pytest.raises(ZeroDivisionError) as caught:
+        bad.reraise()
+    text = str(caught.value)
+    assert "Caught ZeroDivisionError in DataLoader worker process 1" in text
+    assert "dataset index 2, batch 1, node here, pid 1" in text
+    assert "return 1 / (index - 2)" in text
+
+
+def test_an_error_in_collate_names_the_indices() -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match=r"dataset indices \[3, 4\], batch 0"):
+        read(range(10), [[3, 4]], collate_fn=collate)[0].reraise()
+
+
+def test_an_exception_that_cannot_travel_becomes_a_runtime_error_with_its_text() -> None:
+    class Odd(Exception):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(f"odd {first} {second}")
+
+    class Raises:
+        def __getitem__(self, index: int) -> Any:
+            raise Odd(1, 2)
+
+    with pytest.raises(RuntimeError, match="odd 1 2"):
+        read(Raises(), [[0]])[0].reraise()
+
+
+def test_sys_exit_in_a_sample_is_an_error_and_not_the_end_of_the_worker() -> None:
+    class Exits:
+        def __getitem__(self, index: int) -> Any:
+            raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
+        read(Exits(), [[0]])[0].reraise()
+
+
+def test_a_batch_that_cannot_be_pickled_names_its_part() -> None:
+    class Threads:
+        def __getitem__(self, index: int) -> Any:
+            return {"image": 1, "lock": __import__("threading").Lock()}
+
+    wrapped = read(Threads(), [[0]])[0]
+    with pytest.raises(Exception, match=r"batch\[0\]\['lock'\]"):
+        wrapped.reraise()
+
+
+def test_nothing_is_made_once_nobody_waits() -> None:
+    pickled = dump(Job(range(100), list, None, 1, True), "loader")
+    asked = iter([False, False, True])
+    chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
+    made = list(fetch_chunk(chunk, "job", lambda: pickled, "here", lambda: next(asked)))
+    assert [load(entry.value) for entry, _, _ in made] == [[0, 1]]

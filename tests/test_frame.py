@@ -1,0 +1,138 @@
+"""Batches to one Arrow row and back."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from dpex.errors import SerializationError
+from dpex.frame import Entry, FrameWriter, decode, read_frame
+from dpex.pickling import Pickled, dump, dump_in_band, load
+
+Point = namedtuple("Point", "x y")
+
+
+def through_frame(*values: Any) -> list[Any]:
+    """Send values through a block, as bytes that share nothing with them."""
+    writer = FrameWriter("run", 3)
+    for number, value in enumerate(values):
+        writer.add(Entry(number, dump(value, "batch"), failed=False), 0.5, 0.25)
+    sink = pa.BufferOutputStream()
+    table = writer.table(last=True)
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    frame = read_frame(pa.ipc.open_stream(sink.getvalue()).read_all())
+    assert (frame.run, frame.chunk, frame.last) == ("run", 3, True)
+    assert frame.seconds == 0.5 * len(values)
+    return [value for _, _, value in decode(frame, pin_memory=False)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 1 << 18, (1 << 18) + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_tensors_of_every_size_class_come_back(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(size).to(dtype)
+    (back,) = through_frame(tensor)
+    assert back.dtype is dtype
+    assert torch.equal(back, tensor)
+    assert back.is_contiguous()
+    back.fill_(0)
+
+
+def test_tensors_of_one_batch_and_of_one_block_share_no_memory() -> None:
+    first, second = through_frame(
+        [torch.ones(2000), torch.ones(2000)], [torch.ones(2000), torch.ones(2)]
+    )
+    for tensor in (*first, *second):
+        tensor += 1
+        assert set(tensor.tolist()) == {2.0}
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_strides_survive_where_memory_is_dense() -> None:
+    channels_last = torch.rand(2, 3, 40, 40).contiguous(memory_format=torch.channels_last)
+    transposed = torch.rand(50, 60).T
+    expanded = torch.rand(1, 60).expand(50, 60)
+    back = through_frame([channels_last, transposed, expanded])[0]
+    assert back[0].stride() == channels_last.stride()
+    for value, expected in zip(back, [channels_last, transposed, expanded], strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_a_view_sends_its_own_elements_only() -> None:
+    row = torch.arange(1_000_000.0)[5:10]
+    assert dump(row, "batch").size_bytes < 2000
+    assert torch.equal(through_frame(row)[0], row)
+
+
+def test_structure_and_types_survive() -> None:
+    value = {
+        "point": Point(torch.ones(3), [1, "two", None, b"three"]),
+        "array": np.arange(5000, dtype=np.int16).reshape(50, 100),
+        "scalar": np.float32(1.5),
+        "objects": np.array([{"a": 1}, None], dtype=object),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    back = through_frame(value)[0]
+    assert isinstance(back["point"], Point)
+    assert back["point"].y == [1, "two", None, b"three"]
+    assert np.array_equal(back["array"], value["array"])
+    back["array"][0, 0] = 7
+    assert type(back["scalar"]) is np.float32
+    assert back["objects"][0] == {"a": 1}
+    assert torch.equal(back["sparse"].to_dense(), torch.eye(3))
+
+
+def test_the_same_tensor_twice_stays_the_same_tensor() -> None:
+    tensor = torch.rand(5000)
+    first, second = through_frame([tensor, tensor])[0]
+    assert first is second
+
+
+def test_requires_grad_of_a_leaf_survives_and_a_graph_is_refused() -> None:
+    leaf = torch.rand(3, requires_grad=True)
+    back = through_frame(leaf)[0]
+    assert back.requires_grad
+    assert back.is_leaf
+    with pytest.raises(SerializationError, match="detach"):
+        dump(leaf * 2, "batch")
+
+
+def test_views_that_torch_reduces_itself_come_back() -> None:
+    conjugate = torch.rand(1000, dtype=torch.complex64).conj()
+    assert torch.equal(through_frame(conjugate)[0], conjugate)
+
+
+def test_empty_batches() -> None:
+    assert through_frame([], None, "") == [[], None, ""]
+
+
+def test_a_writer_begins_anew_after_each_block() -> None:
+    writer = FrameWriter("run", 0)
+    writer.add(Entry(0, dump(torch.ones(5000), "batch"), False), 1.0, 1.0)
+    assert writer.size_bytes > 20_000
+    writer.table(last=False)
+    assert writer.size_bytes == 0
+    assert read_frame(writer.table(last=True)).entries == []
+
+
+def test_an_object_that_cannot_travel_is_named_by_its_path() -> None:
+    class Dataset:
+        def __init__(self) -> None:
+            self.files = {"train": [1, threading.Lock()]}
+
+    with pytest.raises(SerializationError, match=r"loader\.files\['train'\]\[1\] \(of type _thr"):
+        dump(Dataset(), "loader")
+
+
+def test_in_band_pickles_are_one_piece() -> None:
+    array = np.arange(100_000)
+    whole = dump_in_band([array, torch.arange(100_000)], "chunk")
+    back = load(Pickled(whole))
+    assert np.array_equal(back[0], array)
+    assert torch.equal(back[1], torch.arange(100_000))
