@@ -64,6 +64,11 @@ class ChunkPlanner:
         return max(1, min(self._num_workers, wanted))
 
     @property
+    def guaranteed(self) -> int:
+        """Batches that may always be under way: torch's run-ahead."""
+        return self._guaranteed
+
+    @property
     def window(self) -> int:
         """Batches that may be drawn and not yet delivered."""
         if not self._observed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,11 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DpexDataLoader"]
 
-logger = logging.getLogger("dpex")
-
 T_co = TypeVar("T_co", covariant=True)
 
 _DEFAULT_PREFETCH_BYTES = 512 << 20
+_WORKER_OPTIONS = {
+    "accelerator_type",
+    "label_selector",
+    "memory",
+    "num_cpus",
+    "resources",
+    "runtime_env",
+    "scheduling_strategy",
+}
 
 
 class DpexDataLoader(DataLoader[T_co]):
@@ -58,7 +65,8 @@ class DpexDataLoader(DataLoader[T_co]):
             else a running one of this user on this host, else one of its own, which ends with
             the process. ``"local"``: always one of its own. ``"host:port"``: that cluster.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
-            ``num_cpus``, ``resources``, ``label_selector``, ``runtime_env``, ...
+            ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
+            ``scheduling_strategy``, ``runtime_env``.
         prefetch_bytes: Bytes of batches that may be under way beyond ``prefetch_factor``.
         on_error: ``"raise"`` passes an error in a sample on to the training loop.
 
@@ -183,6 +191,10 @@ class DpexDataLoader(DataLoader[T_co]):
         if state is not None:
             state.session.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: a copy starts afresh."""
+        return {**self.__dict__, "_cluster": None, "_iterator": None}
+
     def __enter__(self) -> DpexDataLoader[T_co]:
         return self
 
@@ -211,7 +223,7 @@ _warned: set[str] = set()
 def _warn_once(key: str, text: str) -> None:
     if key not in _warned:
         _warned.add(key)
-        logger.warning(text)
+        warnings.warn(text, stacklevel=3)
 
 
 def _check_options(
@@ -221,11 +233,16 @@ def _check_options(
         raise TypeError(f"distribute_mode must be True or False, got {distribute_mode!r}")
     if not isinstance(head_address, str) or not head_address:
         raise ValueError(
-            'head_address must be "auto", "local" or "host:port", got ' f"{head_address!r}"
+            f'head_address must be "auto", "local" or "host:port", got {head_address!r}'
         )
     if worker_options is not None and not isinstance(worker_options, dict):
         raise TypeError(
             f"worker_options must be a dict of Ray options or None, got {worker_options!r}"
+        )
+    unknown = sorted(set(worker_options or {}) - _WORKER_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"worker_options has unknown keys {unknown}; known are {sorted(_WORKER_OPTIONS)}"
         )
     if not isinstance(prefetch_bytes, int) or prefetch_bytes < 0:
         raise ValueError(f"prefetch_bytes must be an integer >= 0, got {prefetch_bytes!r}")

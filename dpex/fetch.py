@@ -206,9 +206,7 @@ def _worker_initial_seed() -> int:
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
-def _enter_worker(
-    worker_id: int, run: Run, job_key: str, read_job: Callable[[], Pickled]
-) -> Job:
+def _enter_worker(worker_id: int, run: Run, job_key: str, read_job: Callable[[], Pickled]) -> Job:
     """Be a logical worker, as far as torch and the user's code can see."""
     global _initial_seed
     slot = (job_key, run.generation, worker_id if run.copy_per_worker else -1)

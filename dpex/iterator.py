@@ -98,7 +98,8 @@ class ClusterIter(_BaseDataLoaderIter):
         # Whatever becomes of this object, the workers stop.
         self._finalizer = weakref.finalize(self, self._run.end)
         self._finalizer.atexit = False
-        while self._room() > 0 and not self._exhausted:
+        # As many as torch draws in iter(); more follow with every next().
+        while self._drawn < self._planner.guaranteed and not self._exhausted:
             self._send_next()
 
     def _end_run(self) -> None:
@@ -139,7 +140,7 @@ class ClusterIter(_BaseDataLoaderIter):
         positions: list[int] = []
         while len(batches) < size:
             try:
-                indices = self._next_index()
+                indices = next(self._sampler_iter)
             except StopIteration:
                 self._exhausted = True
                 break
@@ -207,7 +208,7 @@ class ClusterIter(_BaseDataLoaderIter):
             return None
         if self._loader_options.in_order:
             return self._delivered if self._delivered in self._stash else None
-        return next(iter(self._stash))
+        return min(self._stash)
 
     @property
     def _quiet_seen(self) -> int:

@@ -36,7 +36,7 @@ class Arrival:
     batches: list[tuple[int, bool, Any]]
 
 
-class _Decode(ArrowBatchCollateFn):  # type: ignore[misc]
+class _Decode(ArrowBatchCollateFn):
     """The collate_fn of ``iter_torch_batches``: one block in, its batches out."""
 
     def __init__(self, run: str, pin_memory: bool, device_index: int) -> None:
@@ -54,7 +54,7 @@ class _Decode(ArrowBatchCollateFn):  # type: ignore[misc]
         return Arrival(frame, list(decode(frame, pin_memory=self._pin_memory)))
 
 
-class _HostedBlocks(ray.data.DataIterator):  # type: ignore[misc]
+class _HostedBlocks(ray.data.DataIterator):
     """A Ray DataIterator whose block references come from the host.
 
     Source:
@@ -165,13 +165,10 @@ class Receiver:
     def wait(self, timeout: float | None, quiet_above: int) -> bool:
         """Wait for a block, an error, the end, or for more than ``quiet_above`` chunks done."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._arrivals
-                or self._errors
-                or self._ended
-                or self._quiet_at > quiet_above,
-                timeout,
-            )
+            return self._changed.wait_for(lambda: self._has_news(quiet_above), timeout)
+
+    def _has_news(self, quiet_above: int) -> bool:
+        return bool(self._arrivals or self._errors or self._ended or self._quiet_at > quiet_above)
 
     def take(self) -> Arrival | None:
         """Return the next decoded block, if there is one."""

@@ -425,7 +425,8 @@ def _running_here(address: str) -> Counter[str]:
 
 
 def _note_fork() -> None:
-    global _forked_from_driver
+    global _forked_from_driver, _lock
+    _lock = threading.Lock()  # another thread may have held it
     ray = sys.modules.get("ray")
     _forked_from_driver = bool(ray and ray.is_initialized())
 

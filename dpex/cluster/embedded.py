@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -139,7 +140,9 @@ def init_ray(timeout_s: float, **options: Any) -> None:
     import ray
 
     def call() -> None:
-        with quiet_ray():
+        with quiet_ray(), warnings.catch_warnings():
+            # Tips on its own future (Ray < 2.60).
+            warnings.simplefilter("ignore", FutureWarning)
             ray.init(logging_level=logging.ERROR, **options)
 
     within(timeout_s, call, keep_thread=options.get("address") == "local")

@@ -215,14 +215,14 @@ class _Host:
         """Tell a worker whether a run was given up."""
         return run in self._cancelled
 
-    async def close(self, lane_key: str, *, force: bool) -> None:
-        """End a pipeline; with ``force`` the worker processes of running tasks are killed."""
+    async def close(self, lane_key: str) -> None:
+        """End a pipeline."""
         lane = await self._opening(lane_key)
         del self._lanes[lane_key]
         self._closed.add(lane_key)
         lane.begin(None)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lambda: lane.execution.close(force=force))
+        # Ending waits for the executor's thread.
+        await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
 
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):

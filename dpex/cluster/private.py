@@ -43,6 +43,8 @@ Block = tuple[ray.ObjectRef, int]
 _BUSY_POLL_S = 0.01
 _CALM_POLL_S = 0.05
 _IDLE_WAIT_S = 5.0
+# As long as torch gives its workers to end.
+_KILL_AFTER_S = 5.0
 
 
 @functools.cache
@@ -75,9 +77,7 @@ def ref_bundle(block: Block) -> Any:
     from ray.data.block import BlockMetadata
 
     ref, size_bytes = block
-    metadata = BlockMetadata(
-        num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
-    )
+    metadata = BlockMetadata(num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None)
     try:
         from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry
     except ImportError:  # Ray < 2.58: plain pairs
@@ -124,8 +124,11 @@ class FedExecution:
         self._closed = False
         self.parallel = 1
         self.hurried = True
-        start = self._start_fast if fast_executor_available() else self._start_public
-        start()
+        self._stop: Callable[[], None] = lambda: None
+        if fast_executor_available():
+            self._start_fast()
+        else:
+            self._start_public()
 
     def feed(self, table: pa.Table) -> None:
         """Append one source block."""
@@ -133,22 +136,21 @@ class FedExecution:
         self._fed += 1
         self._wake.set()
 
-    def close(self, *, force: bool) -> None:
-        """Stop; with ``force`` the worker processes of running tasks are killed."""
+    def close(self) -> None:
+        """Stop: running tasks are interrupted; those that do not heed it are killed."""
         self._closed = True
         self._wake.set()
-        self._stop(force)
+        self._stop()
 
     # --- public names only: one execution per window of chunks ---------------------------------
 
     def _start_public(self) -> None:
-        self._stop = lambda force: None
         threading.Thread(target=self._run_windows, name="dpex-windows", daemon=True).start()
 
     def _run_windows(self) -> None:
         try:
             while not self._closed:
-                window = []
+                window: list[pa.Table] = []
                 while self._waiting and len(window) < 4 * self.parallel:
                     window.append(self._waiting.popleft())
                 if not window:
@@ -158,8 +160,6 @@ class FedExecution:
                 fed = self._fed - len(self._waiting)
                 for bundle in self._dataset_of(window).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))
-                    if self._closed:
-                        return
                 self._on_quiet(fed)
         except BaseException as error:
             self._on_end(error)
@@ -175,13 +175,11 @@ class FedExecution:
         execution = self
         dataset = self._dataset_of([pa.table({"chunk": pa.array([b""], pa.large_binary())})])
 
-        class Feed(InputDataBuffer):  # type: ignore[misc]
+        class Feed(InputDataBuffer):
             """A source operator that has more input whenever a chunk may start."""
 
             def has_next(self) -> bool:
-                return bool(execution._waiting) and (
-                    execution._active() < execution.parallel
-                )
+                return bool(execution._waiting) and (execution._active() < execution.parallel)
 
             def _get_next_inner(self) -> Any:
                 return _source_bundle(execution._waiting.popleft())
@@ -192,7 +190,7 @@ class FedExecution:
             def has_completed(self) -> bool:
                 return execution._closed
 
-        class Steps(ExecutionCallback):  # type: ignore[misc]
+        class Steps(ExecutionCallback):
             """Our turn in each pass of the executor's loop."""
 
             def on_execution_step(self, executor: Any) -> None:
@@ -252,8 +250,13 @@ class FedExecution:
             _, state = self._executor._output_node
             self._on_end(state._exception or RuntimeError("Ray Data's executor ended"))
 
-    def _stop_fast(self, force: bool) -> None:
-        self._executor.shutdown(force=force)
+    def _stop_fast(self) -> None:
+        tasks = [t for op in self._executor._topology for t in op.get_active_tasks()]
+        self._executor.shutdown(force=False)
+        if tasks:
+            kill = threading.Timer(_KILL_AFTER_S, lambda: [t._cancel(force=True) for t in tasks])
+            kill.daemon = True
+            kill.start()
 
 
 def _source_bundle(table: pa.Table) -> Any:
@@ -343,8 +346,8 @@ def leak_free_batch_iterator(iterator: Any) -> Any:
 
     Its thread would stay parked for ever, one for each iteration.
     """
-    prefetcher = getattr(iterator, "_prefetcher", None)
-    if hasattr(prefetcher, "stop") and hasattr(iterator, "_prefetch_blocks"):
-        prefetcher.stop()
+    stop = getattr(getattr(iterator, "_prefetcher", None), "stop", None)
+    if stop is not None and hasattr(iterator, "_prefetch_blocks"):
+        stop()
         iterator._prefetch_blocks = lambda bundles: (r for b in bundles for r in b.block_refs)
     return iterator

@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
-        search_path = [os.path.abspath(path) for path in sys.path]
+        search_path = [str(Path(path).resolve()) for path in sys.path]
         ref = ray.put((search_path, pickled.head, pickled.buffers, pickled.tensor_slots))
         # What is compared with next time are views of the stored bytes, not the user's arrays.
         stored = Pickled(*ray.get(ref)[1:])
@@ -136,7 +137,7 @@ class Session:
             if usable:
                 lane.busy = True
                 return lane
-            self._drop(lane, force=lane.job_key == job_key)
+            self._drop(lane)
         return None
 
     def _new_lane(self, run: Run, job_key: str) -> _Lane:
@@ -150,10 +151,10 @@ class Session:
             self._lanes.append(lane)
         return lane
 
-    def _drop(self, lane: _Lane, *, force: bool) -> None:
+    def _drop(self, lane: _Lane) -> None:
         with self._lock:
             self._lanes.remove(lane)
-        self._host.actor.close.remote(lane.key, force=force)
+        self._host.actor.close.remote(lane.key)
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
@@ -164,7 +165,7 @@ class Session:
         self._stored = None
         if self.alive:
             for lane in list(self._lanes):
-                self._drop(lane, force=False)
+                self._drop(lane)
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
@@ -195,7 +196,12 @@ class RemoteRun:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.feed.remote(
-            self._lane.key, self._run, chunks[0].number, payloads, parallel=parallel, hurried=hurried
+            self._lane.key,
+            self._run,
+            chunks[0].number,
+            payloads,
+            parallel=parallel,
+            hurried=hurried,
         )
 
     def end(self) -> None:

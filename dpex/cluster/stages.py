@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -154,7 +155,7 @@ def _read_job(ref: ray.ObjectRef, job_key: str) -> Pickled:
     if pickled is None:
         search_path, *content = ray.get(ref)
         # What the script can import a worker of its host can, as with torch's spawned workers.
-        sys.path.extend(p for p in search_path if p not in sys.path and os.path.isdir(p))
+        sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
         pickled = _job_refs[job_key] = Pickled(*content)
         while len(_job_refs) > _MAX_JOBS:
             _job_refs.popitem(last=False)

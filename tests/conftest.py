@@ -1,0 +1,213 @@
+"""What the tests share: one embedded Ray, started when a test first asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from cluster_programs import RANK_VARIABLES, wait_until
+
+if TYPE_CHECKING:
+    from dpex.cluster.connect import Connection
+
+# An example runs two loaders; how long that takes is another matter than whether it is right.
+hypothesis.settings.register_profile("dpex", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "dpex-ci", hypothesis.settings.get_profile("dpex"), derandomize=True, database=None
+)
+hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
+
+# Ray stops its processes one after the other and waits for each.
+GONE_SECONDS = 60
+
+LAYOUTS_WITH_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
+}
+DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[Connection]:
+    """Connect to a Ray of our own; no other one on this machine is used or found."""
+    from dpex.cluster.connect import connect
+
+    # A Ray session's sockets are too deep for pytest's own temporary directories.
+    place = Path(tempfile.mkdtemp(prefix="dx", dir="/tmp"))
+    before = _children(os.getpid())
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("RAY_ADDRESS", *sorted(RANK_VARIABLES)):
+                patch.delenv(name, raising=False)
+            patch.setenv("RAY_TMPDIR", str(place))
+            connection = connect("local")
+        started = _children(os.getpid()) - before
+        yield connection
+        _shut_down(started)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _shut_down(started: set[int]) -> None:
+    import ray
+
+    processes = set(started)
+    pending = list(started)
+    while pending:
+        children = _children(pending.pop())
+        processes |= children
+        pending += children
+    ray.shutdown()
+    wait_until(
+        lambda: not any(map(_runs, processes)), GONE_SECONDS, "end of the shared Ray's processes"
+    )
+
+
+def _children(pid: int) -> set[int]:
+    """The processes that a process started and that still run; none where there is no /proc."""
+    found: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found |= set(map(int, thread.read_text().split()))
+        except OSError:
+            continue  # a thread that has ended meanwhile
+    return set(filter(_runs, found))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        # "pid (name) state ...": a zombie no longer runs.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Any, Any], None]:
+    """Compare what dpex gave with what torch gave, to the last bit and type."""
+    return _assert_same
+
+
+def _assert_same(ours: Any, torchs: Any) -> None:
+    """Assert that two batches are the same in type, structure, dtype, layout and content.
+
+    Args:
+        ours: What dpex gave. Its tensors must be writable and dense.
+        torchs: What torch gave. Where it is dense, ours has its strides.
+    """
+    _compare(ours, torchs, "batch", set())
+
+
+def _compare(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]) -> None:
+    assert type(ours) is type(torchs), f"{at}: {type(ours)} is not torch's {type(torchs)}"
+    pair = (id(ours), id(torchs))
+    if pair in above:  # a structure that contains itself
+        return
+    above.add(pair)
+    _compare_content(ours, torchs, at, above)
+    above.discard(pair)  # from here on the two may go, and others come with their ids
+
+
+def _compare_content(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]) -> None:
+    if isinstance(torchs, torch.Tensor):
+        _compare_tensors(ours, torchs, at, above)
+    elif isinstance(torchs, (np.ndarray, np.generic)):
+        _compare_arrays(ours, torchs, at, above)
+    elif isinstance(torchs, PIL.Image.Image):
+        _compare((ours.mode, ours.size), (torchs.mode, torchs.size), f"{at}.mode, .size", above)
+        _compare(ours.getpalette(), torchs.getpalette(), f"{at}.palette", above)
+        assert ours.tobytes() == torchs.tobytes(), f"{at}: other pixels"
+    elif isinstance(torchs, Mapping):
+        # In order: a dict's order is what the consumer iterates in.
+        _compare(list(ours), list(torchs), f"{at}.keys", above)
+        for key in torchs:
+            _compare(ours[key], torchs[key], f"{at}[{key!r}]", above)
+    elif isinstance(torchs, (list, tuple)):
+        assert len(ours) == len(torchs), f"{at}: {len(ours)} items, torch has {len(torchs)}"
+        for place, (one, other) in enumerate(zip(ours, torchs, strict=True)):
+            _compare(one, other, f"{at}[{place}]", above)
+    elif dataclasses.is_dataclass(torchs) and not isinstance(torchs, type):
+        for field in dataclasses.fields(torchs):
+            name = field.name
+            _compare(getattr(ours, name), getattr(torchs, name), f"{at}.{name}", above)
+    elif isinstance(torchs, float) and math.isnan(torchs):
+        assert math.isnan(ours), f"{at}: {ours} is not torch's nan"
+    elif type(torchs).__eq__ is object.__eq__ and hasattr(torchs, "__dict__"):
+        if not isinstance(torchs, type):
+            _compare(vars(ours), vars(torchs), at, above)
+        else:
+            assert ours is torchs, f"{at}: another class {ours}"
+    else:
+        assert ours == torchs, f"{at}: {ours!r} is not torch's {torchs!r}"
+
+
+def _compare_tensors(
+    ours: torch.Tensor, torchs: torch.Tensor, at: str, above: set[tuple[int, int]]
+) -> None:
+    for name in ("dtype", "shape", "layout", "device", "requires_grad", "is_leaf", "is_quantized"):
+        if torchs.is_nested and name == "shape":
+            continue  # its ragged part is a symbol of its own
+        _compare(getattr(ours, name), getattr(torchs, name), f"{at}.{name}", above)
+    _compare(ours.is_pinned(), torchs.is_pinned(), f"{at}.is_pinned()", above)
+    for name in ("format", "canvas_size"):  # torchvision's bounding boxes
+        _compare(getattr(ours, name, None), getattr(torchs, name, None), f"{at}.{name}", above)
+    if torchs.layout in LAYOUTS_WITH_PARTS:
+        for name in LAYOUTS_WITH_PARTS[torchs.layout]:
+            _compare(getattr(ours, name)(), getattr(torchs, name)(), f"{at}.{name}()", above)
+        if torchs.layout is torch.sparse_coo:
+            _compare(ours.is_coalesced(), torchs.is_coalesced(), f"{at}.is_coalesced()", above)
+        return
+    ours, torchs = ours.detach(), torchs.detach()
+    if torchs.is_quantized:
+        _compare(ours.q_scale(), torchs.q_scale(), f"{at}.q_scale()", above)
+        _compare(ours.q_zero_point(), torchs.q_zero_point(), f"{at}.q_zero_point()", above)
+        ours, torchs = ours.int_repr(), torchs.int_repr()
+    _compare(_formats(torchs) <= _formats(ours), True, f"{at} lies in memory as torch's", above)
+    if _formats(torchs):
+        _compare(ours.stride(), torchs.stride(), f"{at}.stride()", above)
+    # The bits, so that a NaN equals itself, and -0.0 differs from 0.0.
+    assert _bits(ours) == _bits(torchs), f"{at}: {ours} is not torch's {torchs}"
+
+
+def _formats(tensor: torch.Tensor) -> set[torch.memory_format]:
+    dimensions = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    return {
+        memory_format
+        for memory_format in DENSE_FORMATS
+        if tensor.dim() == dimensions.get(memory_format, tensor.dim())
+        and tensor.is_contiguous(memory_format=memory_format)
+    }
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _compare_arrays(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]) -> None:
+    _compare(ours.dtype, torchs.dtype, f"{at}.dtype", above)
+    _compare(ours.shape, torchs.shape, f"{at}.shape", above)
+    if isinstance(torchs, np.ndarray):
+        assert ours.flags.writeable, f"{at} is read-only"
+        for flag in ("C_CONTIGUOUS", "F_CONTIGUOUS"):
+            _compare(ours.flags[flag], torchs.flags[flag], f"{at}.flags.{flag}", above)
+    if isinstance(torchs, np.ma.MaskedArray):
+        _compare(np.asarray(ours.mask), np.asarray(torchs.mask), f"{at}.mask", above)
+        ours, torchs = ours.filled(), torchs.filled()
+    if torchs.dtype.hasobject:
+        _compare(ours.tolist(), torchs.tolist(), at, above)
+    else:
+        assert ours.tobytes() == torchs.tobytes(), f"{at}: {ours} is not torch's {torchs}"
