@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -173,8 +172,6 @@ class DpexDataLoader(DataLoader[T_co]):
                 in_order=self.in_order,
             )
             state = self._cluster = _ClusterState(self, session)
-            # The session outlives the loader only until Python has dropped the loader.
-            weakref.finalize(self, session.close).atexit = False
         return ClusterIter(self, state.session, state.planner, state.generations)
 
     def check_worker_number_rationality(self) -> None:

@@ -299,6 +299,8 @@ class ClusterIter(_BaseDataLoaderIter):
             if self._delivered in sent.missing:
                 indices = sent.chunk.batches[self._delivered - sent.chunk.first_batch]
                 at = f" waiting for batch {self._delivered} (dataset indices {indices!r})"
+                if len(sent.missing) > 1:
+                    at += f"; its task is to make batches up to {max(sent.missing)}"
         return f"DataLoader timed out after {self._timeout} seconds{at}"
 
 

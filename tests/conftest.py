@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import RANK_VARIABLES, wait_until
+from cluster_programs import RANK_VARIABLES
 
 if TYPE_CHECKING:
     from dpex.cluster.connect import Connection
@@ -29,7 +30,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
 
 # Ray stops its processes one after the other and waits for each.
-GONE_SECONDS = 60
+GONE_SECONDS = 20
 
 LAYOUTS_WITH_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -54,7 +55,8 @@ def shared_ray() -> Iterator[Connection]:
                 patch.delenv(name, raising=False)
             patch.setenv("RAY_TMPDIR", str(place))
             connection = connect("local")
-        started = _children(os.getpid()) - before
+        # What kills Ray's agents when this process is killed waits for its end, not for Ray's.
+        started = {p for p in _children(os.getpid()) - before if b"dpex-reaper" not in _command(p)}
         yield connection
         _shut_down(started)
     finally:
@@ -71,9 +73,14 @@ def _shut_down(started: set[int]) -> None:
         processes |= children
         pending += children
     ray.shutdown()
-    wait_until(
-        lambda: not any(map(_runs, processes)), GONE_SECONDS, "end of the shared Ray's processes"
-    )
+    for _ in range(2 * GONE_SECONDS):
+        left = {
+            pid: _command(pid).replace(b"\0", b" ").decode() for pid in filter(_runs, processes)
+        }
+        if not left:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"the shared Ray left processes behind: {left}")
 
 
 def _children(pid: int) -> set[int]:
@@ -85,6 +92,13 @@ def _children(pid: int) -> set[int]:
         except OSError:
             continue  # a thread that has ended meanwhile
     return set(filter(_runs, found))
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _runs(pid: int) -> bool:

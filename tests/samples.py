@@ -228,6 +228,9 @@ CUSTOM: dict[str, Callable[[int], Any]] = {
 }
 """One sample each that only a collate_fn of one's own takes."""
 
+GARBLED_BY_TORCH = {"tensor-conj", "tensor-neg", "tensor-quantized"}
+"""Kinds that torch's own workers give back wrong: all but the storage is lost."""
+
 VALUES: dict[str, Callable[[int], Any]] = {**TENSORS, **NUMPY, **PLAIN, **CUSTOM}
 
 

@@ -324,9 +324,9 @@ def test_a_node_without_torch_is_named(empty_place: Path) -> None:
     )
     driver = Driver(empty_place)
     host = address_of(empty_place).rpartition(":")[0]
-    for _ in range(2):  # the refused connection is not kept
-        with pytest.raises(DriverError, match=f"ClusterError: .*Node {host} has no torch"):
-            driver.ask("connect", head_address="auto")
+    with pytest.raises(DriverError, match=f"ClusterError: .*Node {host} has no torch"):
+        driver.ask("connect", head_address="auto")
+    assert not driver.ask("is_connected")
     assert driver.end() == 0
 
 

@@ -5,8 +5,10 @@ Nothing here draws a random number in a worker; how random transforms are seeded
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import pickle
 import random
 import subprocess
 import sys
@@ -109,16 +111,18 @@ def both(make: Callable[[], Arguments]) -> Iterator[DataLoader[Any]]:
 
 @pytest.mark.parametrize("kind", samples.VALUES)
 def test_kinds_of_samples(assert_same: Same, kind: str) -> None:
-    batches = check(
-        assert_same,
-        lambda: {
-            "dataset": samples.Valued(kind),
-            "batch_size": 2,
-            "num_workers": 2,
-            "collate_fn": samples.as_list,
-        },
-    )
-    assert [len(batch) for batch in batches[0]] == [2, 2, 1]
+    arguments = {
+        "dataset": samples.Valued(kind),
+        "batch_size": 2,
+        "collate_fn": samples.as_list,
+    }
+    if kind in samples.GARBLED_BY_TORCH:
+        assert_same(
+            list(DpexDataLoader(**arguments, num_workers=2, **OURS)), list(DataLoader(**arguments))
+        )
+        return
+    [batches] = check(assert_same, lambda: {**arguments, "num_workers": 2})
+    assert [len(batch) for batch in batches] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("kind", [*samples.TENSORS, *samples.NUMPY, *samples.PLAIN])
@@ -167,15 +171,14 @@ def test_local_classes_and_lambdas(assert_same: Same) -> None:
     def double(index: int) -> int:
         return 2 * index
 
-    [batches] = check(
-        assert_same,
-        lambda: {
-            "dataset": Doubled(),
-            "batch_size": 2,
-            "num_workers": 2,
-            "collate_fn": lambda items: Batch(items),
-        },
-    )
+    arguments = {
+        "dataset": Doubled(),
+        "batch_size": 2,
+        "collate_fn": lambda items: Batch(items),
+    }
+    # torch's own workers cannot send a local class back.
+    batches = list(DpexDataLoader(**arguments, num_workers=2, **OURS))
+    assert_same(batches, list(DataLoader(**arguments)))
     assert isinstance(batches[0], Batch)
 
 
@@ -451,16 +454,13 @@ def test_any_order(num_workers: int, batch_size: int | None) -> None:
         {"timeout": 50},
         {"pin_memory": True},
         {"multiprocessing_context": "fork"},
-        {"worker_init_fn": len},
-        {"worker_init_fn": lambda worker_id: None},
+        # What it returns is nobody's concern.
+        {"worker_init_fn": lambda worker_id: [worker_id]},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_arguments_that_change_no_batch(assert_same: Same, arguments: Arguments) -> None:
-    if "worker_init_fn" in arguments:
-        # What it returns is nobody's concern.
-        arguments = {"worker_init_fn": lambda worker_id: [worker_id]}
     check(
         assert_same,
         lambda: {
@@ -554,8 +554,7 @@ def test_an_error_in_the_loop_then_a_new_epoch(assert_same: Same, kept: bool) ->
     for loader in both(lambda: {"dataset": Squares(30), "shuffle": True, "num_workers": 2}):
         iterator = iter(loader)
         with pytest.raises(ZeroDivisionError):
-            for batch in iterator:
-                1 / int(0 * batch.sum())
+            any(1 / int(0 * batch.sum()) for batch in iterator)
         if kept:
             iterators.append(iterator)
         del iterator
@@ -580,11 +579,12 @@ def test_two_iterators_of_one_loader(assert_same: Same) -> None:
 
 
 def test_nested_iteration_of_one_loader(assert_same: Same) -> None:
-    results = []
-    for loader in both(
-        lambda: {"dataset": Squares(5), "batch_size": 2, "shuffle": True, "num_workers": 2}
-    ):
-        results.append([(outer, list(loader)) for outer in loader])
+    results = [
+        [(outer, list(loader)) for outer in loader]
+        for loader in both(
+            lambda: {"dataset": Squares(5), "batch_size": 2, "shuffle": True, "num_workers": 2}
+        )
+    ]
     assert_same(*results)
 
 
@@ -722,13 +722,15 @@ def test_closed_and_iterated_again(assert_same: Same) -> None:
     for persistent in (False, True):
         seed_everything()
         with DpexDataLoader(**make(), persistent_workers=persistent, **OURS) as loader:
-            ours = [list(loader)]
+            assert loader is not None
             abandoned = iter(loader)
+            ours = [next(abandoned)]
+        with pytest.raises(StopIteration):
             next(abandoned)
+        ours += list(loader)
         seed_everything()
-        torchs = DataLoader(**make(), num_workers=2) if False else DataLoader(**make())
-        assert_same(ours, [list(torchs)])
-        assert len(list(loader)) == 9
+        torchs = DataLoader(**make())
+        assert_same(ours, [next(iter(torchs)), *torchs])
 
 
 # --- whose memory it is ---------------------------------------------------------------------------
@@ -960,9 +962,6 @@ def test_refuses_to_change_what_torch_refuses_to_change(name: str) -> None:
 
 def test_copied_and_pickled_like_torchs(assert_same: Same) -> None:
     """Frameworks copy loaders, also those that have been iterated."""
-    import copy
-    import pickle
-
     results = []
     for loader in both(lambda: {"dataset": Squares(5), "batch_size": 2, "num_workers": 2}):
         epochs = [list(loader)]

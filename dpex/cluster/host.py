@@ -205,9 +205,7 @@ class _Host:
 
     async def cancel(self, lane_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
-        self._cancelled[run] = None
-        while len(self._cancelled) > _MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
+        self._forget(run)
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.begin(None)
 
@@ -220,9 +218,16 @@ class _Host:
         lane = await self._opening(lane_key)
         del self._lanes[lane_key]
         self._closed.add(lane_key)
+        if lane.run is not None:
+            self._forget(lane.run)
         lane.begin(None)
         # Ending waits for the executor's thread.
         await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
+
+    def _forget(self, run: str) -> None:
+        self._cancelled[run] = None
+        while len(self._cancelled) > _MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
 
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
@@ -244,6 +249,11 @@ class HostHandle:
     name: str
     job_id: str
 
+    @property
+    def alive(self) -> bool:
+        """Whether the Ray that it was started in is still this process's Ray."""
+        return bool(ray.is_initialized() and self.job_id == ray.get_runtime_context().get_job_id())
+
 
 _host: HostHandle | None = None
 _host_lock = threading.Lock()
@@ -257,9 +267,8 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
     """
     global _host
     with _host_lock:
-        context = ray.get_runtime_context()
-        job_id = context.get_job_id()
-        if _host is None or _host.job_id != job_id:
+        if _host is None or not _host.alive:
+            context = ray.get_runtime_context()
             name = f"dpex-host-{uuid.uuid4().hex}"
             options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
             actor = (
@@ -276,5 +285,5 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
                 )
                 .remote()
             )
-            _host = HostHandle(actor, name, job_id)
+            _host = HostHandle(actor, name, context.get_job_id())
         return _host

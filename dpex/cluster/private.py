@@ -137,8 +137,9 @@ class FedExecution:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop: running tasks are interrupted; those that do not heed it are killed."""
+        """Stop: what waits is dropped; tasks that do not end soon are killed. Blocks."""
         self._closed = True
+        self._waiting.clear()
         self._wake.set()
         self._stop()
 
@@ -251,12 +252,10 @@ class FedExecution:
             self._on_end(state._exception or RuntimeError("Ray Data's executor ended"))
 
     def _stop_fast(self) -> None:
-        tasks = [t for op in self._executor._topology for t in op.get_active_tasks()]
-        self._executor.shutdown(force=False)
-        if tasks:
-            kill = threading.Timer(_KILL_AFTER_S, lambda: [t._cancel(force=True) for t in tasks])
-            kill.daemon = True
-            kill.start()
+        # Ray's gentle cancellation interrupts a task wherever it is: in the middle of an import,
+        # say, which no process recovers from. Tasks end by themselves, or with their process.
+        self._executor.join(_KILL_AFTER_S)
+        self._executor.shutdown(force=True)
 
 
 def _source_bundle(table: pa.Table) -> Any:

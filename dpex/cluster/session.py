@@ -66,16 +66,16 @@ class Session:
             own = self._options.get("runtime_env") or {}
             self._options["runtime_env"] = {**self._connection.runtime_env, **own}
         self._in_order = in_order
-        self._lanes: list[_Lane] = []
-        self._lock = threading.Lock()
+        self._lanes = _Lanes(self._host)
+        # Iterators keep the session, so it outlives a loader that is dropped before them.
+        self._release = weakref.finalize(self, self._lanes.close)
+        self._release.atexit = False
         self._stored: _StoredJob | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether the Ray that the session began with is still this process's Ray."""
-        if not ray.is_initialized():
-            return False
-        return bool(ray.get_runtime_context().get_job_id() == self._host.job_id)
+        """Whether the session is open and its Ray is still this process's Ray."""
+        return self._release.alive and self._host.alive
 
     @property
     def free_cores(self) -> int:
@@ -123,11 +123,34 @@ class Session:
             job_key: What ``store`` returned.
             pin_memory: Whether batches go to page-locked memory.
         """
-        lane = self._idle_lane(run, job_key) or self._new_lane(run, job_key)
+        assert self._stored is not None
+        pipeline = Pipeline(
+            [self._stored.ref], job_key, self._host.name, self._in_order, self._options
+        )
+        lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
         receiver = Receiver(self._host.actor, lane.key, run.key, pin_memory=pin_memory)
         return RemoteRun(self._host.actor, lane, run.key, receiver)
 
-    def _idle_lane(self, run: Run, job_key: str) -> _Lane | None:
+    def waiting_text(self) -> str:
+        """Say who holds the CPUs that a waiting loader has not got."""
+        return f"waiting for the first of the batches under way. {report_busy_cpus()}"
+
+    def close(self) -> None:
+        """Release pipelines and stored bytes; running tasks stop."""
+        self._stored = None
+        self._release()
+
+
+class _Lanes:
+    """The pipelines of one session."""
+
+    def __init__(self, host: HostHandle) -> None:
+        self._host = host
+        self._lanes: list[_Lane] = []
+        self._lock = threading.Lock()
+
+    def idle(self, run: Run, job_key: str) -> _Lane | None:
+        """Return a pipeline with nothing to do, made ready for ``run``, if there is one."""
         with self._lock:
             idle = [lane for lane in self._lanes if not lane.busy]
         for lane in idle:
@@ -140,12 +163,9 @@ class Session:
             self._drop(lane)
         return None
 
-    def _new_lane(self, run: Run, job_key: str) -> _Lane:
-        assert self._stored is not None
-        lane = _Lane(uuid.uuid4().hex, job_key, busy=True)
-        pipeline = Pipeline(
-            [self._stored.ref], job_key, self._host.name, self._in_order, self._options
-        )
+    def new(self, run: Run, pipeline: Pipeline) -> _Lane:
+        """Start a pipeline that serves ``run`` first."""
+        lane = _Lane(uuid.uuid4().hex, pipeline.job_key, busy=True)
         self._host.actor.open.remote(lane.key, pipeline, run.key)
         with self._lock:
             self._lanes.append(lane)
@@ -156,14 +176,9 @@ class Session:
             self._lanes.remove(lane)
         self._host.actor.close.remote(lane.key)
 
-    def waiting_text(self) -> str:
-        """Say who holds the CPUs that a waiting loader has not got."""
-        return f"waiting for the first of the batches under way. {report_busy_cpus()}"
-
     def close(self) -> None:
-        """Release pipelines and stored bytes; running tasks stop."""
-        self._stored = None
-        if self.alive:
+        """End them all."""
+        if self._host.alive:
             for lane in list(self._lanes):
                 self._drop(lane)
 

@@ -24,9 +24,13 @@ __all__ = ["NAMESPACE", "Pipeline", "build", "chunk_table", "make_batches"]
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
 
-# A block is handed over when it holds this much, or when this much time went into it.
+# A block is handed over when it holds this much, or when this much time went into it. A batch
+# that took long is handed over at once: the next one may never end.
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
+_LONG_BATCH_S = 0.025
+# A chunk this short belongs to the beginning or the end, where batches are waited for.
+_SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.5
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
@@ -138,11 +142,12 @@ def make_batches(
         interest.lost_now_and_then,
     )
     remaining = len(chunk.batches)
+    long_batch_s = 0.0 if remaining <= _SHORT_CHUNK else _LONG_BATCH_S
     for entry, seconds, cpu_seconds in batches:
         writer.add(entry, seconds, cpu_seconds)
         remaining -= 1
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= _BLOCK_SECONDS
-        if remaining == 0 or full:
+        if remaining == 0 or full or seconds >= long_batch_s:
             yield writer.table(last=remaining == 0)
             opened = time.monotonic()
 

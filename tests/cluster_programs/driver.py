@@ -52,6 +52,12 @@ def do_init(**options):
     return ray.get_runtime_context().gcs_address
 
 
+def do_is_connected():
+    import ray
+
+    return ray.is_initialized()
+
+
 def do_shutdown():
     import ray
 

@@ -1,0 +1,115 @@
+"""Datasets whose samples do something to the worker that reads them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+
+class Plain:
+    """Sample i is ``(tensor of i, i)``."""
+
+    def __init__(self, length: int = 200) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(index)), index
+
+
+class DividesByZero(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return 1 / (index - 57), index
+
+
+class KillsOnce(Plain):
+    """One sample kills its worker, the first time that it is read."""
+
+    def __init__(self, mark: Path, how: signal.Signals, length: int = 200) -> None:
+        super().__init__(length)
+        self.mark = mark
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 57 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), self.how)
+        return index, float(torch.rand(()))
+
+
+class AlwaysKills(Plain):
+    def __getitem__(self, index: int) -> Any:
+        if index == 57:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Hangs(Plain):
+    """One sample never comes; one that is marked tells that it was begun."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 57:
+            self.mark.touch()
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+class Slow(Plain):
+    """Samples that take a while, and are counted where they are made."""
+
+    def __init__(self, log: Path, seconds: float) -> None:
+        super().__init__(10_000)
+        self.log = log
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+class Remembers(Plain):
+    """Tells how often this copy was read, and where."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+        self.reads = 0
+        self.version = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return os.getpid(), self.reads, self.version
+
+
+class SaysWorker(Plain):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.num_workers, info.seed, torch.initial_seed(), os.getpid()
+
+
+class Draws(Plain):
+    """What the three global generators give to a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(())), float(np.random.rand())
+
+
+class Threads(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")

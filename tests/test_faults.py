@@ -1,0 +1,124 @@
+"""What goes wrong in a worker, seen from the training loop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from living import AlwaysKills, DividesByZero, Hangs, KillsOnce, Plain
+
+from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+
+def loader_of(dataset: Any, **changes: Any) -> DpexDataLoader[Any]:
+    arguments = {"batch_size": 10, "num_workers": 2, "distribute_mode": True}
+    return DpexDataLoader(dataset, **{**arguments, **changes})
+
+
+def test_an_error_arrives_at_its_batch_with_its_type_and_place() -> None:
+    loader = loader_of(DividesByZero())
+    iterator = iter(loader)
+    assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(iterator)
+    text = str(caught.value)
+    assert "dataset index 57, batch 5, node " in text
+    assert ", pid " in text
+    assert "return 1 / (index - 57), index" in text
+    assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
+    assert sum(1 for _ in range(2) for _ in zip(range(5), loader, strict=False)) == 10
+
+
+def test_an_error_does_not_come_early_where_order_does_not_matter() -> None:
+    iterator = iter(loader_of(DividesByZero(), in_order=False))
+    firsts, errors = [], 0
+    while True:
+        try:
+            firsts.append(next(iterator)[1].tolist()[0])
+        except ZeroDivisionError:
+            errors += 1
+        except StopIteration:
+            break
+    assert errors == 1
+    assert sorted(firsts) == [first for first in range(0, 200, 10) if first != 50]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_dies_changes_nothing(tmp_path: Path, how: signal.Signals) -> None:
+    mark = tmp_path / "mark"
+    dataset = KillsOnce(mark, how)
+    loader = loader_of(dataset, collate_fn=list, persistent_workers=True)
+    base_seed = []
+
+    def epoch(generator_seed: int) -> list[Any]:
+        loader = loader_of(dataset, collate_fn=list, generator=_seeded(generator_seed))
+        batches = list(loader)
+        base_seed.append(loader)
+        return batches
+
+    disturbed = epoch(3)
+    assert mark.exists()
+    assert disturbed == epoch(3)
+    assert [index for batch in disturbed for index, _ in batch] == list(range(200))
+    loader.close()
+
+
+def _seeded(seed: int) -> Any:
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
+    loader = loader_of(AlwaysKills())
+    iterator = iter(loader)
+    assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
+    with pytest.raises(ChunkLostError, match=r"batch 5 \(dataset indices \[50, 51, .*57, 58, 59"):
+        next(iterator)
+    assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
+
+
+def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    loader = loader_of(Hangs(mark), timeout=5)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    with pytest.raises(RuntimeError, match=r"timed out after 5 seconds.*batch 5 .*\[50, 51"):
+        next(iterator)
+    assert mark.exists()
+    del iterator
+    assert len(list(loader_of(Plain()))) == 20
+    assert next(iter(loader))[1].tolist()[0] == 0
+
+
+def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:
+    dataset = Plain()
+    dataset.handles = {"db": threading.Lock()}  # type: ignore[attr-defined]
+    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['db'\]"):
+        iter(loader_of(dataset))
+
+
+def test_a_dataset_larger_than_the_object_store_says_both_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numpy as np
+
+    from dpex.cluster import session
+
+    dataset = Plain()
+    dataset.pixels = np.zeros(3_000_000, dtype=np.uint8)  # type: ignore[attr-defined]
+    # A store that small cannot be started; what is tested is the comparison.
+    monkeypatch.setattr(session, "_store_capacity", lambda: 2_000_000)
+    with pytest.raises(DatasetTooLargeError, match=r"3,000,\d\d\d bytes.*holds 2,000,000"):
+        iter(loader_of(dataset))
+
+
+def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
+    with pytest.raises(RuntimeError, match="num_cpus"):
+        next(iter(loader_of(Plain(), worker_options={"num_cpus": -1})))

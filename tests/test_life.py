@@ -1,0 +1,222 @@
+"""Beginning, giving up and ending: nothing is left behind, and the next one works."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_programs import wait_until
+from living import Plain, Remembers, Slow
+from torch.utils.data import DataLoader
+
+from dpex import DpexDataLoader
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+
+def loader_of(dataset: Any, **changes: Any) -> DpexDataLoader[Any]:
+    arguments = {"batch_size": 10, "num_workers": 2, "distribute_mode": True}
+    return DpexDataLoader(dataset, **{**arguments, **changes})
+
+
+def indices(batches: Any) -> list[int]:
+    return [int(i) for batch in batches for i in batch[1]]
+
+
+def receiving() -> int:
+    return sum(thread.name == "dpex-receive" for thread in threading.enumerate())
+
+
+def test_a_break_leaves_the_loader_usable_and_no_thread() -> None:
+    loader = loader_of(Plain())
+    for _ in range(5):
+        for batch in loader:
+            assert indices([batch]) == list(range(10))
+            break
+    assert indices(loader) == list(range(200))
+    wait_until(lambda: receiving() == 0, 10, "end of the receiving threads")
+
+
+def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:
+    loader = loader_of(Plain(40))
+    list(loader)
+
+    def threads_and_files() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    wait_until(lambda: receiving() == 0, 10, "end of the receiving threads")
+    before = threads_and_files()
+    for turn in range(200):
+        if turn % 2:
+            next(iter(loader))
+        else:
+            assert len(indices(loader)) == 40
+    gc.collect()
+    wait_until(
+        lambda: all(now <= then for now, then in zip(threads_and_files(), before, strict=True)),
+        10,
+        "as few threads and files as before",
+    )
+
+
+def test_many_executions_leave_ray_s_function_table_as_it_was() -> None:
+    import ray
+
+    def exported() -> int:
+        client = ray._private.worker.global_worker.gcs_client
+        return len(client.internal_kv_keys(b"", b"fun"))
+
+    loader = loader_of(Plain(40))
+    list(loader)
+    before = exported()
+    for turn in range(20):
+        iterator = iter(loader)
+        next(iterator)
+        if turn % 2:
+            list(iterator)
+        del iterator
+    assert exported() == before
+
+
+def test_dropping_an_iterator_stops_the_work(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    loader = loader_of(Slow(log, 0.05), batch_size=100, prefetch_factor=4)
+    iterator = iter(loader)
+    wait_until(log.exists, 60, "first sample")
+    del iterator
+    gc.collect()
+
+    def made() -> int:
+        return len(log.read_text().splitlines())
+
+    # 800 samples of 50 ms were under way; the workers look twice a second.
+    assert indices(loader_of(Plain(40))) == list(range(40))
+    seen = -1
+    while seen != made():
+        seen = made()
+        indices(loader_of(Plain(40)))
+    assert seen < 700
+
+
+def test_close_ends_what_runs_and_the_loader_can_be_iterated_again() -> None:
+    with loader_of(Plain()) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert loader._cluster is not None
+    assert loader._cluster is None
+    with pytest.raises(RuntimeError):
+        list(iterator)
+    assert indices(loader) == list(range(200))
+    loader.close()
+    loader.close()
+
+
+def test_three_iterators_of_one_loader_do_not_disturb_each_other() -> None:
+    loader = loader_of(Plain(60))
+    iterators = [iter(loader) for _ in range(3)]
+    for first in range(0, 60, 10):
+        for iterator in iterators:
+            assert indices([next(iterator)]) == list(range(first, first + 10))
+    for iterator in iterators:
+        with pytest.raises(StopIteration):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_an_exception_in_the_training_step_leaves_the_loader_usable() -> None:
+    loader = loader_of(Plain(60))
+    with pytest.raises(KeyError):
+        for batch in loader:
+            raise KeyError(batch)
+    assert indices(loader) == list(range(60))
+
+
+def test_every_iteration_sees_the_dataset_as_it_is_then() -> None:
+    dataset = Remembers()
+    loader = loader_of(dataset, collate_fn=list)
+    versions = {version for batch in loader for _, _, version in batch}
+    dataset.version = 1
+    assert versions == {0}
+    assert {version for batch in loader for _, _, version in batch} == {1}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_copies_are_fresh_unless_workers_persist(persistent: bool) -> None:
+    loader = loader_of(Remembers(), collate_fn=list, persistent_workers=persistent, num_workers=1)
+    epochs = [[sample for batch in loader for sample in batch] for _ in range(2)]
+    reads = [sorted(read for _, read, _ in epoch) for epoch in epochs]
+    assert reads[0] == list(range(1, 41))
+    expected = range(41, 81) if persistent else range(1, 41)
+    assert reads[1] == list(expected)
+
+
+def test_what_a_worker_changes_never_crosses_loaders() -> None:
+    dataset = Remembers()
+    for _ in range(2):
+        loader = loader_of(dataset, collate_fn=list, num_workers=1)
+        assert max(read for batch in loader for _, read, _ in batch) == 40
+
+
+def test_worker_processes_are_kept_from_epoch_to_epoch() -> None:
+    loader = loader_of(Remembers(), collate_fn=list)
+    pids = [{pid for batch in loader for pid, _, _ in batch} for _ in range(4)]
+    assert len(set.union(*pids)) <= 4
+
+
+def test_endless_samplers_are_read_no_further_than_the_run_ahead() -> None:
+    drawn = []
+
+    def endless() -> Any:
+        index = 0
+        while True:
+            drawn.append(index)
+            yield index % 200
+            index += 1
+
+    loader = loader_of(Plain(), sampler=endless(), prefetch_bytes=0, prefetch_factor=3)
+    iterator = iter(loader)
+    assert len(drawn) == 3 * 2 * 10
+    for _ in range(50):
+        next(iterator)
+    assert len(drawn) <= (50 + 3 * 2 + 1) * 10
+
+
+def test_set_epoch_between_iter_and_next_draws_again() -> None:
+    class Shifted:
+        """Like torch's DistributedSampler: what it draws depends on its epoch."""
+
+        epoch = 0
+
+        def __iter__(self) -> Any:
+            return iter([(i + self.epoch) % 200 for i in range(60)])
+
+        def __len__(self) -> int:
+            return 60
+
+    sampler = Shifted()
+    loader = loader_of(Plain(), sampler=sampler)
+    iterator = iter(loader)
+    sampler.epoch = 7
+    assert indices(iterator) == list(range(7, 67))
+
+
+def test_a_forked_torch_loader_beside_it_works() -> None:
+    ours = iter(loader_of(Plain(60)))
+    next(ours)
+    theirs = DataLoader(Plain(60), batch_size=10, num_workers=2, multiprocessing_context="fork")
+    assert indices(theirs) == list(range(60))
+    assert indices(ours) == list(range(10, 60))
+
+
+def test_a_thousand_kept_batches_stay_what_they_were() -> None:
+    kept = list(loader_of(Plain(5000), batch_size=5))
+    assert len(kept) == 1000
+    assert all(
+        torch.equal(tensor, torch.full((5, 3), 1.0) * index[:, None]) for tensor, index in kept
+    )
