@@ -7,7 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from living import AlwaysKills, DividesByZero, Hangs, KillsOnce, Plain
 
 from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
@@ -52,26 +54,15 @@ def test_an_error_does_not_come_early_where_order_does_not_matter() -> None:
 def test_a_worker_that_dies_changes_nothing(tmp_path: Path, how: signal.Signals) -> None:
     mark = tmp_path / "mark"
     dataset = KillsOnce(mark, how)
-    loader = loader_of(dataset, collate_fn=list, persistent_workers=True)
-    base_seed = []
 
-    def epoch(generator_seed: int) -> list[Any]:
-        loader = loader_of(dataset, collate_fn=list, generator=_seeded(generator_seed))
-        batches = list(loader)
-        base_seed.append(loader)
-        return batches
+    def epoch() -> list[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return list(loader_of(dataset, collate_fn=list, generator=generator))
 
-    disturbed = epoch(3)
+    disturbed = epoch()
     assert mark.exists()
-    assert disturbed == epoch(3)
+    assert disturbed == epoch()
     assert [index for batch in disturbed for index, _ in batch] == list(range(200))
-    loader.close()
-
-
-def _seeded(seed: int) -> Any:
-    import torch
-
-    return torch.Generator().manual_seed(seed)
 
 
 def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
@@ -85,11 +76,12 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
 
 def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    loader = loader_of(Hangs(mark), timeout=5)
+    list(loader_of(Plain()))  # the time it takes to start a worker is not the point here
+    loader = loader_of(Hangs(mark), timeout=15)
     iterator = iter(loader)
     for _ in range(5):
         next(iterator)
-    with pytest.raises(RuntimeError, match=r"timed out after 5 seconds.*batch 5 .*\[50, 51"):
+    with pytest.raises(RuntimeError, match=r"timed out after 15 seconds.*batch 5 .*\[50, 51"):
         next(iterator)
     assert mark.exists()
     del iterator
@@ -107,8 +99,6 @@ def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> 
 def test_a_dataset_larger_than_the_object_store_says_both_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import numpy as np
-
     from dpex.cluster import session
 
     dataset = Plain()

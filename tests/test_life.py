@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:
     list(loader)
 
     def threads_and_files() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
     wait_until(lambda: receiving() == 0, 10, "end of the receiving threads")
     before = threads_and_files()
@@ -131,9 +130,12 @@ def test_three_iterators_of_one_loader_do_not_disturb_each_other() -> None:
 
 def test_an_exception_in_the_training_step_leaves_the_loader_usable() -> None:
     loader = loader_of(Plain(60))
+
+    def step(batch: Any) -> None:
+        raise KeyError(len(batch))
+
     with pytest.raises(KeyError):
-        for batch in loader:
-            raise KeyError(batch)
+        list(map(step, loader))
     assert indices(loader) == list(range(60))
 
 
