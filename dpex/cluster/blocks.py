@@ -15,7 +15,7 @@ import ray.data
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from dpex.cluster.private import leak_free_batch_iterator, ref_bundle
+from dpex.cluster.private import bundle_iterator, leak_free_batch_iterator, ref_bundle
 from dpex.frame import Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
@@ -67,8 +67,8 @@ class _HostedBlocks(ray.data.DataIterator):
         self._run = run
         self._receiver = receiver
 
-    def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], None, None]:
-        return self._bundles(), None, None
+    def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
+        return bundle_iterator(self._bundles())
 
     def _bundles(self) -> Iterator[Any]:
         count = 0
@@ -117,7 +117,6 @@ class Receiver:
         batches = blocks.iter_torch_batches(
             batch_size=None,
             prefetch_batches=0,
-            device="cpu",
             collate_fn=_Decode(run, pin_memory, device_index),
         )
         self._thread = threading.Thread(

@@ -110,7 +110,7 @@ def start() -> None:
         RAY_worker_maximum_startup_concurrency=str(max(16, _cores())),
     ):
         try:
-            init_ray(
+            context = init_ray(
                 _START_SECONDS,
                 address="local",
                 num_cpus=embedded_cpus(),
@@ -123,15 +123,18 @@ def start() -> None:
                 "RAY_TMPDIR (else TMPDIR, else /tmp), which must be writable and shorter than 38 "
                 "characters; its token lies in ~/.ray (unless RAY_AUTH_MODE=disabled)"
             ) from error
-    _end_agents_with_us()
+    _reap_after_us(context.address_info["session_dir"])
 
 
-def init_ray(timeout_s: float, **options: Any) -> None:
+def init_ray(timeout_s: float, **options: Any) -> Any:
     """Call ``ray.init`` without its messages, and wait no longer than given for it.
 
     The thread that starts Ray never ends: the kernel kills what a thread started when that thread
     ends (Ray asks for PR_SET_PDEATHSIG), so it must not be the caller's. And only in the main
     thread would Ray replace the process's SIGTERM handler.
+
+    Returns:
+        What ``ray.init`` returned.
 
     Raises:
         TimeoutError: It is still under way after ``timeout_s``.
@@ -139,13 +142,13 @@ def init_ray(timeout_s: float, **options: Any) -> None:
     """
     import ray
 
-    def call() -> None:
+    def call() -> Any:
         with quiet_ray(), warnings.catch_warnings():
             # Tips on its own future (Ray < 2.60).
             warnings.simplefilter("ignore", FutureWarning)
-            ray.init(logging_level=logging.ERROR, **options)
+            return ray.init(logging_level=logging.ERROR, **options)
 
-    within(timeout_s, call, keep_thread=options.get("address") == "local")
+    return within(timeout_s, call, keep_thread=options.get("address") == "local")
 
 
 @contextlib.contextmanager
@@ -230,12 +233,43 @@ def _environment(**variables: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _end_agents_with_us() -> None:
-    """See to it that Ray's agents end when this process is killed.
+# Run by a bare interpreter: the session's directory, then the agents' pids; works when its standard
+# input ends. A pidfd is of the process that it was opened for, also when its pid has another owner.
+_REAPER = """
+import os, signal, sys, time
+session, pids = sys.argv[2], sys.argv[3:]
+agents = []
+for pid in pids:
+    try:
+        agents.append(os.pidfd_open(int(pid)))
+    except OSError:
+        pass
+sys.stdin.buffer.read()
+for agent in agents:
+    try:
+        signal.pidfd_send_signal(agent, signal.SIGKILL)
+    except OSError:
+        pass
+for pause in (0, 1):  # the raylet may have started one more before the kernel killed it
+    time.sleep(pause)
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                command = file.read()
+            if session in command and "default_worker.py" in command:
+                os.kill(int(pid), signal.SIGKILL)
+        except OSError:
+            pass
+"""
 
-    The kernel then kills what we started, and the workers end with their raylet. But the raylet's
-    two agents first report its death to the head, which is gone, for 100 seconds (Ray 2.60). A
-    process that waits for us to end kills them at once. Where there is no pidfd, they linger.
+
+def _reap_after_us(session_dir: str) -> None:
+    """See to it that all of Ray ends when this process is killed.
+
+    The kernel then kills what we started, and workers end with their raylet. But the raylet's two
+    agents first report its death to the head, which is gone, for 100 seconds, and workers that
+    are just starting try to reach it for 25 (Ray 2.60). A process that waits for our end kills
+    both. Where there is no pidfd, they take their time.
     """
     agents = [
         agent
@@ -245,20 +279,10 @@ def _end_agents_with_us() -> None:
     ]
     if not agents or not hasattr(os, "pidfd_open"):
         return
-    code = (
-        "import os, signal, sys\n"
-        "fds = []\n"
-        "for pid in sys.argv[2:]:\n"
-        "    try: fds.append(os.pidfd_open(int(pid)))\n"
-        "    except OSError: pass\n"
-        "sys.stdin.buffer.read()\n"
-        "for fd in fds:\n"
-        "    try: signal.pidfd_send_signal(fd, signal.SIGKILL)\n"
-        "    except OSError: pass\n"
-    )
     read_end, write_end = os.pipe()
     _start_detached(
-        [sys.executable, "-I", "-S", "-c", code, "dpex-reaper", *map(str, agents)], stdin=read_end
+        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", session_dir, *map(str, agents)],
+        stdin=read_end,
     )
     os.close(read_end)
     _held.append(write_end)

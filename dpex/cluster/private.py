@@ -16,12 +16,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import ray
@@ -31,6 +32,7 @@ from ray.data.block import BlockAccessor
 __all__ = [
     "Block",
     "FedExecution",
+    "bundle_iterator",
     "fast_executor_available",
     "leak_free_batch_iterator",
     "ref_bundle",
@@ -53,7 +55,6 @@ def fast_executor_available() -> bool:
     if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return False
     try:
-        from ray.data._internal.execution import streaming_executor_state
         from ray.data._internal.execution.execution_callback import ExecutionCallback
         from ray.data._internal.execution.interfaces import RefBundle
         from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
@@ -64,7 +65,6 @@ def fast_executor_available() -> bool:
     return (
         callable(get_execution_plan)
         and hasattr(ExecutionCallback, "on_execution_step")
-        and hasattr(streaming_executor_state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")
         and hasattr(StreamingExecutor, "execute")
         and hasattr(InputDataBuffer, "_get_next_inner")
         and hasattr(RefBundle, "size_bytes")
@@ -85,6 +85,17 @@ def ref_bundle(block: Block) -> Any:
     else:
         entry = BlockEntry(ref, metadata)
     return RefBundle([entry], schema=None, owns_blocks=False)
+
+
+def bundle_iterator(bundles: Iterator[Any]) -> tuple[Any, ...]:
+    """Return what ``DataIterator._to_ref_bundle_iterator`` returns, in this Ray's form.
+
+    Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
+    """
+    annotation = inspect.signature(ray.data.DataIterator._to_ref_bundle_iterator).return_annotation
+    if len(get_args(annotation)) == 4:
+        return bundles, None, False, None
+    return bundles, None, None
 
 
 def _blocks_of(bundle: Any) -> Iterator[Block]:
@@ -230,6 +241,7 @@ class FedExecution:
         if self._closed or executor._shutdown:
             return
         if self._waiting or any(op.num_active_tasks() for op in executor._topology):
+            # Where Ray has no such name, it keeps polling every 100 ms.
             poll = _BUSY_POLL_S if self.hurried else _CALM_POLL_S
             streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
             return
