@@ -55,6 +55,7 @@ def fast_executor_available() -> bool:
     if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return False
     try:
+        from ray.data._internal.execution import streaming_executor_state
         from ray.data._internal.execution.execution_callback import ExecutionCallback
         from ray.data._internal.execution.interfaces import RefBundle
         from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
@@ -65,6 +66,7 @@ def fast_executor_available() -> bool:
     return (
         callable(get_execution_plan)
         and hasattr(ExecutionCallback, "on_execution_step")
+        and hasattr(streaming_executor_state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")
         and hasattr(StreamingExecutor, "execute")
         and hasattr(InputDataBuffer, "_get_next_inner")
         and hasattr(RefBundle, "size_bytes")
@@ -241,7 +243,6 @@ class FedExecution:
         if self._closed or executor._shutdown:
             return
         if self._waiting or any(op.num_active_tasks() for op in executor._topology):
-            # Where Ray has no such name, it keeps polling every 100 ms.
             poll = _BUSY_POLL_S if self.hurried else _CALM_POLL_S
             streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
             return
