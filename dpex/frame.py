@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from dpex.pickling import Pickled, copy_to_tensor, load
+from dpex.pickling import Pickled, load
 
 __all__ = ["Entry", "Frame", "FrameWriter", "read_frame"]
 
@@ -184,5 +185,9 @@ def decode(frame: Frame, *, pin_memory: bool) -> Iterator[tuple[int, bool, Any]]
         pin_memory: Put the batches' arrays into page-locked memory.
     """
     for entry in frame.entries:
-        copy = _copy_pinned if pin_memory and not entry.failed else copy_to_tensor
-        yield entry.batch, entry.failed, load(entry.value, copy)
+        if pin_memory and not entry.failed:
+            # What is pinned already stays; torch's own pass does small tensors and user classes.
+            value = pin(load(entry.value, _copy_pinned))
+        else:
+            value = load(entry.value)
+        yield entry.batch, entry.failed, value

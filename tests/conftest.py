@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import shutil
+import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import RANK_VARIABLES
+from cluster_programs import RANK_VARIABLES, wait_until
 
 if TYPE_CHECKING:
     from dpex.cluster.connect import Connection
@@ -30,7 +31,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
 
 # Ray stops its processes one after the other and waits for each.
-GONE_SECONDS = 20
+GONE_SECONDS = 60
 
 LAYOUTS_WITH_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -73,14 +74,14 @@ def _shut_down(started: set[int]) -> None:
         processes |= children
         pending += children
     ray.shutdown()
-    for _ in range(2 * GONE_SECONDS):
-        left = {
-            pid: _command(pid).replace(b"\0", b" ").decode() for pid in filter(_runs, processes)
-        }
-        if not left:
-            return
-        time.sleep(0.5)
-    pytest.fail(f"the shared Ray left processes behind: {left}")
+    try:
+        wait_until(lambda: not any(map(_runs, processes)), GONE_SECONDS, "end of Ray")
+    except AssertionError:
+        left = {pid: _command(pid) for pid in filter(_runs, processes)}
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"the shared Ray left processes behind: {left}")
 
 
 def _children(pid: int) -> set[int]:

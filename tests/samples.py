@@ -252,8 +252,12 @@ class Squares(Dataset[torch.Tensor]):
 class Labelled(Squares):
     """An image and its label."""
 
+    def __init__(self, length: int, size: tuple[int, ...] = (2, 3)) -> None:
+        super().__init__(length)
+        self.size = size
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:  # type: ignore[override]
-        return image(index, 2, 3), index
+        return image(index, *self.size), index
 
 
 class Valued(Dataset[Any]):
@@ -536,16 +540,18 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {
 """Each takes a list of ``Labelled``'s samples."""
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every dense tensor in a batch, those in containers and objects included."""
+def memory_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every dense tensor and array in a batch, as tensors that share its memory."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_nested:
             yield value
+    elif isinstance(value, np.ndarray):
+        yield torch.from_numpy(value)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_of(item)
+            yield from memory_of(item)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for item in value:
-            yield from tensors_of(item)
+            yield from memory_of(item)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from tensors_of(vars(value))
+        yield from memory_of(vars(value))

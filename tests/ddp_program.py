@@ -1,0 +1,71 @@
+"""One rank of ``test_ddp.py``, started by torchrun: the streams of both loaders, into a file.
+
+Usage: ddp_program.py DIRECTORY
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from dpex import DpexDataLoader
+
+BATCH_SIZE = 4
+EPOCHS = 2
+# One that divides by ranks and batches, and two that do not.
+LENGTHS = (48, 37, 3)
+
+
+def epochs_of(loader_type: Any, length: int, drop_last: bool, **ours: Any) -> list[Any]:
+    dataset = TensorDataset(torch.arange(length), torch.arange(length) * 0.5)
+    sampler = DistributedSampler(dataset, shuffle=True, drop_last=drop_last, seed=3)
+    torch.manual_seed(dist.get_rank())
+    loader = loader_type(
+        dataset, BATCH_SIZE, sampler=sampler, num_workers=2, drop_last=drop_last, **ours
+    )
+    epochs = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        epochs.append([(indices.tolist(), halves.tolist()) for indices, halves in loader])
+        dist.barrier()
+    assert all(len(batches) == len(loader) for batches in epochs)
+    return epochs
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    streams = [
+        {
+            "length": length,
+            "drop_last": drop_last,
+            "torch": epochs_of(DataLoader, length, drop_last),
+            "dpex": epochs_of(
+                DpexDataLoader, length, drop_last, distribute_mode=True, head_address="auto"
+            ),
+        }
+        for length in LENGTHS
+        for drop_last in (False, True)
+    ]
+    context = ray.get_runtime_context()
+    report = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "address": context.gcs_address,
+        "node": context.get_node_id(),
+        "job": context.get_job_id(),
+        "streams": streams,
+    }
+    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A driver of its own for test_private.py: dpex without any private name of Ray."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from living import AlwaysKills, DividesByZero, Plain
+from torch.utils.data import DataLoader
+
+from dpex import ChunkLostError, DpexDataLoader
+from dpex.cluster.private import fast_executor_available
+
+
+def main(fast: bool) -> None:
+    """Iterate, break, fail and recover; raises where something is wrong."""
+    assert fast_executor_available() is fast, "the wrong way was taken"
+    options = {"batch_size": 10, "num_workers": 2, "distribute_mode": True, "head_address": "local"}
+    for persistent in (False, True):
+        epochs = []
+        for loader in (
+            DataLoader(Plain(), 10, shuffle=True, num_workers=2, persistent_workers=persistent),
+            DpexDataLoader(Plain(), **options, shuffle=True, persistent_workers=persistent),
+        ):
+            torch.manual_seed(1)
+            next(iter(loader))
+            epochs.append([batch[1].tolist() for _ in range(3) for batch in loader])
+        assert epochs[0] == epochs[1], "other batches than torch's"
+
+    iterator = iter(DpexDataLoader(DividesByZero(), **options))
+    firsts, errors = [], 0
+    while True:
+        try:
+            firsts.append(next(iterator)[1].tolist()[0])
+        except ZeroDivisionError:
+            errors += 1
+        except StopIteration:
+            break
+    assert errors == 1
+    assert firsts == [first for first in range(0, 200, 10) if first != 50], firsts
+
+    iterator = iter(DpexDataLoader(AlwaysKills(), **options))
+    assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
+    with pytest.raises(ChunkLostError, match="batch 5"):
+        next(iterator)
+    assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
+    print("all as it should be")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main(fast=sys.argv[1] == "fast")

@@ -1,0 +1,100 @@
+"""Two ranks of torchrun: each gets its own shard, as with torch's loader, from one shared Ray."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_programs import environment, processes_in, spawn, wait_until, workplace
+from ddp_program import BATCH_SIZE, EPOCHS, LENGTHS
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+RANKS = 2
+GONE_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[list[dict[str, Any]]]:
+    """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
+    with workplace() as place:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        process = spawn(
+            [
+                *torchrun,
+                f"--nproc-per-node={RANKS}",
+                str(Path(__file__).with_name("ddp_program.py")),
+                str(place),
+            ],
+            place,
+            env=environment(place, OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+        wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
+
+
+def case(report: dict[str, Any], length: int, drop_last: bool) -> dict[str, Any]:
+    [found] = [
+        stream
+        for stream in report["streams"]
+        if (stream["length"], stream["drop_last"]) == (length, drop_last)
+    ]
+    return found
+
+
+def test_ranks_share_one_ray(reports: list[dict[str, Any]]) -> None:
+    assert len({report["pid"] for report in reports}) == RANKS
+    assert len({report["address"] for report in reports}) == 1
+    assert len({report["node"] for report in reports}) == 1
+    assert len({report["job"] for report in reports}) == RANKS
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_rank_gets_what_torch_gives_it(
+    reports: list[dict[str, Any]], length: int, drop_last: bool
+) -> None:
+    for report in reports:
+        streams = case(report, length, drop_last)
+        assert streams["dpex"] == streams["torch"]
+        assert len(streams["dpex"]) == EPOCHS
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_shards_are_disjoint_and_complete(
+    reports: list[dict[str, Any]], length: int, drop_last: bool
+) -> None:
+    orders = []
+    for epoch in range(EPOCHS):
+        shards = [
+            list(chain.from_iterable(indices for indices, _ in stream[epoch]))
+            for stream in (case(report, length, drop_last)["dpex"] for report in reports)
+        ]
+        assert len({len(shard) for shard in shards}) == 1
+        counts = Counter(chain.from_iterable(shards))
+        assert set(counts) <= set(range(length))
+        if drop_last:
+            # What divides neither by ranks nor by batches is left out, and nothing comes twice.
+            assert len(shards[0]) == length // RANKS // BATCH_SIZE * BATCH_SIZE
+            assert max(counts.values(), default=1) == 1
+        else:
+            # A rank that would come short gets one sample of another one's.
+            assert set(counts) == set(range(length))
+            assert counts.total() == -(-length // RANKS) * RANKS
+        orders.append(shards)
+    if length // RANKS >= BATCH_SIZE:
+        assert orders[0] != orders[1], "set_epoch changed nothing"
