@@ -194,7 +194,8 @@ def _compare_tensors(
     if _formats(torchs):
         _compare(ours.stride(), torchs.stride(), f"{at}.stride()", above)
     # The bits, so that a NaN equals itself, and -0.0 differs from 0.0.
-    assert _bits(ours) == _bits(torchs), f"{at}: {ours} is not torch's {torchs}"
+    same = _bits(ours) == _bits(torchs)
+    assert same, f"{at}: {ours} is not torch's {torchs}"
 
 
 def _formats(tensor: torch.Tensor) -> set[torch.memory_format]:
@@ -225,4 +226,5 @@ def _compare_arrays(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]
     if torchs.dtype.hasobject:
         _compare(ours.tolist(), torchs.tolist(), at, above)
     else:
-        assert ours.tobytes() == torchs.tobytes(), f"{at}: {ours} is not torch's {torchs}"
+        same = ours.tobytes() == torchs.tobytes()
+        assert same, f"{at}: {ours} is not torch's {torchs}"

@@ -99,11 +99,11 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
     assert not (place / "ray" / "ray_current_cluster").exists()
     owner.ask("hog", num_cpus=1)
     wait_until(lambda: titles(place, "ray::hog"), 60, "busy worker")
-    owner.send("task")
-    wait_until(lambda: titles(place, "default_worker.py"), 60, "starting worker")
     # What it forked may live on; it must not keep Ray alive.
     sleeper = owner.ask("fork_sleeper")
     try:
+        owner.send("task")
+        wait_until(lambda: titles(place, "default_worker.py"), 60, "starting worker")
         owner.kill()
         wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
         os.kill(sleeper, 0)

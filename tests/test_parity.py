@@ -106,6 +106,52 @@ def both(make: Callable[[], Arguments]) -> Iterator[DataLoader[Any]]:
         yield loader_type(**make(), **ours)
 
 
+# --- the yardstick --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", samples.VALUES)
+def test_assert_same_takes_equals(assert_same: Same, kind: str) -> None:
+    assert_same(samples.VALUES[kind](2), samples.VALUES[kind](2))
+
+
+DIFFERENT = {
+    "type": ([1], (1,)),
+    "type-of-number": (1, True),
+    "class": (samples.TaggedDict(a=1), {"a": 1}),
+    "length": ([1, 2], [1]),
+    "order-of-keys": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "dtype": (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+    "shape": (torch.ones(2, 1), torch.ones(2)),
+    "strides": (torch.ones(2, 3).t(), torch.ones(3, 2)),
+    "memory-format": (
+        torch.ones(2, 3, 4, 5),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ),
+    "gradient": (torch.ones(2), torch.ones(2, requires_grad=True)),
+    "sign-of-zero": (torch.tensor(0.0), torch.tensor(-0.0)),
+    "nan": (torch.tensor([float("nan")]), torch.tensor([0.0])),
+    "plain-nan": (0.0, float("nan")),
+    "layout": (torch.eye(2), torch.eye(2).to_sparse()),
+    "sparse-values": (torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse()),
+    "array-dtype": (np.ones(2), np.ones(2, dtype=np.float32)),
+    "array-order": (np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))),
+    "array-read-only": (np.broadcast_to(np.ones(1), (1,)), np.ones(1)),
+    "object-array": (np.array([None, 1]), np.array([None, 2])),
+    "attribute": (samples.Custom(torch.ones(1)), samples.Custom(torch.zeros(1))),
+    "field": (samples.Pair(torch.ones(1), 1), samples.Pair(torch.ones(1), 2)),
+    "dataclass": (samples.Record(torch.ones(1), ["a"]), samples.Record(torch.ones(1), ["b"])),
+    "pixels": (samples.VALUES["pil"](0), samples.VALUES["pil"](1)),
+    "deep": ([{"a": [torch.ones(1), "x"]}], [{"a": [torch.ones(1), "y"]}]),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_assert_same_refuses_differences(assert_same: Same, difference: str) -> None:
+    ours, torchs = DIFFERENT[difference]
+    with pytest.raises(AssertionError):
+        assert_same(ours, torchs)
+
+
 # --- what a sample and a batch may be -------------------------------------------------------------
 
 

@@ -233,32 +233,27 @@ def _environment(**variables: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-# Run by a bare interpreter: the session's directory, then the agents' pids; works when its standard
-# input ends. A pidfd is of the process that it was opened for, also when its pid has another owner.
+# For a bare interpreter. When its standard input ends, its owner is about to; then it has a new
+# parent, the same as all that the owner's raylet leaves behind. Titles are Ray's, which hide
+# command lines; a worker or an agent of a living raylet has that as its parent.
 _REAPER = """
 import os, signal, sys, time
-session, pids = sys.argv[2], sys.argv[3:]
-agents = []
-for pid in pids:
-    try:
-        agents.append(os.pidfd_open(int(pid)))
-    except OSError:
-        pass
+owner, session, files = int(sys.argv[2]), int(sys.argv[3]), os.fsencode(sys.argv[4])
 sys.stdin.buffer.read()
-for agent in agents:
-    try:
-        signal.pidfd_send_signal(agent, signal.SIGKILL)
-    except OSError:
-        pass
-for pause in (0, 1):  # the raylet may have started one more before the kernel killed it
+while os.getppid() == owner:
+    time.sleep(0.05)
+for pause in (0, 0.5, 1):
     time.sleep(pause)
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/cmdline") as file:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                parent, _, its_session = map(int, file.read().rpartition(b")")[2].split()[1:4])
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
                 command = file.read()
-            if session in command and "default_worker.py" in command:
+            of_ray = command.startswith(b"ray::") or files in command
+            if of_ray and parent == os.getppid() and its_session == session:
                 os.kill(int(pid), signal.SIGKILL)
-        except OSError:
+        except (OSError, ValueError):
             pass
 """
 
@@ -269,20 +264,14 @@ def _reap_after_us(session_dir: str) -> None:
     The kernel then kills what we started, and workers end with their raylet. But the raylet's two
     agents first report its death to the head, which is gone, for 100 seconds, and workers that
     are just starting try to reach it for 25 (Ray 2.60). A process that waits for our end kills
-    both. Where there is no pidfd, they take their time.
+    both. Where there is no /proc, they take their time.
     """
-    agents = [
-        agent
-        for child in _children(os.getpid())
-        if _name(child) == "raylet"
-        for agent in _children(child)
-    ]
-    if not agents or not hasattr(os, "pidfd_open"):
+    if not sys.platform.startswith("linux"):
         return
     read_end, write_end = os.pipe()
+    owner = [str(os.getpid()), str(os.getsid(0)), session_dir]
     _start_detached(
-        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", session_dir, *map(str, agents)],
-        stdin=read_end,
+        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", *owner], stdin=read_end
     )
     os.close(read_end)
     _held.append(write_end)
@@ -297,20 +286,6 @@ def _start_detached(command: list[str], **options: Any) -> None:
     }
     process = subprocess.Popen(command, start_new_session=True, **{**quiet, **options})
     process.returncode = 0  # else Python warns that it still runs when the object goes
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    return [int(child) for children in lists for child in children.split()]
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
 
 
 def shared_job() -> str | None:

@@ -238,8 +238,8 @@ class FedExecution:
             blocks.extend(_blocks_of(bundle))
         if blocks:
             self._on_blocks(blocks)
-            # Kept by Ray for a summary at the end, which an endless execution never reaches.
-            self._last._output_blocks_stats.clear()
+            for op in executor._topology:
+                _forget_finished(op)
         if self._closed or executor._shutdown:
             return
         if self._waiting or any(op.num_active_tasks() for op in executor._topology):
@@ -269,6 +269,22 @@ class FedExecution:
         # say, which no process recovers from. Tasks end by themselves, or with their process.
         self._executor.join(_KILL_AFTER_S)
         self._executor.shutdown(force=True)
+
+
+def _forget_finished(op: Any) -> None:
+    """Drop what an operator keeps for each finished task: an endless execution never ends."""
+    stats = getattr(op, "_output_blocks_stats", None)
+    if stats is not None:
+        stats.clear()  # for a summary at the end
+    queue = getattr(op, "_output_queue", None)
+    tasks = getattr(queue, "_inner", None)
+    current = getattr(queue, "_current_key", None)
+    if isinstance(tasks, dict) and isinstance(current, int):
+        for key in [key for key in tasks if key < current]:
+            del tasks[key]  # an empty queue
+        getattr(queue, "_finalized_keys", set()).difference_update(
+            [key for key in getattr(queue, "_finalized_keys", ()) if key < current]
+        )
 
 
 def _source_bundle(table: pa.Table) -> Any:
