@@ -6,6 +6,7 @@ all tasks it runs, so dataset copies live here, and never in a task's closure.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -74,6 +75,8 @@ class Run:
         oldest_generation: The oldest one that an open iterator of the loader still reads.
         copy_per_worker: Whether logical workers of one process have a copy each, because
             worker_init_fn may make them differ.
+        working_directory: The training process's; the workers', where they have it.
+        default_dtype: The training process's, and the workers'.
     """
 
     key: str
@@ -83,6 +86,8 @@ class Run:
     generation: int
     oldest_generation: int
     copy_per_worker: bool
+    working_directory: str
+    default_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def fetch_chunk(
     Yields:
         The batch, or the error in its place; its wall seconds; its processor seconds.
     """
-    _settle_process()
+    _settle_process(chunk.run)
     key = stream_key(chunk.run.base_seed, chunk.run.epoch)
     for place, indices in enumerate(chunk.batches):
         batch = chunk.first_batch + place
@@ -173,9 +178,12 @@ def _copy_of(slot: tuple[str, int, int], read_job: Callable[[], Pickled], oldest
     return copy
 
 
-def _settle_process() -> None:
-    """Make this process compute as torch's workers do: on one thread."""
-    global _initial_seed
+def _settle_process(run: Run) -> None:
+    """Make this process like one that torch would have forked: on one thread, in its place."""
+    if torch.get_default_dtype() is not run.default_dtype:
+        torch.set_default_dtype(run.default_dtype)
+    with contextlib.suppress(OSError):  # a node without that directory
+        os.chdir(run.working_directory)
     if torch.initial_seed is not _worker_initial_seed:
         torch.set_num_threads(1)
         _keep_freed_memory()

@@ -12,8 +12,10 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
@@ -31,6 +33,8 @@ logger = logging.getLogger("dpex")
 # Chunks drawn in one call of next(): sampling must not make one step of training much longer.
 _CHUNKS_PER_STEP = 2
 _SLOW_WAIT_S = 10.0
+# Places in the epoch that a batch of unknown length takes.
+_UNCOUNTED = 1 << 20
 
 
 class ClusterIter(_BaseDataLoaderIter):
@@ -61,6 +65,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._epoch = -1
         self._job_key = session.store(self._loader_options.job(self))
         self._generation = generations.open(self)
+        self._guaranteed = planner.guaranteed
         self._run: RemoteRun | None = None
         self._reset(loader, first_iter=True)
 
@@ -81,11 +86,13 @@ class ClusterIter(_BaseDataLoaderIter):
             generation=self._generation,
             oldest_generation=self._generations.oldest,
             copy_per_worker=self._loader_options.worker_init_fn is not None,
+            working_directory=str(Path.cwd()),
+            default_dtype=torch.get_default_dtype(),
         )
         self._run_spec = run
         self._planner.begin()
         self._drawn = 0
-        self._positions = 0
+        self._position = 0
         self._delivered = 0
         self._exhausted = False
         self._draining = False
@@ -99,8 +106,8 @@ class ClusterIter(_BaseDataLoaderIter):
         self._finalizer = weakref.finalize(self, self._run.end)
         self._finalizer.atexit = False
         # As many as torch draws in iter(); more follow with every next().
-        while self._drawn < self._planner.guaranteed and not self._exhausted:
-            self._send_next()
+        while not self._exhausted and self._drawn < self._guaranteed:
+            self._send_next(self._guaranteed - self._drawn)
 
     def _end_run(self) -> None:
         if self._run is not None:
@@ -115,27 +122,36 @@ class ClusterIter(_BaseDataLoaderIter):
 
     # --- drawing indices --------------------------------------------------------------------------
 
-    def _room(self) -> int:
-        return self._planner.window - (self._drawn - self._delivered)
-
     def _fill(self) -> None:
-        """Send chunks while the window has room for them."""
+        """Draw and send as far ahead as torch does, and further while costs allow it."""
+        while not self._exhausted and not self._draining and self._under_way < self._guaranteed:
+            self._send_next(self._guaranteed - self._under_way)
         for _ in range(_CHUNKS_PER_STEP):
-            if self._exhausted or self._draining:
+            room = self._planner.window - self._under_way
+            # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
+            remaining = self._remaining()
+            size = self._planner.size(remaining=remaining)
+            if remaining is not None:
+                size = min(size, remaining - 1)
+            if self._exhausted or self._draining or size < 1 or room < size:
                 break
-            if self._room() < self._planner.size(remaining=self._remaining()):
-                break
-            self._send_next()
+            self._send_next(size)
+
+    @property
+    def _under_way(self) -> int:
+        """Batches drawn and not yet delivered."""
+        return self._drawn - self._delivered
 
     def _remaining(self) -> int | None:
+        """Return how many batches the sampler has left, where it says so."""
         try:
             return max(1, len(self._index_sampler) - self._drawn)
-        except (TypeError, NotImplementedError):
+        except Exception:  # torch never asks, so this must not matter either
             return None
 
-    def _send_next(self) -> None:
-        """Draw the next chunk's indices and send it."""
-        size = min(self._planner.size(remaining=self._remaining()), max(1, self._room()))
+    def _send_next(self, most: int) -> None:
+        """Draw the next chunk's indices, of ``most`` batches at the most, and send it."""
+        size = min(most, self._planner.size(remaining=self._remaining()))
         batches: list[Any] = []
         positions: list[int] = []
         while len(batches) < size:
@@ -145,8 +161,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 self._exhausted = True
                 break
             batches.append(indices)
-            positions.append(self._positions)
-            self._positions += len(indices) if self._auto_collation else 1
+            positions.append(self._position)
+            self._position += _count(indices) if self._auto_collation else 1
         if batches:
             chunk = Chunk(self._run_spec, self._sent, self._drawn, batches, positions)
             self._drawn += len(batches)
@@ -287,9 +303,14 @@ class ClusterIter(_BaseDataLoaderIter):
     def _fail(self, failure: BaseException | None) -> None:
         """Raise for a pipeline that has stopped with batches outstanding."""
         self._end_run()
+        if not self._session.alive:
+            raise ChunkLostError(
+                f"the loader was closed, or Ray was shut down, with {self._under_way} batches "
+                f"outstanding; the next one is batch {self._delivered}"
+            )
         reason = "; ".join(self._errors) or str(failure or "no reason known")
         raise ChunkLostError(
-            f"the pipeline on the cluster ended with {self._drawn - self._delivered} batches "
+            f"the pipeline on the cluster ended with {self._under_way} batches "
             f"outstanding, the next one is batch {self._delivered}. Ray says: {reason}"
         ) from failure
 
@@ -302,6 +323,14 @@ class ClusterIter(_BaseDataLoaderIter):
                 if len(sent.missing) > 1:
                     at += f"; its task is to make batches up to {max(sent.missing)}"
         return f"DataLoader timed out after {self._timeout} seconds{at}"
+
+
+def _count(indices: Any) -> int:
+    """Return how many places of the epoch a batch takes."""
+    try:
+        return len(indices)
+    except TypeError:  # torch only iterates a batch; places need not be dense
+        return _UNCOUNTED
 
 
 class _Sent:

@@ -58,6 +58,8 @@ def make_run(**changes: Any) -> Run:
         "generation": 0,
         "oldest_generation": 0,
         "copy_per_worker": False,
+        "working_directory": ".",
+        "default_dtype": torch.float32,
     }
     return Run(**{**values, **changes})
 

@@ -892,7 +892,7 @@ def argument_makers(draw: st.DrawFn) -> Callable[[], Arguments]:
 
 
 @pytest.mark.timeout(200)
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     make=argument_makers(),
     epochs=st.integers(1, 3),

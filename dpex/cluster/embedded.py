@@ -234,11 +234,19 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 # For a bare interpreter. When its standard input ends, its owner is about to; then it has a new
-# parent, the same as all that the owner's raylet leaves behind. Titles are Ray's, which hide
-# command lines; a worker or an agent of a living raylet has that as its parent.
+# parent, the same as all that the owner's raylet leaves behind. What it kills is younger than the
+# owner, of its session and titled as Ray's (the title hides the command line); a worker or an agent
+# of a living raylet has that as its parent.
 _REAPER = """
 import os, signal, sys, time
-owner, session, files = int(sys.argv[2]), int(sys.argv[3]), os.fsencode(sys.argv[4])
+
+def parent_session_and_start(pid):
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return int(fields[1]), int(fields[3]), int(fields[19])
+
+owner, files = int(sys.argv[2]), os.fsencode(sys.argv[3])
+_, session, start = parent_session_and_start(owner)
 sys.stdin.buffer.read()
 while os.getppid() == owner:
     time.sleep(0.05)
@@ -246,14 +254,14 @@ for pause in (0, 0.5, 1):
     time.sleep(pause)
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                parent, _, its_session = map(int, file.read().rpartition(b")")[2].split()[1:4])
+            its_parent, its_session, its_start = parent_session_and_start(pid)
+            if (its_parent, its_session) != (os.getppid(), session) or its_start < start:
+                continue
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 command = file.read()
-            of_ray = command.startswith(b"ray::") or files in command
-            if of_ray and parent == os.getppid() and its_session == session:
+            if command.startswith(b"ray::") or files in command:
                 os.kill(int(pid), signal.SIGKILL)
-        except (OSError, ValueError):
+        except OSError:
             pass
 """
 
@@ -269,9 +277,9 @@ def _reap_after_us(session_dir: str) -> None:
     if not sys.platform.startswith("linux"):
         return
     read_end, write_end = os.pipe()
-    owner = [str(os.getpid()), str(os.getsid(0)), session_dir]
     _start_detached(
-        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", *owner], stdin=read_end
+        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", str(os.getpid()), session_dir],
+        stdin=read_end,
     )
     os.close(read_end)
     _held.append(write_end)
