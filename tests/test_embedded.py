@@ -23,7 +23,7 @@ from cluster_programs import (
     workplace,
 )
 
-from dpex.cluster import embedded
+from dpex.cluster import embedded, keeper
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -195,8 +195,8 @@ def test_a_keeper_that_no_rank_reaches_ends(place: Path) -> None:
         listener.bind(str(place / "job.sock"))
         listener.listen()
         program = (
-            "import sys; from dpex.cluster import embedded; embedded._FIRST_RANK_SECONDS = 1;"
-            "embedded.keep(sys.argv[1], int(sys.argv[2]))"
+            "import sys; from dpex.cluster import keeper; keeper._FIRST_RANK_SECONDS = 1;"
+            "keeper.keep(sys.argv[1], int(sys.argv[2]))"
         )
         keeper = spawn(
             [sys.executable, "-c", program, str(place / "job"), str(listener.fileno())],
@@ -266,18 +266,18 @@ def test_who_shares(
 ) -> None:
     for name, value in variables.items():
         bare_environment.setenv(name, value)
-    assert (embedded.shared_job() is not None) == shared
+    assert (keeper.shared_job() is not None) == shared
 
 
 def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
     bare_environment.setenv("WORLD_SIZE", "2")
-    names = {embedded.shared_job()}
+    names = {keeper.shared_job()}
     bare_environment.setenv("MASTER_PORT", "29500")
-    names.add(embedded.shared_job())
+    names.add(keeper.shared_job())
     bare_environment.setenv("MASTER_PORT", "29501")
-    names.add(embedded.shared_job())
+    names.add(keeper.shared_job())
     bare_environment.setenv("TORCHELASTIC_RUN_ID", "two")
-    names.add(embedded.shared_job())
+    names.add(keeper.shared_job())
     assert len(names) == 4
 
 

@@ -9,17 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
-import socket
 import sys
 import threading
-import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dpex.cluster import embedded, versions
+from dpex.cluster import embedded, keeper, versions
+from dpex.cluster.local_nodes import (
+    HOST_PORT,
+    Raylet,
+    local_raylets,
+    node_of,
+    probe,
+    running_here,
+    same_endpoint,
+    split,
+)
 from dpex.errors import ClusterError
 
 __all__ = ["Connection", "connect", "report_busy_cpus"]
@@ -29,7 +35,6 @@ logger = logging.getLogger("dpex")
 _ANSWER_SECONDS = 15.0
 _STALE_SECONDS = 2.0
 _JOIN_SECONDS = 30.0
-_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@,]+):(?P<port>[0-9]{1,5})")
 
 _lock = threading.Lock()
 _current: tuple[tuple[str, str], Connection] | None = None
@@ -53,14 +58,6 @@ class Connection:
     address: str
     single_host: bool
     runtime_env: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class _Raylet:
-    """A Ray node process on this host, and the address of its cluster."""
-
-    pid: int
-    address: str
 
 
 def connect(head_address: str) -> Connection:
@@ -100,7 +97,7 @@ def _parse(value: str, name: str) -> str:
                 "--address=HOST:PORT --num-cpus=0` (usually port 6379, not the client's 10001), "
                 "and pass head_address='HOST:PORT'"
             )
-        match = _HOST_PORT.fullmatch(value)
+        match = HOST_PORT.fullmatch(value)
         if match and 0 < int(match["port"]) < 65536:
             return value
     raise ValueError(
@@ -136,7 +133,7 @@ def _existing(request: str) -> Connection:
                 f"the Ray at {address}. Pass head_address='auto' to use that one, or call "
                 "ray.shutdown() first"
             )
-    elif request != "auto" and not _same_endpoint(request, address):
+    elif request != "auto" and not same_endpoint(request, address):
         raise ClusterError(
             f"head_address={request!r}, but this process is connected to the Ray at {address}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
@@ -170,13 +167,13 @@ def _checked(kind: Literal["existing", "cluster"]) -> Connection:
 
 
 def _embedded() -> Connection:
-    job = embedded.shared_job()
+    job = keeper.shared_job()
     if job is None:
         embedded.start()
     else:
-        variables = embedded.rank_environment()
+        variables = keeper.rank_environment()
         _join(
-            embedded.join_keeper(job),
+            keeper.join_keeper(job),
             "the Ray that this host's ranks share",
             runtime_env={"env_vars": variables} if variables else None,
         )
@@ -199,15 +196,15 @@ def _running_cluster() -> str | None:
         foreign = file.stat().st_uid != os.getuid()
     except OSError:
         return None
-    if foreign or not _HOST_PORT.fullmatch(address):
+    if foreign or not HOST_PORT.fullmatch(address):
         logger.debug("ignoring %s: not this user's", file)
         return None
-    raylets = _local_raylets()
-    if raylets is not None and not _node_of(address, raylets):
+    raylets = local_raylets()
+    if raylets is not None and not node_of(address, raylets):
         logger.debug("ignoring %s: no node of %s runs on this host any more", file, address)
         return None
     try:
-        _probe(address, _STALE_SECONDS)
+        probe(address, _STALE_SECONDS)
     except OSError as error:
         logger.debug("ignoring %s: nobody answers at %s (%s)", file, address, error)
         return None
@@ -223,7 +220,7 @@ def _join(address: str, name: str, **options: Any) -> None:
         name: Where the address comes from, for the errors.
         **options: Further arguments of ``ray.init``.
     """
-    host, port = _split(address)
+    host, port = split(address)
     command = f"`ray start --address={address} --num-cpus=0`"
     try:
         raylets, node = embedded.within(_ANSWER_SECONDS, lambda: _answering(address))
@@ -253,65 +250,13 @@ def _join(address: str, name: str, **options: Any) -> None:
         ) from error
 
 
-def _answering(address: str) -> tuple[list[_Raylet] | None, _Raylet | None]:
+def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
     """This host's raylets and the one of this cluster, once the cluster has answered."""
-    raylets = _local_raylets()
-    node = _node_of(address, raylets or [])
+    raylets = local_raylets()
+    node = node_of(address, raylets or [])
     # Ray's head listens on the node's own address, so "localhost" is answered by its node's.
-    _probe(node.address if node else address, _ANSWER_SECONDS)
+    probe(node.address if node else address, _ANSWER_SECONDS)
     return raylets, node
-
-
-def _probe(address: str, timeout_s: float) -> None:
-    """Raise ``OSError`` unless a gRPC server answers, as every Ray head is one.
-
-    ``ray.init`` would try for many minutes where something else listens on the port.
-
-    Source:
-        RFC 9113, section 3.4: both sides of HTTP/2 begin with a SETTINGS frame (type 4).
-    """
-    deadline = time.monotonic() + timeout_s
-    with socket.create_connection(_split(address), timeout_s) as connection:
-        if os.environ.get("RAY_USE_TLS", "0") not in {"", "0"}:
-            return
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-        header = b""
-        while len(header) < 9:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            received = connection.recv(9 - len(header))
-            if not received:
-                break
-            header += received
-    if header[3:4] != b"\x04":
-        raise ConnectionError("something listens there, but it is no Ray head")
-
-
-def _local_raylets() -> list[_Raylet] | None:
-    """The Ray nodes on this host; ``None`` where that cannot be told.
-
-    Source:
-        Ray too finds the driver's node by the command lines of processes.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    raylets = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if Path(arguments[0]).name != "raylet":
-                continue
-            flags = dict(argument.partition("=")[::2] for argument in arguments[1:])
-            address = flags.get("--gcs-address", "")
-            if not _HOST_PORT.fullmatch(address):
-                return None
-            raylets.append(_Raylet(int(entry.name), address))
-    return raylets
-
-
-def _node_of(address: str, raylets: list[_Raylet]) -> _Raylet | None:
-    return next((raylet for raylet in raylets if _same_endpoint(raylet.address, address)), None)
 
 
 def _follow_auth_mode(raylet_pid: int) -> None:
@@ -325,13 +270,9 @@ def _follow_auth_mode(raylet_pid: int) -> None:
     with contextlib.suppress(OSError):
         if b"RAY_AUTH_MODE=token" in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
             os.environ["RAY_AUTH_MODE"] = "token"
-            import ray
+            from dpex.cluster.private import reread_environment
 
-            # Ray reads its environment when it is imported. Private: without it the cluster
-            # refuses us, and the error says what to set.
-            config = getattr(ray._raylet, "Config", None)
-            if config is not None:
-                config.initialize("")
+            reread_environment()
 
 
 def _disconnect() -> None:
@@ -339,36 +280,6 @@ def _disconnect() -> None:
 
     with contextlib.suppress(Exception):
         ray.shutdown()
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _same_endpoint(one: str, other: str) -> bool:
-    if one == other:
-        return True
-    (host, port), (other_host, other_port) = _split(one), _split(other)
-    return port == other_port and not _ips(host).isdisjoint(_ips(other_host))
-
-
-def _ips(host: str) -> set[str]:
-    """The host's addresses; this host's own all count as one, as "localhost" stands for them."""
-    try:
-        found = embedded.within(_STALE_SECONDS, lambda: socket.getaddrinfo(host, None))
-    except (OSError, TimeoutError):
-        return set()
-    ips = {str(entry[4][0]) for entry in found}
-    return {"here" if _is_own(ip) else ip for ip in ips}
-
-
-def _is_own(ip: str) -> bool:
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((ip, 0))  # only a host's own addresses, loopback among them, can be bound
-        return True
-    return False
 
 
 def _is_single_host() -> bool:
@@ -401,27 +312,11 @@ def report_busy_cpus() -> str:
         if group["state"] == "CREATED" and cpus:
             name = group["name"] or group["placement_group_id"]
             parts.append(f"placement group {name!r} reserves {cpus:g}")
-    running = _running_here(_session()[0])
+    running = running_here(_session()[0])
     if running:
         busiest = ", ".join(f"{count} x {title}" for title, count in running.most_common(8))
         parts.append(f"on this host run {busiest}")
     return "; ".join(parts)
-
-
-def _running_here(address: str) -> Counter[str]:
-    """Counts of the tasks and actors in this host's workers, by the title Ray gives each."""
-    titles = Counter[str]()
-    raylets = {raylet.pid for raylet in _local_raylets() or [] if raylet.address == address}
-    for entry in Path("/proc").iterdir() if raylets else ():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            idle = title.startswith(("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"))
-            if title.startswith("ray::") and not idle and parent in raylets:
-                titles[title.removeprefix("ray::")] += 1
-    return titles
 
 
 def _note_fork() -> None:

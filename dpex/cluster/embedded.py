@@ -1,44 +1,32 @@
-"""A Ray of our own, gone with the process, or the processes, that it serves.
-
-A process alone runs Ray as its own children. Several ranks of one host share one: the first starts
-a keeper, a process of this module that runs Ray and listens on a Unix socket. A rank holds one
-connection to it for as long as it lives; the kernel closes it however the rank ends. When the last
-is closed, the keeper ends Ray and itself.
-"""
+"""A Ray of our own: this process's children, gone with it however it ends."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import os
-import selectors
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from dpex.errors import ClusterError
 
 __all__ = [
+    "START_SECONDS",
     "embedded_cpus",
     "free_cores",
+    "hold",
     "init_ray",
-    "join_keeper",
     "quiet_ray",
-    "rank_environment",
-    "shared_job",
     "start",
+    "start_detached",
     "within",
 ]
 
@@ -46,24 +34,8 @@ logger = logging.getLogger("dpex")
 
 T = TypeVar("T")
 
-_START_SECONDS = 120.0
-_FIRST_RANK_SECONDS = 30.0
-_LAST_RANK_SECONDS = 2.0
+START_SECONDS = 120.0
 _GIB = 1 << 30
-
-# What tells one rank from another. A keeper inherits the first rank's; tasks must see their own's.
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "PMI_RANK",
-)
 
 # File descriptors by whose end others see that this process has ended.
 _held: list[int] = []
@@ -105,13 +77,15 @@ def start() -> None:
     with _environment(
         # One idle worker per logical CPU would be started at once.
         RAY_prestart_worker_first_driver="0",
+        # Strings hash alike in all workers, as in torch's forked ones.
+        PYTHONHASHSEED="0",
         # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
         # which ten waiting workers on two cores already exceed.
         RAY_worker_maximum_startup_concurrency=str(max(16, _cores())),
     ):
         try:
             context = init_ray(
-                _START_SECONDS,
+                START_SECONDS,
                 address="local",
                 num_cpus=embedded_cpus(),
                 object_store_memory=_object_store_bytes(),
@@ -277,15 +251,20 @@ def _reap_after_us(session_dir: str) -> None:
     if not sys.platform.startswith("linux"):
         return
     read_end, write_end = os.pipe()
-    _start_detached(
+    start_detached(
         [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", str(os.getpid()), session_dir],
         stdin=read_end,
     )
     os.close(read_end)
-    _held.append(write_end)
+    hold(write_end)
 
 
-def _start_detached(command: list[str], **options: Any) -> None:
+def hold(descriptor: int) -> None:
+    """Keep a file descriptor open until this process, and not its forks, ends."""
+    _held.append(descriptor)
+
+
+def start_detached(command: list[str], **options: Any) -> None:
     """Start a process that is not waited for and that no signal to our group or terminal meets."""
     quiet = {
         "stdin": subprocess.DEVNULL,
@@ -294,179 +273,6 @@ def _start_detached(command: list[str], **options: Any) -> None:
     }
     process = subprocess.Popen(command, start_new_session=True, **{**quiet, **options})
     process.returncode = 0  # else Python warns that it still runs when the object goes
-
-
-def shared_job() -> str | None:
-    """A name that this host's ranks of one job have in common; ``None`` in a process alone."""
-    environ = os.environ
-    ranks = environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or ""
-    several = ranks.isdecimal() and int(ranks) > 1
-    distributed = sys.modules.get("torch.distributed")
-    if not ranks and distributed and distributed.is_available() and distributed.is_initialized():
-        several = distributed.get_world_size() > 1
-    if not several:
-        return None
-    # Without a rendezvous in the environment, ranks were started by one parent.
-    port = environ.get("MASTER_PORT")
-    rendezvous = f"{environ.get('MASTER_ADDR')}:{port}" if port else f"parent {os.getppid()}"
-    run = environ.get("TORCHELASTIC_RUN_ID", "")
-    # Another interpreter could not use the Ray of this one.
-    return "\n".join([rendezvous, run, socket.gethostname(), sys.prefix])
-
-
-def rank_environment() -> dict[str, str]:
-    """The variables in which this rank differs from the one that started the keeper."""
-    return {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
-
-
-def join_keeper(job: str) -> str:
-    """Hold the job's shared Ray until this process ends, started by whoever comes first.
-
-    Returns:
-        Ray's address, ``"ip:port"``, to connect to.
-
-    Raises:
-        ClusterError: The keeper could not start Ray; says why and where its log is.
-    """
-    stem = _runtime_directory() / hashlib.sha256(job.encode()).hexdigest()[:16]
-    deadline = time.monotonic() + _START_SECONDS
-    for _ in range(3):
-        with contextlib.closing(_reach_keeper(stem, deadline)) as connection:
-            connection.settimeout(max(1.0, deadline - time.monotonic()))
-            try:
-                reply = connection.makefile("rb").readline()
-            except TimeoutError:
-                break
-            except OSError:
-                reply = b""
-            if reply:
-                answer = json.loads(reply)
-                if "error" in answer:
-                    raise ClusterError(f"the shared Ray of this host's ranks: {answer['error']}")
-                _held.append(os.dup(connection.fileno()))
-                return str(answer["address"])
-        # It ended while we came (its last rank left, or it was killed): once more.
-    raise ClusterError(
-        "the process that should run the shared Ray of this host's ranks does not answer; "
-        f"its log: {stem}.log"
-    )
-
-
-def _runtime_directory() -> Path:
-    """A directory of this user alone, with a name short enough for the path of a socket."""
-    base = tempfile.gettempdir()
-    directory = Path(base if len(base) < 60 else "/tmp") / f"dpex-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
-        raise ClusterError(f"{directory} must be a directory that only this user can access")
-    return directory
-
-
-def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
-    """Connect to the keeper; start it if there is none."""
-    path = stem.with_suffix(".sock")
-    connection = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):
-        connection.connect(str(path))
-        return connection
-    with _locked(stem, deadline):
-        try:
-            connection.connect(str(path))
-        except OSError:
-            # We listen and the keeper inherits: whoever connects from here on waits in the queue.
-            path.unlink(missing_ok=True)
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(path))
-                listener.listen(1024)
-                _start_keeper(stem, listener)
-            connection.connect(str(path))
-    return connection
-
-
-@contextlib.contextmanager
-def _locked(stem: Path, deadline: float) -> Iterator[None]:
-    import fcntl
-
-    with (stem.parent / "lock").open("wb") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ClusterError(f"{file.name} stays locked by another process") from None
-                time.sleep(0.02)
-        yield
-
-
-def _start_keeper(stem: Path, listener: socket.socket) -> None:
-    environ = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
-    # Not -m: dpex need not be where a fresh interpreter would look for it.
-    code = (
-        "import sys; sys.path.append(sys.argv[1]); "
-        "from dpex.cluster.embedded import keep; keep(sys.argv[2], int(sys.argv[3]))"
-    )
-    root = str(Path(__file__).parents[2])
-    with stem.with_suffix(".log").open("wb") as log:
-        _start_detached(
-            [sys.executable, "-P", "-c", code, root, str(stem), str(listener.fileno())],
-            pass_fds=[listener.fileno()],
-            env=environ,
-            stdout=log,
-            stderr=log,
-        )
-
-
-def keep(stem: str, listener_fd: int) -> None:
-    """Be the keeper: run Ray while ranks are connected to the listening socket.
-
-    Args:
-        stem: Path of the socket and of the log, without their suffixes.
-        listener_fd: File descriptor of the listening socket.
-    """
-    listener = socket.socket(fileno=listener_fd)
-    try:
-        start()
-        import ray
-
-        answer = {"address": ray.get_runtime_context().gcs_address}
-    except Exception as error:
-        answer = {"error": str(error)}
-    _serve(Path(stem), listener, json.dumps(answer).encode() + b"\n")
-    if "error" in answer:
-        sys.exit(answer["error"])
-    ray.shutdown()
-    Path(stem).with_suffix(".log").unlink(missing_ok=True)
-
-
-def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
-    """Answer ranks until the last is gone; then give up the socket so that none comes too late."""
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    ranks = 0
-    end = time.monotonic() + _FIRST_RANK_SECONDS
-    while ranks or time.monotonic() < end:
-        for key, _ in selector.select(None if ranks else max(0.0, end - time.monotonic())):
-            if key.fileobj is listener:
-                rank, _address = listener.accept()
-                selector.register(rank, selectors.EVENT_READ)
-                ranks += 1
-                with contextlib.suppress(OSError):
-                    rank.sendall(answer)
-                continue
-            rank = cast(socket.socket, key.fileobj)
-            with contextlib.suppress(OSError):
-                if rank.recv(1):
-                    continue
-            selector.unregister(rank)
-            rank.close()
-            ranks -= 1
-            end = time.monotonic() + _LAST_RANK_SECONDS
-    with _locked(stem, time.monotonic() + _FIRST_RANK_SECONDS):
-        stem.with_suffix(".sock").unlink(missing_ok=True)
-    # Who connected in the meantime reads the end of the file and tries again.
-    listener.close()
 
 
 def _let_go_in_child() -> None:

@@ -19,15 +19,19 @@ import functools
 import inspect
 import logging
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pyarrow as pa
 import ray
 import ray.data
 from ray.data.block import BlockAccessor
+
+from dpex.cluster.embedded import quiet_ray
 
 __all__ = [
     "Block",
@@ -36,7 +40,9 @@ __all__ = [
     "fast_executor_available",
     "leak_free_batch_iterator",
     "ref_bundle",
+    "reread_environment",
     "tune_host_process",
+    "upload_package",
 ]
 
 Block = tuple[ray.ObjectRef, int]
@@ -367,6 +373,47 @@ class _TaskErrors(logging.Handler):
         """Pass the error itself on, without Ray Data's words around it."""
         error = record.exc_info[1] if record.exc_info else None
         self._on_task_error(f"{type(error).__name__}: {error}" if error else record.getMessage())
+
+
+def upload_package(package: Path, kept_seconds: int) -> list[str]:
+    """Put a package's directory into the cluster's store, as ``ray.init`` does for a job.
+
+    Args:
+        package: The directory.
+        kept_seconds: How long Ray must keep it though no job names it.
+
+    Returns:
+        URIs for ``py_modules`` of a task's ``runtime_env``.
+
+    Raises:
+        ImportError, AttributeError, TypeError: This Ray has not what that needs.
+    """
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed as upload
+    from ray.experimental.internal_kv import _pin_runtime_env_uri as pin
+
+    env: dict[str, Any] = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
+    with quiet_ray(), tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
+        known = inspect.signature(upload).parameters
+        options: dict[str, Any] = {
+            "include_gitignore": False,
+            "scratch_dir": scratch,
+            "logger": logging.getLogger("dpex"),
+        }
+        uploaded = upload(env, **{k: v for k, v in options.items() if k in known})
+    uris = list(uploaded["py_modules"])
+    for uri in uris:
+        pin(uri, expiration_s=kept_seconds)
+    return uris
+
+
+def reread_environment() -> None:
+    """Have Ray read its settings again, which it does when it is imported.
+
+    Without it a cluster with tokens refuses us, and the error says what to set.
+    """
+    config = getattr(ray._raylet, "Config", None)
+    if config is not None:
+        config.initialize("")
 
 
 def leak_free_batch_iterator(iterator: Any) -> Any:

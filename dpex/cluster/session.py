@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import sys
 import threading
 import uuid
@@ -20,6 +19,7 @@ import ray
 
 from dpex.cluster.blocks import Receiver
 from dpex.cluster.connect import connect, report_busy_cpus
+from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.stages import Pipeline
 from dpex.errors import DatasetTooLargeError
@@ -63,8 +63,9 @@ class Session:
         self._host: HostHandle = get_host(self._connection.runtime_env)
         self._options = dict(worker_options or {})
         if self._connection.runtime_env:
-            own = self._options.get("runtime_env") or {}
-            self._options["runtime_env"] = {**self._connection.runtime_env, **own}
+            own = dict(self._options.get("runtime_env") or {})
+            modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
+            self._options["runtime_env"] = {**own, "py_modules": modules}
         self._in_order = in_order
         self._lanes = _Lanes(self._host)
         # Iterators keep the session, so it outlives a loader that is dropped before them.
@@ -81,7 +82,7 @@ class Session:
     def free_cores(self) -> int:
         """Processors to begin with: on a cluster the CPUs that are free, else this host's."""
         if self._connection.kind == "embedded":
-            return len(os.sched_getaffinity(0))
+            return free_cores()
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from dpex.cluster.embedded import quiet_ray
 from dpex.errors import ClusterError
 
 __all__ = ["check_nodes"]
@@ -180,29 +177,16 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
 
     A task's ``py_modules`` replaces the job's, so the job's are named again.
 
-    Source:
-        Ray uploads local directories only for ``ray.init(runtime_env=...)``, which is too late
-        here, so this calls what ``ray.init`` calls. Private: where a Ray lacks it, the error says
-        what to do by hand.
+    Raises:
+        ClusterError: This Ray offers no way to send it; says what to do by hand.
     """
     import ray
 
     package = Path(__file__).parents[1]
     try:
-        from ray._private.runtime_env.py_modules import upload_py_modules_if_needed as upload
-        from ray.experimental.internal_kv import _pin_runtime_env_uri as pin
+        from dpex.cluster.private import upload_package
 
-        env: dict[str, Any] = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
-        with quiet_ray(), tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
-            known = inspect.signature(upload).parameters
-            options: dict[str, Any] = {
-                "include_gitignore": False,
-                "scratch_dir": scratch,
-                "logger": logger,
-            }
-            uris = upload(env, **{k: v for k, v in options.items() if k in known})["py_modules"]
-        for uri in uris:
-            pin(uri, expiration_s=_PACKAGE_KEPT_SECONDS)
+        uris = upload_package(package, _PACKAGE_KEPT_SECONDS)
     except (ImportError, AttributeError, TypeError) as error:
         raise ClusterError(
             f"dpex is missing, or another version, on {nodes}, and Ray {ray.__version__} offers "
