@@ -49,7 +49,7 @@ Block = tuple[ray.ObjectRef, int]
 """A block's reference and its size in bytes."""
 
 _BUSY_POLL_S = 0.01
-_CALM_POLL_S = 0.05
+_CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
 # As long as torch gives its workers to end.
 _KILL_AFTER_S = 5.0
@@ -249,7 +249,9 @@ class FedExecution:
         if self._closed or executor._shutdown:
             return
         if self._waiting or any(op.num_active_tasks() for op in executor._topology):
-            poll = _BUSY_POLL_S if self.hurried else _CALM_POLL_S
+            # What a task has to say ends the wait; a new chunk does not, and may find a free slot.
+            free_slot = self.hurried and self._active() < self.parallel
+            poll = _BUSY_POLL_S if free_slot else _CALM_POLL_S
             streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
             return
         if any(len(s.output_queue) for s in executor._topology.values()):
@@ -329,6 +331,11 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
         if isinstance(metadata_fetcher._PREFETCH_ON_THREAD, bool):
             metadata_fetcher._PREFETCH_ON_THREAD = False
     with contextlib.suppress(ImportError, AttributeError):
+        from ray.data._internal.execution import streaming_executor_state
+
+        if streaming_executor_state.ray is ray:
+            streaming_executor_state.ray = _WaitForAny()
+    with contextlib.suppress(ImportError, AttributeError):
         from ray.data._internal.stats import _StatsManager
 
         # Statistics go to a detached actor: one more process that starts beside the workers.
@@ -340,6 +347,25 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
 
         if callable(streaming_executor.create_cluster_autoscaler):
             streaming_executor.create_cluster_autoscaler = lambda *_, **__: _NoAutoscaler()
+
+
+class _WaitForAny:
+    """The ``ray`` module, for Ray Data's executor: its wait ends with the first task that is ready.
+
+    The executor waits until all running tasks have something, or the time is up: it polls. Short
+    polls cost a quarter of a core, long ones leave workers idle.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    @staticmethod
+    def wait(refs: list[Any], *, num_returns: int, timeout: float, fetch_local: bool) -> Any:
+        """Wait for one of the tasks, then return all that are ready."""
+        ready, _ = ray.wait(refs, num_returns=1, timeout=timeout, fetch_local=fetch_local)
+        if not ready:
+            return [], refs
+        return ray.wait(refs, num_returns=num_returns, timeout=0, fetch_local=fetch_local)
 
 
 class _NoAutoscaler:
