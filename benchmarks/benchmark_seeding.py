@@ -1,0 +1,46 @@
+"""What seeding every sample costs: its share of a tiny sample's time.
+
+dpex seeds torch, numpy and ``random`` before every sample. Turns of samples read with and without
+it alternate in one process; no loader is involved.
+"""
+
+import time
+
+import torch
+
+from benchmarks.harness import arguments, describe_machine, say, spread, summarise, write
+from benchmarks.workloads import TinyImages
+from dpex.seeding import sample_seed, seed_generators, stream_key
+
+SAMPLES = 5_000
+
+
+def main() -> None:
+    options = arguments(__doc__, "seeding")
+    record = describe_machine("seeding")
+    torch.set_num_threads(1)
+    dataset, key = TinyImages(), stream_key(1, 2)
+
+    def read(*, seeded: bool) -> float:
+        """Return the microseconds that a sample takes."""
+        start = time.perf_counter()
+        for position in range(SAMPLES):
+            if seeded:
+                seed_generators(sample_seed(key, position))
+            dataset[position]
+        return (time.perf_counter() - start) / SAMPLES * 1e6
+
+    read(seeded=True)
+    pairs = [(read(seeded=False), read(seeded=True)) for _ in range(options.rounds)]
+    record["settings"] = {"samples": SAMPLES}
+    record["sample_us"] = summarise([plain for plain, _ in pairs])
+    record["seeding_us"] = summarise([seeded - plain for plain, seeded in pairs])
+    record["share"] = summarise([(seeded - plain) / seeded for plain, seeded in pairs])
+    write(record, options.out)
+    seeding_us = record["seeding_us"]["median"]
+    say(f"a sample takes {spread(record['sample_us'])} µs, its seeding {seeding_us:.2f}")
+    print(f"seeding's share of a tiny sample: {spread(record['share'], '.1%')}")
+
+
+if __name__ == "__main__":
+    main()
