@@ -113,3 +113,10 @@ class Draws(Plain):
 class Threads(Plain):
     def __getitem__(self, index: int) -> Any:
         return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+class Surroundings(Plain):
+    """What a sample finds around it: a string's hash, the directory, the default dtype."""
+
+    def __getitem__(self, index: int) -> Any:
+        return hash("a.jpg"), str(Path.cwd()), torch.get_default_dtype()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from living import Draws, Plain, SaysWorker, Threads
+from living import Draws, Plain, SaysWorker, Surroundings, Threads
 from torch.utils.data import get_worker_info
 
 from dpex import DpexDataLoader
@@ -81,3 +85,25 @@ def test_draws_do_not_repeat_from_epoch_to_epoch() -> None:
 
 def test_workers_compute_on_one_thread() -> None:
     assert {sample for batch in loader_of(Threads(20)) for sample in batch} == {(1, "1")}
+
+
+def test_workers_take_over_directory_and_default_dtype_at_iter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = loader_of(Surroundings(20))
+    here = {sample[1:] for batch in loader for sample in batch}
+    assert here == {(str(Path.cwd()), torch.float32)}
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        there = {sample[1:] for batch in loader for sample in batch}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert there == {(str(tmp_path), torch.float64)}
+
+
+def test_strings_hash_alike_in_all_workers() -> None:
+    command = [sys.executable, "-c", "print(hash('a.jpg'))"]
+    environment = {"PYTHONHASHSEED": "0", **os.environ}
+    expected = int(subprocess.check_output(command, env=environment))
+    assert {sample[0] for batch in loader_of(Surroundings(100)) for sample in batch} == {expected}

@@ -1,0 +1,49 @@
+"""A driver of its own for test_interrupt.py: Ctrl-C in mid-epoch, then another epoch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpex import DpexDataLoader
+
+
+class Waits:
+    """Defined in ``__main__``, as in a notebook. Sample 50 waits until it is interrupted."""
+
+    def __init__(self, waiting: Path) -> None:
+        self.waiting = waiting
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 50 and not self.waiting.exists():
+            self.waiting.touch()
+            threading.Event().wait()
+        return torch.tensor(index)
+
+
+def main() -> None:
+    loader = DpexDataLoader(
+        Waits(Path(sys.argv[1])),
+        batch_size=10,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+    )
+    try:
+        for batch in loader:
+            print("batch", batch[0].item(), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    again = [int(index) for batch in loader for index in batch]
+    print("complete" if again == list(range(100)) else again, flush=True)
+
+
+if __name__ == "__main__":
+    main()
