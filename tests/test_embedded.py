@@ -159,14 +159,14 @@ def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
 def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None:
     first = rank(place, 0)
     first.send("connect", head_address="auto")
-    wait_until(lambda: titles(place, "dpex.cluster.embedded"), 60, "keeper")
+    wait_until(lambda: titles(place, "dpex.cluster.keeper"), 60, "keeper")
     first.kill()
     second = rank(place, 1)
     assert second.ask("connect", head_address="auto")["kind"] == "embedded"
     second.ask("task")
 
     # Killed as hard, the keeper takes its Ray along, and whoever comes then starts anew.
-    [keeper] = titles(place, "dpex.cluster.embedded")
+    [keeper] = titles(place, "dpex.cluster.keeper")
     os.kill(keeper, signal.SIGKILL)
     second.kill()
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
