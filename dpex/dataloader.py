@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
+from dpex.cluster.connect import parse_address
 from dpex.iterator import ClusterIter, Generations
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class DpexDataLoader(DataLoader[T_co]):
         on_error: ``"raise"`` passes an error in a sample on to the training loop.
 
     Raises:
+        ClusterError: ``head_address`` is one for Ray Client.
         ValueError: An argument has a value that torch or dpex does not know.
         NotImplementedError: ``dataset`` is an ``IterableDataset`` in distribute mode.
 
@@ -228,10 +230,7 @@ def _check_options(
 ) -> None:
     if not isinstance(distribute_mode, bool):
         raise TypeError(f"distribute_mode must be True or False, got {distribute_mode!r}")
-    if not isinstance(head_address, str) or not head_address:
-        raise ValueError(
-            f'head_address must be "auto", "local" or "host:port", got {head_address!r}'
-        )
+    parse_address(head_address, "head_address")
     if worker_options is not None and not isinstance(worker_options, dict):
         raise TypeError(
             f"worker_options must be a dict of Ray options or None, got {worker_options!r}"

@@ -28,7 +28,7 @@ from dpex.cluster.local_nodes import (
 )
 from dpex.errors import ClusterError
 
-__all__ = ["Connection", "connect", "report_busy_cpus"]
+__all__ = ["Connection", "connect", "parse_address", "report_busy_cpus"]
 
 logger = logging.getLogger("dpex")
 
@@ -71,7 +71,7 @@ def connect(head_address: str) -> Connection:
         ValueError: ``head_address`` has none of the forms.
     """
     global _current
-    request = _parse(head_address, "head_address")
+    request = parse_address(head_address, "head_address")
     with _lock:
         import ray
 
@@ -85,8 +85,17 @@ def connect(head_address: str) -> Connection:
         return connection
 
 
-def _parse(value: str, name: str) -> str:
-    """Return the value if it has one of the forms; raise what there is to say if not."""
+def parse_address(value: str, name: str) -> str:
+    """Return an address if it has one of the forms of ``head_address``.
+
+    Args:
+        value: The address.
+        name: Where it comes from, for the errors.
+
+    Raises:
+        ClusterError: It is one for Ray Client.
+        ValueError: It has none of the forms.
+    """
     if isinstance(value, str):
         if value in {"auto", "local"}:
             return value
@@ -146,7 +155,7 @@ def _new(request: str) -> Connection:
     if request == "auto":
         variable = os.environ.get("RAY_ADDRESS", "").strip()
         if variable and variable != "auto":
-            request, name = _parse(variable, "RAY_ADDRESS"), "RAY_ADDRESS"
+            request, name = parse_address(variable, "RAY_ADDRESS"), "RAY_ADDRESS"
             logger.info("using RAY_ADDRESS=%s", request)
         else:
             request = _running_cluster() or "local"

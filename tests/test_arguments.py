@@ -1,0 +1,71 @@
+"""Bad arguments fail at once and say what, the value, and the limit; no Ray is needed for that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from dpex import ClusterError, DpexDataLoader, dataloader
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"head_address": "ray://head:10001"}, ClusterError, r"ray://head:10001.*ray start"),
+        ({"head_address": "head"}, ValueError, "'auto', 'local' or 'host:port'.*'head'"),
+        ({"head_address": ""}, ValueError, "'host:port'"),
+        ({"worker_options": ["num_cpus"]}, TypeError, r"dict.*\['num_cpus'\]"),
+        ({"worker_options": {"cpus": 1}}, ValueError, r"\['cpus'\]; known are .*'num_cpus'"),
+        ({"prefetch_bytes": -1}, ValueError, ">= 0, got -1"),
+        ({"prefetch_bytes": 1.5}, ValueError, "got 1.5"),
+        ({"on_error": "skip"}, ValueError, "'skip'"),
+        ({"distribute_mode": 32}, TypeError, "True or False, got 32"),
+    ],
+)
+def test_bad_values_are_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]
+
+
+def test_an_iterable_dataset_is_refused_only_where_it_would_be_distributed() -> None:
+    with pytest.raises(NotImplementedError, match="Stream"):
+        DpexDataLoader(Stream(), num_workers=2, distribute_mode=True)
+    assert list(DpexDataLoader(Stream())) == [torch.tensor([i]) for i in range(3)]
+
+
+def test_the_second_positional_argument_is_torch_s() -> None:
+    assert DpexDataLoader(range(3), 2).batch_size == 2  # type: ignore[arg-type]
+
+
+def test_nothing_distributed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataloader, "_warned", set())
+    with pytest.warns(UserWarning, match="num_workers=0 distributes nothing"):
+        loader = DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
+    assert [int(batch) for batch in loader] == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
+
+
+def test_a_processing_context_without_meaning_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dataloader, "_warned", set())
+    arguments = {"num_workers": 2, "multiprocessing_context": "spawn", "distribute_mode": True}
+    with pytest.warns(UserWarning, match="multiprocessing_context has no meaning"):
+        DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]
