@@ -27,23 +27,33 @@ class ChunkPlanner:
         prefetch_factor: Batches per worker that may always be under way.
         prefetch_bytes: Bytes that may be under way beyond that.
         free_cores: Processors for the tasks to begin with.
+        claims_cpus: Whether Ray itself runs no more tasks than there are CPUs, so that all
+            workers' tasks can be left to it once the first ones are warm.
     """
 
     def __init__(
-        self, *, num_workers: int, prefetch_factor: int, prefetch_bytes: int, free_cores: int
+        self,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        prefetch_bytes: int,
+        free_cores: int = 1,
+        claims_cpus: bool = False,
     ) -> None:
         self._num_workers = num_workers
         self._guaranteed = max(1, num_workers * prefetch_factor)
         self._prefetch_bytes = prefetch_bytes
         self._free_cores = max(1, free_cores)
+        self._claims_cpus = claims_cpus
         self._batch_seconds = 0.0
         self._batch_bytes = 0.0
         self._share = 1.0
         self._observed = False
         self._issued = 0
 
-    def begin(self) -> None:
+    def begin(self, *, free_cores: int) -> None:
         """Start an iteration: what is known of costs stays, the chunks begin small again."""
+        self._free_cores = max(1, free_cores)
         self._issued = 0
 
     def observe(self, *, batches: int, seconds: float, cpu_seconds: float, size_bytes: int) -> None:
@@ -59,9 +69,12 @@ class ChunkPlanner:
 
     @property
     def parallel(self) -> int:
-        """Tasks to run at once: one per free core, more if tasks wait more than they compute."""
-        wanted = math.ceil(self._free_cores / self._share) if self._observed else self._free_cores
-        return max(1, min(self._num_workers, wanted))
+        """Tasks to run at once: one per free core; once warm, more if they wait or Ray counts."""
+        if not self._observed:
+            return min(self._num_workers, self._free_cores)
+        if self._claims_cpus:
+            return self._num_workers
+        return min(self._num_workers, math.ceil(self._free_cores / self._share))
 
     @property
     def guaranteed(self) -> int:

@@ -181,6 +181,11 @@ class DpexDataLoader(DataLoader[T_co]):
         if not self._distributed:
             super().check_worker_number_rationality()
 
+    def __iter__(self) -> _BaseDataLoaderIter:
+        if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
+            self._iterator = None  # persistent workers of a Ray that has gone
+        return super().__iter__()
+
     def close(self) -> None:
         """Stop what runs and release what the loader holds; it can be iterated again."""
         iterator, self._iterator = self._iterator, None
@@ -212,7 +217,7 @@ class _ClusterState:
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
             prefetch_bytes=loader.prefetch_bytes,
-            free_cores=session.free_cores,
+            claims_cpus=session.claims_cpus,
         )
 
 

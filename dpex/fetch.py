@@ -67,6 +67,7 @@ class Run:
 
     Attributes:
         key: Identity of the iteration.
+        loader: Identity of the loader.
         base_seed: What torch draws for its workers' seeds.
         epoch: How many iterations with this base_seed came before.
         num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
@@ -80,6 +81,7 @@ class Run:
     """
 
     key: str
+    loader: str
     base_seed: int
     epoch: int
     num_workers: int
@@ -117,7 +119,6 @@ class _Copy:
 
 def fetch_chunk(
     chunk: Chunk,
-    job_key: str,
     read_job: Callable[[], Pickled],
     where: str,
     cancelled: Callable[[], bool],
@@ -126,7 +127,6 @@ def fetch_chunk(
 
     Args:
         chunk: What to make.
-        job_key: Identity of the job's bytes.
         read_job: Reads the pickled ``Job``.
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
@@ -142,7 +142,7 @@ def fetch_chunk(
         started, cpu_started = time.perf_counter(), time.process_time()
         at = _At("indices", indices)
         try:
-            job = _enter_worker(worker_id, chunk.run, job_key, read_job)
+            job = _enter_worker(worker_id, chunk.run, read_job)
             value = _fetch(job, indices, key, chunk.positions[place], cancelled, at)
             entry = Entry(batch, dump(value, "batch"), failed=False)
         except _Cancelled:
@@ -166,15 +166,16 @@ def _copy_of(slot: tuple[str, int, int], read_job: Callable[[], Pickled], oldest
     """Return this process's copy of a dataset, made on first use."""
     copy = _copies.get(slot)
     if copy is None:
-        job_key = slot[0]
-        for stale in [k for k in _copies if k[0] == job_key and k[1] < oldest]:
+        for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
             del _copies[stale]
         copy = _copies[slot] = _Copy(load(read_job()))
-        while len(_copies) > max(_MAX_COPIES, 2 * copy.job.num_workers):
+        most_workers = max(c.job.num_workers for c in _copies.values())
+        while len(_copies) > max(_MAX_COPIES, 2 * most_workers):
             _copies.popitem(last=False)
         if "cv2" in sys.modules:
             # OpenCV's own pool would start a thread per core in every worker.
             sys.modules["cv2"].setNumThreads(0)
+    _copies.move_to_end(slot)
     return copy
 
 
@@ -214,10 +215,10 @@ def _worker_initial_seed() -> int:
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
-def _enter_worker(worker_id: int, run: Run, job_key: str, read_job: Callable[[], Pickled]) -> Job:
+def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Pickled]) -> Job:
     """Be a logical worker, as far as torch and the user's code can see."""
     global _initial_seed
-    slot = (job_key, run.generation, worker_id if run.copy_per_worker else -1)
+    slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)
     copy = _copy_of(slot, read_job, run.oldest_generation)
     job = copy.job
     _initial_seed = seed = run.base_seed + worker_id

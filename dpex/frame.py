@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from dpex.pickling import Pickled, load
@@ -52,7 +53,6 @@ class Frame:
         entries: The batches, in order.
         seconds: Wall time the batches took in the worker.
         cpu_seconds: Processor time of the worker process in that time.
-        last: Whether the chunk ends with this block.
         size_bytes: Bytes of the block.
     """
 
@@ -61,7 +61,6 @@ class Frame:
     entries: list[Entry]
     seconds: float
     cpu_seconds: float
-    last: bool
     size_bytes: int
 
 
@@ -92,7 +91,7 @@ class FrameWriter:
         self._cpu_seconds += cpu_seconds
         self.size_bytes += entry.value.size_bytes
 
-    def table(self, *, last: bool) -> pa.Table:
+    def table(self) -> pa.Table:
         """Return the block and start the next one.
 
         Returns:
@@ -125,7 +124,6 @@ class FrameWriter:
                 self._chunk,
                 self._seconds,
                 self._cpu_seconds,
-                last,
                 [
                     (e.batch, e.failed, e.value.head, tuple(e.value.tensor_slots), places)
                     for e, places in zip(self._entries, placements, strict=True)
@@ -159,7 +157,7 @@ def read_frame(table: pa.Table) -> Frame:
     Args:
         table: A block as ``FrameWriter.table`` made it.
     """
-    run, chunk, seconds, cpu_seconds, last, rows = pickle.loads(_view(table, 0).tobytes())
+    run, chunk, seconds, cpu_seconds, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     entries = []
     for batch, failed, head, tensor_slots, places in rows:
@@ -168,7 +166,7 @@ def read_frame(table: pa.Table) -> Frame:
             for column, start, size in places
         ]
         entries.append(Entry(batch, Pickled(head, buffers, frozenset(tensor_slots)), failed))
-    return Frame(run, chunk, entries, seconds, cpu_seconds, last, table.nbytes)
+    return Frame(run, chunk, entries, seconds, cpu_seconds, table.nbytes)
 
 
 def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -185,9 +183,14 @@ def decode(frame: Frame, *, pin_memory: bool) -> Iterator[tuple[int, bool, Any]]
         pin_memory: Put the batches' arrays into page-locked memory.
     """
     for entry in frame.entries:
-        if pin_memory and not entry.failed:
-            # What is pinned already stays; torch's own pass does small tensors and user classes.
-            value = pin(load(entry.value, _copy_pinned))
-        else:
-            value = load(entry.value)
-        yield entry.batch, entry.failed, value
+        failed, value = entry.failed, None
+        try:
+            if pin_memory and not failed:
+                # What is pinned stays; torch's own pass does small tensors and user classes.
+                value = pin(load(entry.value, _copy_pinned))
+            else:
+                value = load(entry.value)
+        except Exception:
+            failed = True
+            value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")
+        yield entry.batch, failed, value

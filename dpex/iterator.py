@@ -19,7 +19,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
-from dpex.errors import ChunkLostError
+from dpex.errors import ChunkLostError, DpexError, SerializationError
 from dpex.fetch import Chunk, Job, Run
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._end_run()
         run = Run(
             key=uuid.uuid4().hex,
+            loader=self._generations.loader,
             base_seed=int(self._base_seed),
             epoch=self._epoch,
             num_workers=self._num_workers,
@@ -90,12 +91,14 @@ class ClusterIter(_BaseDataLoaderIter):
             default_dtype=torch.get_default_dtype(),
         )
         self._run_spec = run
-        self._planner.begin()
+        self._planner.begin(free_cores=self._session.free_cores)
         self._drawn = 0
         self._position = 0
         self._delivered = 0
         self._exhausted = False
         self._draining = False
+        self._failure: ChunkLostError | None = None
+        self._length = _length(self._index_sampler)
         self._sent = 0
         self._waiting: dict[int, _Sent] = {}
         self._stash: dict[int, tuple[bool, Any]] = {}
@@ -120,6 +123,11 @@ class ClusterIter(_BaseDataLoaderIter):
         self._end_run()
         self._generations.close(self)
 
+    @property
+    def alive(self) -> bool:
+        """Whether further epochs can be read from it."""
+        return self._session.alive
+
     # --- drawing indices --------------------------------------------------------------------------
 
     def _fill(self) -> None:
@@ -129,7 +137,7 @@ class ClusterIter(_BaseDataLoaderIter):
         for _ in range(_CHUNKS_PER_STEP):
             room = self._planner.window - self._under_way
             # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
-            remaining = self._remaining()
+            remaining = self._remaining
             size = self._planner.size(remaining=remaining)
             if remaining is not None:
                 size = min(size, remaining - 1)
@@ -142,43 +150,48 @@ class ClusterIter(_BaseDataLoaderIter):
         """Batches drawn and not yet delivered."""
         return self._drawn - self._delivered
 
+    @property
     def _remaining(self) -> int | None:
-        """Return how many batches the sampler has left, where it says so."""
-        try:
-            return max(1, len(self._index_sampler) - self._drawn)
-        except Exception:  # torch never asks, so this must not matter either
-            return None
+        """How many batches the sampler has left, where it says so."""
+        return None if self._length is None else max(1, self._length - self._drawn)
 
     def _send_next(self, most: int) -> None:
         """Draw the next chunk's indices, of ``most`` batches at the most, and send it."""
-        size = min(most, self._planner.size(remaining=self._remaining()))
+        size = min(most, self._planner.size(remaining=self._remaining))
         batches: list[Any] = []
         positions: list[int] = []
-        while len(batches) < size:
-            try:
-                indices = next(self._sampler_iter)
-            except StopIteration:
-                self._exhausted = True
-                break
-            batches.append(indices)
-            positions.append(self._position)
-            self._position += _count(indices) if self._auto_collation else 1
-        if batches:
-            chunk = Chunk(self._run_spec, self._sent, self._drawn, batches, positions)
-            self._drawn += len(batches)
-            self._planner.issued()
-            self._send([chunk])
+        try:
+            while len(batches) < size:
+                batches.append(next(self._sampler_iter))
+                positions.append(self._position)
+                self._position += _count(batches[-1]) if self._auto_collation else 1
+        except StopIteration:
+            self._exhausted = True
+        finally:  # what was drawn before an error of the sampler is delivered all the same
+            if batches:
+                chunk = Chunk(self._run_spec, self._sent, self._drawn, batches, positions)
+                self._drawn += len(batches)
+                self._planner.issued()
+                self._send([chunk])
 
     def _send(self, chunks: list[Chunk]) -> None:
         assert self._run is not None
+        try:
+            self._run.feed(chunks, parallel=self._planner.parallel, hurried=not self._stash)
+        except SerializationError as error:
+            for chunk in chunks:
+                for place in range(len(chunk.batches)):
+                    self._stash[chunk.first_batch + place] = (True, _Raises(error))
+            return
         for chunk in chunks:
             self._waiting[chunk.number] = _Sent(chunk)
             self._sent += 1
-        self._run.feed(chunks, parallel=self._planner.parallel, hurried=not self._stash)
 
     # --- handing out batches ----------------------------------------------------------------------
 
     def _next_data(self) -> Any:
+        if self._failure is not None:
+            raise self._failure
         if self._run is None:
             raise StopIteration
         if self._delivered == 0 and self._loader_options.sampler_epoch() != self._epoch_drawn_for:
@@ -214,10 +227,12 @@ class ClusterIter(_BaseDataLoaderIter):
                 if wait_s <= 0:
                     raise RuntimeError(self._timeout_text())
             assert self._run is not None
+            if self._waiting and self._run.receiver.ended:
+                self._fail(self._run.failure())
             arrived = self._run.receiver.wait(wait_s, self._quiet_seen)
             if not arrived and deadline is None and not noted:
                 noted = True
-                logger.info("%s", self._session.waiting_text())
+                logger.warning("%s", self._session.waiting_text())
 
     def _next_batch_number(self) -> int | None:
         if not self._stash:
@@ -235,6 +250,8 @@ class ClusterIter(_BaseDataLoaderIter):
         """Take in what has arrived."""
         assert self._run is not None
         receiver = self._run.receiver
+        # Read first: what is known to be done by now has arrived below.
+        quiet_at = receiver.quiet_at
         while (arrival := receiver.take()) is not None:
             frame = arrival.frame
             sent = self._waiting.get(frame.chunk)
@@ -250,29 +267,31 @@ class ClusterIter(_BaseDataLoaderIter):
                 cpu_seconds=frame.cpu_seconds,
                 size_bytes=frame.size_bytes,
             )
-            if frame.last and not sent.missing:
+            if not sent.missing:
                 del self._waiting[frame.chunk]
         errors = receiver.take_errors()
         if errors:
             # Nothing new until it is known which chunk is lost.
             self._errors = errors
             self._draining = True
-        if self._waiting and receiver.quiet_at >= self._sent:
+        if self._waiting and quiet_at >= self._sent:
             self._recover()
-        elif self._waiting and receiver.ended:
-            self._fail(receiver.failure)
+        if not self._waiting:
+            self._draining = False
 
     def _recover(self) -> None:
         """Send lost chunks again, batch by batch; what is lost as a single batch is an error."""
         lost, self._waiting = self._waiting, {}
         self._draining = False
+        reason = "; ".join(self._errors) or "no reason known"
+        self._errors = []
         again: list[Chunk] = []
         for sent in lost.values():
             single = len(sent.chunk.batches) == 1
             for batch in sorted(sent.missing):
                 place = batch - sent.chunk.first_batch
                 if single:
-                    self._stash[batch] = (True, _Lost(self._lost_error(sent.chunk, batch)))
+                    self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
                     continue
                 again.append(
                     replace(
@@ -287,32 +306,21 @@ class ClusterIter(_BaseDataLoaderIter):
             logger.warning(
                 "workers died on %d batches (%s); they are tried again one by one",
                 len(again),
-                "; ".join(self._errors) or "no reason known",
+                reason,
             )
             self._send(again)
 
-    def _lost_error(self, chunk: Chunk, batch: int) -> ChunkLostError:
-        indices = chunk.batches[0]
-        reason = "; ".join(self._errors) or "no reason known"
-        return ChunkLostError(
-            f"DataLoader worker exited unexpectedly: every worker process that was given batch "
-            f"{batch} (dataset indices {indices!r}) died. Read these samples in the main "
-            f"process to see why. Ray says: {reason}"
-        )
-
-    def _fail(self, failure: BaseException | None) -> None:
-        """Raise for a pipeline that has stopped with batches outstanding."""
+    def _fail(self, cause: BaseException | None) -> None:
+        """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
         self._end_run()
-        if not self._session.alive:
-            raise ChunkLostError(
-                f"the loader was closed, or Ray was shut down, with {self._under_way} batches "
-                f"outstanding; the next one is batch {self._delivered}"
-            )
-        reason = "; ".join(self._errors) or str(failure or "no reason known")
-        raise ChunkLostError(
-            f"the pipeline on the cluster ended with {self._under_way} batches "
-            f"outstanding, the next one is batch {self._delivered}. Ray says: {reason}"
-        ) from failure
+        where = f"with {self._under_way} batches outstanding; the next one is {self._delivered}"
+        if self._session.alive:
+            reason = "; ".join(self._errors) or str(cause or "no reason known")
+            text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
+        else:
+            text = f"the loader was closed, or Ray was shut down, {where}"
+        self._failure = ChunkLostError(text)
+        raise self._failure from cause
 
     def _timeout_text(self) -> str:
         at = ""
@@ -323,6 +331,21 @@ class ClusterIter(_BaseDataLoaderIter):
                 if len(sent.missing) > 1:
                     at += f"; its task is to make batches up to {max(sent.missing)}"
         return f"DataLoader timed out after {self._timeout} seconds{at}"
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except Exception:  # torch never asks, so this must not matter either
+        return None
+
+
+def _lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
+    return ChunkLostError(
+        f"DataLoader worker exited unexpectedly: every worker process that was given batch "
+        f"{batch} (dataset indices {chunk.batches[0]!r}) died. Read these samples in the main "
+        f"process to see why. Ray says: {reason}"
+    )
 
 
 def _count(indices: Any) -> int:
@@ -343,10 +366,10 @@ class _Sent:
         self.missing = set(range(chunk.first_batch, chunk.first_batch + len(chunk.batches)))
 
 
-class _Lost:
+class _Raises:
     """Stands where an ``ExceptionWrapper`` would, for an error of our own."""
 
-    def __init__(self, error: ChunkLostError) -> None:
+    def __init__(self, error: DpexError) -> None:
         self._error = error
 
     def reraise(self) -> None:
@@ -355,9 +378,14 @@ class _Lost:
 
 
 class Generations:
-    """Numbers the dataset copies that the iterators of one loader read."""
+    """Numbers the dataset copies that the iterators of one loader read.
+
+    Attributes:
+        loader: Identity of the loader.
+    """
 
     def __init__(self) -> None:
+        self.loader = uuid.uuid4().hex
         self._next = 0
         self._open: dict[int, weakref.ref[ClusterIter]] = {}
 

@@ -1,4 +1,4 @@
-"""A driver of its own for test_interrupt.py: Ctrl-C in mid-epoch, then another epoch."""
+"""A driver of its own for test_interrupt.py: Ctrl-C, then another epoch, then another Ray."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from dpex import DpexDataLoader
@@ -43,6 +44,20 @@ def main() -> None:
         print("interrupted", flush=True)
     again = [int(index) for batch in loader for index in batch]
     print("complete" if again == list(range(100)) else again, flush=True)
+
+    lasting = DpexDataLoader(
+        loader.dataset,
+        batch_size=10,
+        num_workers=2,
+        persistent_workers=True,
+        distribute_mode=True,
+        head_address="local",
+    )
+    list(lasting)
+    ray.shutdown()
+    for either in (loader, lasting):
+        again = [int(index) for batch in either for index in batch]
+        print("complete" if again == list(range(100)) else again, flush=True)
 
 
 if __name__ == "__main__":

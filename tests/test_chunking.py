@@ -39,7 +39,7 @@ def test_chunks_begin_with_one_batch_and_double_for_every_round_of_tasks() -> No
     p = planner()
     observe(p, ms=1, kilobytes=1)
     assert sizes(p, 10) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
-    p.begin()
+    p.begin(free_cores=2)
     assert sizes(p, 3) == [1, 1, 2]
 
 
@@ -97,3 +97,18 @@ def test_tasks_that_wait_widen_to_num_workers() -> None:
     p = planner(num_workers=32)
     observe(p, ms=10, kilobytes=1, share=0.01)
     assert p.parallel == 32
+
+
+def test_where_ray_counts_cpus_all_workers_tasks_are_left_to_it_once_warm() -> None:
+    p = ChunkPlanner(
+        num_workers=8, prefetch_factor=2, prefetch_bytes=0, free_cores=1, claims_cpus=True
+    )
+    assert p.parallel == 1
+    observe(p, ms=10, kilobytes=1)
+    assert p.parallel == 8
+
+
+def test_free_cores_are_looked_at_anew_for_every_iteration() -> None:
+    p = planner(num_workers=8, free_cores=1)
+    p.begin(free_cores=4)
+    assert p.parallel == 4

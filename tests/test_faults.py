@@ -74,6 +74,30 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
     assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
 
 
+def test_a_host_that_dies_ends_the_epoch_and_not_the_loader() -> None:
+    import ray
+
+    loader = loader_of(Plain(2000), prefetch_bytes=0)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader._cluster is not None
+    ray.kill(loader._cluster.session._host.actor)
+    with pytest.raises(ChunkLostError, match="outstanding"):
+        list(iterator)
+    with pytest.raises(ChunkLostError):
+        next(iterator)
+    for again in (loader, loader_of(Plain(2000))):
+        assert [int(index) for batch in again for index in batch[1]] == list(range(2000))
+
+
+def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
+    ours = iter(loader_of(Plain(2000), prefetch_bytes=0))
+    next(ours)
+    with pytest.raises(ChunkLostError):
+        list(loader_of(AlwaysKills()))
+    assert len(list(ours)) == 199
+
+
 def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     list(loader_of(Plain()))  # the time it takes to start a worker is not the point here

@@ -52,6 +52,7 @@ def _clean_process() -> Any:
 def make_run(**changes: Any) -> Run:
     values: dict[str, Any] = {
         "key": "run",
+        "loader": "loader",
         "base_seed": 7,
         "epoch": 0,
         "num_workers": 3,
@@ -71,7 +72,6 @@ def read(
     first_batch: int = 0,
     positions: list[int] | None = None,
     run: Run | None = None,
-    job_key: str = "job",
     **job: Any,
 ) -> list[Any]:
     """Return what ``fetch_chunk`` makes of a chunk: batches and error wrappers."""
@@ -86,7 +86,7 @@ def read(
         sizes = [len(b) if isinstance(b, list) else 1 for b in batches]
         positions = [sum(sizes[:k]) for k in range(len(sizes))]
     chunk = Chunk(run or make_run(), 0, first_batch, batches, positions)
-    entries = fetch_chunk(chunk, job_key, lambda: pickled, "node here, pid 1", lambda: False)
+    entries = fetch_chunk(chunk, lambda: pickled, "node here, pid 1", lambda: False)
     return [load(entry.value) for entry, _, _ in entries]
 
 
@@ -153,9 +153,17 @@ def test_copies_live_as_long_as_their_generation() -> None:
     assert [key[1] for key in fetch._copies] == [1]
 
 
-def test_copies_never_cross_jobs() -> None:
-    assert read(Counts(), [[0]], job_key="a") == [[(1, None)]]
-    assert read(Counts(), [[0]], job_key="b") == [[(1, None)]]
+def test_copies_never_cross_loaders() -> None:
+    assert read(Counts(), [[0]], run=make_run(loader="a")) == [[(1, None)]]
+    assert read(Counts(), [[0]], run=make_run(loader="b")) == [[(1, None)]]
+
+
+def test_copies_in_use_outlive_others() -> None:
+    read(Counts(), [[0]], run=make_run(loader="kept"))
+    for turn in range(20):
+        read(Counts(), [[0]], run=make_run(loader=f"other {turn}"))
+        assert read(Counts(), [[0]], run=make_run(loader="kept")) == [[(turn + 2, None)]]
+    assert len(fetch._copies) <= 8
 
 
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
@@ -263,5 +271,5 @@ def test_nothing_is_made_once_nobody_waits() -> None:
     pickled = dump(Job(range(100), list, None, 1, True), "loader")
     asked = iter([False, False, True])
     chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
-    made = list(fetch_chunk(chunk, "job", lambda: pickled, "here", lambda: next(asked)))
+    made = list(fetch_chunk(chunk, lambda: pickled, "here", lambda: next(asked)))
     assert [load(entry.value) for entry, _, _ in made] == [[0, 1]]

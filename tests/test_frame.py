@@ -24,11 +24,11 @@ def through_frame(*values: Any) -> list[Any]:
     for number, value in enumerate(values):
         writer.add(Entry(number, dump(value, "batch"), failed=False), 0.5, 0.25)
     sink = pa.BufferOutputStream()
-    table = writer.table(last=True)
+    table = writer.table()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     frame = read_frame(pa.ipc.open_stream(sink.getvalue()).read_all())
-    assert (frame.run, frame.chunk, frame.last) == ("run", 3, True)
+    assert (frame.run, frame.chunk) == ("run", 3)
     assert frame.seconds == 0.5 * len(values)
     return [value for _, _, value in decode(frame, pin_memory=False)]
 
@@ -112,13 +112,32 @@ def test_empty_batches() -> None:
     assert through_frame([], None, "") == [[], None, ""]
 
 
+class _Fragile:
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("not here")
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
+    writer = FrameWriter("run", 0)
+    for number, value in enumerate([1, _Fragile(), 3]):
+        writer.add(Entry(number, dump(value, "batch"), failed=False), 0.0, 0.0)
+    first, second, third = decode(read_frame(writer.table()), pin_memory=False)
+    assert (first, third) == ((0, False, 1), (2, False, 3))
+    assert second[:2] == (1, True)
+    with pytest.raises(OSError, match="not here"):
+        second[2].reraise()
+
+
 def test_a_writer_begins_anew_after_each_block() -> None:
     writer = FrameWriter("run", 0)
     writer.add(Entry(0, dump(torch.ones(5000), "batch"), False), 1.0, 1.0)
     assert writer.size_bytes > 20_000
-    writer.table(last=False)
+    writer.table()
     assert writer.size_bytes == 0
-    assert read_frame(writer.table(last=True)).entries == []
+    assert read_frame(writer.table()).entries == []
 
 
 def test_an_object_that_cannot_travel_is_named_by_its_path() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,8 +18,6 @@ from dpex.cluster.private import bundle_iterator, leak_free_batch_iterator, ref_
 from dpex.frame import Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
-
-logger = logging.getLogger("dpex")
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,12 @@ class _Decode(ArrowBatchCollateFn):
         """Copy a block's batches into memory of their own."""
         frame = read_frame(table)
         if frame.run != self._run:  # a chunk of an iteration that was given up
-            return Arrival(frame, [])
+            return Arrival(replace(frame, entries=[]), [])
         if self._pin_memory:
             torch.accelerator.set_device_index(self._device_index)
-        return Arrival(frame, list(decode(frame, pin_memory=self._pin_memory)))
+        batches = list(decode(frame, pin_memory=self._pin_memory))
+        # The entries are views of the block, which is to be freed.
+        return Arrival(replace(frame, entries=[]), batches)
 
 
 class _HostedBlocks(ray.data.DataIterator):

@@ -24,7 +24,7 @@ from dpex.cluster.stages import NAMESPACE, Pipeline, build, chunk_table
 __all__ = ["Reply", "get_host"]
 
 _QUIET_WAIT_S = 1.0
-_MAX_CANCELLED = 10_000
+_MAX_RECENT = 10_000
 
 
 @dataclass
@@ -125,13 +125,23 @@ class _Lane:
         self._loop.call_soon_threadsafe(self.changed.set)
 
 
+class _Recent(OrderedDict[str, None]):
+    """The names last added; who asks for one asks soon."""
+
+    def add(self, name: str) -> None:
+        """Add a name, and forget the oldest where there are too many."""
+        self[name] = None
+        while len(self) > _MAX_RECENT:
+            self.popitem(last=False)
+
+
 class _Host:
     """The actor's class. All methods are short, but ``take``, which waits for news."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
-        self._closed: set[str] = set()
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._closed = _Recent()
+        self._cancelled = _Recent()
         tune_host_process(self._note_error)
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -205,7 +215,7 @@ class _Host:
 
     async def cancel(self, lane_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
-        self._forget(run)
+        self._cancelled.add(run)
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.begin(None)
 
@@ -215,19 +225,19 @@ class _Host:
 
     async def close(self, lane_key: str) -> None:
         """End a pipeline."""
-        lane = await self._opening(lane_key)
-        del self._lanes[lane_key]
+        opening = self._opening(lane_key)
         self._closed.add(lane_key)
+        try:
+            lane = await opening
+        except Exception:  # it never opened, and has said so
+            return
+        finally:
+            self._lanes.pop(lane_key, None)
         if lane.run is not None:
-            self._forget(lane.run)
+            self._cancelled.add(lane.run)
         lane.begin(None)
         # Ending waits for the executor's thread.
         await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
-
-    def _forget(self, run: str) -> None:
-        self._cancelled[run] = None
-        while len(self._cancelled) > _MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
 
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
@@ -235,24 +245,31 @@ class _Host:
                 opening.result().note_error(text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostHandle:
     """A running host.
 
     Attributes:
         actor: Ray's handle.
         name: Its name in the namespace of dpex.
-        job_id: The Ray job (driver) that it belongs to.
+        driver: The cluster's address and this process's job there.
+        lost: Whether it was found dead.
     """
 
     actor: Any
     name: str
-    job_id: str
+    driver: tuple[str, str]
+    lost: bool = False
 
     @property
     def alive(self) -> bool:
-        """Whether the Ray that it was started in is still this process's Ray."""
-        return bool(ray.is_initialized() and self.job_id == ray.get_runtime_context().get_job_id())
+        """Whether it runs, and the Ray it was started in is still this process's Ray."""
+        return not self.lost and ray.is_initialized() and self.driver == _driver()
+
+
+def _driver() -> tuple[str, str]:
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.get_job_id())
 
 
 _host: HostHandle | None = None
@@ -285,5 +302,5 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
                 )
                 .remote()
             )
-            _host = HostHandle(actor, name, context.get_job_id())
+            _host = HostHandle(actor, name, _driver())
         return _host

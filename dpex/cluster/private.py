@@ -156,7 +156,10 @@ class FedExecution:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop: what waits is dropped; tasks that do not end soon are killed. Blocks."""
+        """Stop: what waits is dropped. Blocks until tasks have ended, or have been killed.
+
+        With public names alone the tasks under way are left to end by themselves.
+        """
         self._closed = True
         self._waiting.clear()
         self._wake.set()
@@ -168,6 +171,7 @@ class FedExecution:
         threading.Thread(target=self._run_windows, name="dpex-windows", daemon=True).start()
 
     def _run_windows(self) -> None:
+        taken = 0
         try:
             while not self._closed:
                 window: list[pa.Table] = []
@@ -177,10 +181,10 @@ class FedExecution:
                     self._wake.wait(_IDLE_WAIT_S)
                     self._wake.clear()
                     continue
-                fed = self._fed - len(self._waiting)
+                taken += len(window)
                 for bundle in self._dataset_of(window).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))
-                self._on_quiet(fed)
+                self._on_quiet(taken)
         except BaseException as error:
             self._on_end(error)
 
@@ -223,7 +227,7 @@ class FedExecution:
         feed = Feed(dataset.context, input_data=[])
         feed._output_dependencies = [first]
         first.input_dependencies[0] = feed
-        self._first, self._last, self._feed = first, plan.dag, feed
+        self._first, self._feed = first, feed
         self._executor = StreamingExecutor(dataset.context, f"dpex-{id(self):x}")
         # The executor stops when this iterator is dropped.
         self._output = self._executor.execute(plan.dag, callbacks=[Steps()])
@@ -238,6 +242,7 @@ class FedExecution:
     def _step(self, executor: Any) -> None:
         from ray.data._internal.execution import streaming_executor_state
 
+        fed = self._fed  # read first: a chunk that is fed from here on is not known to be done
         _, state = executor._output_node
         blocks: list[Block] = []
         while (bundle := state.output_queue.pop()) is not None:
@@ -258,9 +263,9 @@ class FedExecution:
             return
         if any(op.has_next() for op in executor._topology):
             return
-        if self._quiet_at != self._fed:
-            self._quiet_at = self._fed
-            self._on_quiet(self._fed)
+        if self._quiet_at != fed:
+            self._quiet_at = fed
+            self._on_quiet(fed)
         # With nothing to wait for, Ray's loop would spin.
         self._wake.wait(_IDLE_WAIT_S)
         self._wake.clear()

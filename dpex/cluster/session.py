@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import sys
 import threading
 import uuid
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from dpex.fetch import Chunk, Job, Run
 from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
 
 __all__ = ["RemoteRun", "Session"]
-
-logger = logging.getLogger("dpex")
 
 _EXIT_WAIT_S = 2.0
 
@@ -60,23 +57,24 @@ class Session:
         self, *, head_address: str, worker_options: dict[str, Any] | None, in_order: bool
     ) -> None:
         self._connection = connect(head_address)
-        self._host: HostHandle = get_host(self._connection.runtime_env)
         self._options = dict(worker_options or {})
         if self._connection.runtime_env:
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
         self._in_order = in_order
-        self._lanes = _Lanes(self._host)
-        # Iterators keep the session, so it outlives a loader that is dropped before them.
-        self._release = weakref.finalize(self, self._lanes.close)
-        self._release.atexit = False
+        self._start()
         self._stored: _StoredJob | None = None
 
     @property
     def alive(self) -> bool:
         """Whether the session is open and its Ray is still this process's Ray."""
-        return self._release.alive and self._host.alive
+        return self._release.alive and (self._host.lost or self._host.alive)
+
+    @property
+    def claims_cpus(self) -> bool:
+        """Whether Ray counts CPUs; an embedded one has logical CPUs to spare."""
+        return self._connection.kind != "embedded"
 
     @property
     def free_cores(self) -> int:
@@ -125,12 +123,27 @@ class Session:
             pin_memory: Whether batches go to page-locked memory.
         """
         assert self._stored is not None
+        if self._host.lost:
+            self._start()
         pipeline = Pipeline(
             [self._stored.ref], job_key, self._host.name, self._in_order, self._options
         )
-        lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
+        try:
+            lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
+        except ray.exceptions.RayActorError:
+            self._host.lost = True
+            self._start()
+            lane = self._lanes.new(run, replace(pipeline, host_name=self._host.name))
         receiver = Receiver(self._host.actor, lane.key, run.key, pin_memory=pin_memory)
-        return RemoteRun(self._host.actor, lane, run.key, receiver)
+        return RemoteRun(self._host, lane, run.key, receiver)
+
+    def _start(self) -> None:
+        """Take the process's host, or a new one in place of one that has died."""
+        self._host: HostHandle = get_host(self._connection.runtime_env)
+        self._lanes = _Lanes(self._host)
+        # Iterators keep the session, so it outlives a loader that is dropped before them.
+        self._release = weakref.finalize(self, self._lanes.close)
+        self._release.atexit = False
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
@@ -154,15 +167,21 @@ class _Lanes:
         """Return a pipeline with nothing to do, made ready for ``run``, if there is one."""
         with self._lock:
             idle = [lane for lane in self._lanes if not lane.busy]
+            for lane in idle:
+                lane.busy = True  # nobody else's
+        found = None
         for lane in idle:
-            usable = lane.job_key == job_key and ray.get(
-                self._host.actor.begin.remote(lane.key, run.key)
-            )
-            if usable:
-                lane.busy = True
-                return lane
-            self._drop(lane)
-        return None
+            if found is None and lane.job_key == job_key and self._begin(lane, run):
+                found = lane
+            else:
+                self._drop(lane)
+        return found
+
+    def _begin(self, lane: _Lane, run: Run) -> bool:
+        try:
+            return bool(ray.get(self._host.actor.begin.remote(lane.key, run.key)))
+        except ray.exceptions.RayTaskError:  # it never opened
+            return False
 
     def new(self, run: Run, pipeline: Pipeline) -> _Lane:
         """Start a pipeline that serves ``run`` first."""
@@ -200,7 +219,7 @@ def _end_open_runs() -> None:
 class RemoteRun:
     """One iteration, as the trainer's process sees it."""
 
-    def __init__(self, host: Any, lane: _Lane, run: str, receiver: Receiver) -> None:
+    def __init__(self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver) -> None:
         self._host = host
         self._lane = lane
         self._run = run
@@ -211,7 +230,7 @@ class RemoteRun:
     def feed(self, chunks: Sequence[Chunk], *, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
-        self._host.feed.remote(
+        self._host.actor.feed.remote(
             self._lane.key,
             self._run,
             chunks[0].number,
@@ -220,13 +239,20 @@ class RemoteRun:
             hurried=hurried,
         )
 
+    def failure(self) -> BaseException | None:
+        """Return what ended the reading, if it was an error; a dead host is replaced next time."""
+        failure = self.receiver.failure
+        if isinstance(failure, ray.exceptions.RayActorError):
+            self._host.lost = True
+        return failure
+
     def end(self) -> None:
         """Give the run up, finished or not; its pipeline is free for the next."""
         if not self._over:
             self._over = True
             _open_runs.discard(self)
             if ray.is_initialized():
-                self._host.cancel.remote(self._lane.key, self._run)
+                self._host.actor.cancel.remote(self._lane.key, self._run)
             self._lane.busy = False
 
 

@@ -34,7 +34,8 @@ _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.5
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
-_MAX_JOBS = 4
+# Pickled datasets that a process keeps a view of, one each for training and validation.
+_MAX_JOBS = 2
 
 _job_refs: OrderedDict[str, Pickled] = OrderedDict()
 
@@ -120,7 +121,7 @@ def make_batches(
         host_name: Name of the host actor.
 
     Yields:
-        Blocks of one row, as ``FrameWriter.table`` makes them; the last one says so.
+        Blocks of one row, as ``FrameWriter.table`` makes them.
     """
     from dpex.fetch import fetch_chunk
     from dpex.frame import FrameWriter
@@ -136,7 +137,6 @@ def make_batches(
     opened = time.monotonic()
     batches = fetch_chunk(
         chunk,
-        job_key,
         lambda: _read_job(job[0], job_key),
         _here(),
         interest.lost_now_and_then,
@@ -148,7 +148,7 @@ def make_batches(
         remaining -= 1
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= _BLOCK_SECONDS
         if remaining == 0 or full or seconds >= long_batch_s:
-            yield writer.table(last=remaining == 0)
+            yield writer.table()
             opened = time.monotonic()
 
 
@@ -192,7 +192,7 @@ class _Interest:
         try:
             host = ray.get_actor(self._host_name, namespace=NAMESPACE)
             return bool(ray.get(host.cancelled.remote(self._run), timeout=30))
-        except ray.exceptions.GetTimeoutError:
-            return False
-        except (ValueError, ray.exceptions.RayActorError):
+        except (ValueError, ray.exceptions.ActorDiedError):
             return True
+        except ray.exceptions.RayError:  # not to be reached at this moment
+            return False
