@@ -215,6 +215,8 @@ class ClusterIter(_BaseDataLoaderIter):
             batch = self._next_batch_number()
             if batch is not None:
                 return self._stash.pop(batch)
+            if not self._waiting:
+                self._fill()  # drawing had stopped until it was known what was lost
             if self._exhausted and self._delivered == self._drawn:
                 if not self._persistent_workers:
                     self._shutdown_workers()
