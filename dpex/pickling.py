@@ -261,7 +261,8 @@ def _is_local(name: str, module: ModuleType) -> bool:
     if name in cloudpickle.list_registry_pickle_by_value():
         return False
     path = Path(file).resolve()
-    return path.suffix == ".py" and not any(root in path.parents for root in _installed_roots())
+    # Some modules name a file that is none, such as torch.ops.
+    return path.is_file() and not any(root in path.parents for root in _installed_roots())
 
 
 def _installed_roots() -> list[Path]:

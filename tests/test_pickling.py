@@ -1,0 +1,66 @@
+"""The user's own modules travel by value to nodes that lack their files."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from dpex.pickling import dump_in_band, local_modules_by_value
+
+HELPER = """
+import numpy
+SCALE = 3
+def scaled(index):
+    return float(numpy.float64(index * SCALE))
+"""
+MAIN = """
+import own_helper
+from own_helper import scaled
+class Dataset:
+    def __getitem__(self, index):
+        return scaled(index) + own_helper.SCALE
+"""
+# Reads a pickle and uses what it finds, in a process that cannot import the modules.
+READ = "import pickle, sys; print(pickle.load(sys.stdin.buffer)[2])"
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    (tmp_path / "own_helper.py").write_text(HELPER)
+    (tmp_path / "own_dataset.py").write_text(MAIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_dataset")
+    for name in ("own_dataset", "own_helper"):
+        del sys.modules[name]
+
+
+def read_elsewhere(data: bytes) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-c", READ], input=data, capture_output=True, check=False
+    )
+
+
+def test_modules_beside_the_script_travel_by_value(own_module: object) -> None:
+    dataset = own_module.Dataset()  # type: ignore[attr-defined]
+    assert b"No module named 'own_dataset'" in read_elsewhere(dump_in_band(dataset, "x")).stderr
+    with local_modules_by_value():
+        data = dump_in_band(dataset, "dataset")
+    done = read_elsewhere(data)
+    assert done.stdout.strip() == b"9.0", done.stderr
+    assert b"own_dataset" in pickle.dumps(type(dataset)), "by reference again afterwards"
+
+
+def test_installed_modules_stay_references(own_module: object) -> None:
+    with local_modules_by_value():
+        registered = cloudpickle.list_registry_pickle_by_value()
+    assert {"own_dataset", "own_helper"} <= set(registered)
+    assert not {"numpy", "torch", "pytest", "dpex", "json"} & {
+        name.partition(".")[0] for name in registered
+    }
+    assert not cloudpickle.list_registry_pickle_by_value()
