@@ -243,9 +243,10 @@ def local_modules_by_value() -> Iterator[None]:
     with the objects that need it.
     """
     registered: list[ModuleType] = []
+    roots = _installed_roots()
     try:
         for name, module in list(sys.modules.items()):
-            if name != "__main__" and _is_local(name, module):
+            if name != "__main__" and _is_local(name, module, roots):
                 cloudpickle.register_pickle_by_value(module)
                 registered.append(module)
         yield
@@ -254,7 +255,7 @@ def local_modules_by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_local(name: str, module: ModuleType) -> bool:
+def _is_local(name: str, module: ModuleType, installed: list[Path]) -> bool:
     file = getattr(module, "__file__", None)
     if file is None or not isinstance(module, ModuleType) or name.partition(".")[0] == "dpex":
         return False
@@ -262,7 +263,8 @@ def _is_local(name: str, module: ModuleType) -> bool:
         return False
     path = Path(file).resolve()
     # Some modules name a file that is none, such as torch.ops.
-    return path.is_file() and not any(root in path.parents for root in _installed_roots())
+    source = path.suffix == ".py" and path.is_file()
+    return source and not any(root in path.parents for root in installed)
 
 
 def _installed_roots() -> list[Path]:
