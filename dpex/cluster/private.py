@@ -81,18 +81,21 @@ def fast_executor_available() -> bool:
 
 def ref_bundle(block: Block) -> Any:
     """Wrap a block reference as the unit that Ray's data iterators pass around."""
-    from ray.data._internal.execution.interfaces import RefBundle
     from ray.data.block import BlockMetadata
 
     ref, size_bytes = block
     metadata = BlockMetadata(num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None)
+    return _bundle(ref, metadata, schema=None, owns_blocks=False)
+
+
+def _bundle(ref: ray.ObjectRef, metadata: Any, **options: Any) -> Any:
+    from ray.data._internal.execution.interfaces import RefBundle
+
     try:
         from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry
-    except ImportError:  # Ray < 2.58: plain pairs
-        entry: Any = (ref, metadata)
-    else:
-        entry = BlockEntry(ref, metadata)
-    return RefBundle([entry], schema=None, owns_blocks=False)
+    except ImportError:  # older Ray: plain pairs
+        return RefBundle([(ref, metadata)], **options)
+    return RefBundle([BlockEntry(ref, metadata)], **options)
 
 
 def bundle_iterator(bundles: Iterator[Any]) -> tuple[Any, ...]:
@@ -301,15 +304,8 @@ def _forget_finished(op: Any) -> None:
 
 
 def _source_bundle(table: pa.Table) -> Any:
-    from ray.data._internal.execution.interfaces import RefBundle
-
     metadata = BlockAccessor.for_block(table).get_metadata()
-    ref = ray.put(table)
-    try:
-        from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry
-    except ImportError:  # Ray < 2.58: plain pairs
-        return RefBundle([(ref, metadata)], schema=table.schema, owns_blocks=True)
-    return RefBundle([BlockEntry(ref, metadata)], schema=table.schema, owns_blocks=True)
+    return _bundle(ray.put(table), metadata, schema=table.schema, owns_blocks=True)
 
 
 def tune_host_process(on_task_error: Callable[[str], None]) -> None:

@@ -95,8 +95,8 @@ class Session:
             SerializationError: Something in the job cannot be pickled.
         """
         # A node of another host has not the files beside the user's script.
-        by_value = contextlib.nullcontext() if self._connection.single_host else None
-        with by_value or local_modules_by_value():
+        here_only = self._connection.single_host
+        with contextlib.nullcontext() if here_only else local_modules_by_value():
             pickled = dump(job, "loader")
         if self._stored is not None and _equal(self._stored.pickled, pickled):
             return self._stored.key
