@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
-from dpex.cluster.connect import parse_address
+from dpex.cluster.connect import connect, parse_address
 from dpex.iterator import ClusterIter, Generations
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class DpexDataLoader(DataLoader[T_co]):
         drop_last: Whether to leave an incomplete last batch out.
         timeout: Seconds to wait for a batch; 0 waits for ever.
         worker_init_fn: Called with the worker id before a logical worker's first sample.
-        multiprocessing_context: Without meaning in distribute mode, which says so.
+        multiprocessing_context: How torch starts workers. In distribute mode: whether those of
+            an embedded Ray are forked from this process (``"fork"``, torch's default on Linux
+            before Python 3.14) or start as Ray starts them; on a cluster without meaning.
         generator: Where the sampler's seed and the workers' base seed come from.
         prefetch_factor: Batches per worker that may always be under way; 2 if None.
         persistent_workers: Whether dataset copies live on across epochs.
@@ -150,26 +153,29 @@ class DpexDataLoader(DataLoader[T_co]):
                 "distribute_mode=True with num_workers=0 distributes nothing: batches are made "
                 "in this process, as torch does. Set num_workers to the number of parallel tasks",
             )
-        if distribute_mode and multiprocessing_context is not None:
-            _warn_once(
-                "multiprocessing_context",
-                "multiprocessing_context has no meaning in distribute mode: workers are Ray's "
-                "processes, not this one's",
-            )
 
     @property
     def _distributed(self) -> bool:
         return self.distribute_mode and self.num_workers > 0
+
+    @property
+    def _forks(self) -> bool:
+        """Whether torch's own workers would be forks of this process."""
+        context = self.multiprocessing_context or multiprocessing
+        # A method that nobody has set stays so, and is then the platform's first one.
+        method = context.get_start_method(allow_none=True)
+        return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self._distributed:
             return super()._get_iterator()
         state = self._cluster
         if state is None or not state.session.alive:
-            from dpex.cluster.session import Session
+            connection = connect(self.head_address, fork_workers=self._forks)
+            from dpex.cluster.session import Session  # loads Ray
 
             session = Session(
-                head_address=self.head_address,
+                connection,
                 worker_options=self.worker_options,
                 in_order=self.in_order,
             )

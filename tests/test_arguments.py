@@ -57,15 +57,3 @@ def test_nothing_distributed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
-
-
-def test_a_processing_context_without_meaning_is_said_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dataloader, "_warned", set())
-    arguments = {"num_workers": 2, "multiprocessing_context": "spawn", "distribute_mode": True}
-    with pytest.warns(UserWarning, match="multiprocessing_context has no meaning"):
-        DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]

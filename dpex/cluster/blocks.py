@@ -14,6 +14,7 @@ import ray.data
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
+from dpex.cluster.embedded import settled
 from dpex.cluster.private import bundle_iterator, leak_free_batch_iterator, ref_bundle
 from dpex.frame import Frame, decode, read_frame
 
@@ -130,6 +131,7 @@ class Receiver:
     def _receive(self, batches: Iterator[Arrival]) -> None:
         try:
             for arrival in batches:
+                settled.set()
                 with self._changed:
                     self._read += 1
                     self._arrivals.append(arrival)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dpex.cluster import embedded, keeper, versions
+from dpex.cluster import embedded, forkserver, keeper, versions
 from dpex.cluster.local_nodes import (
     HOST_PORT,
     Raylet,
@@ -60,11 +60,12 @@ class Connection:
     runtime_env: dict[str, Any] | None
 
 
-def connect(head_address: str) -> Connection:
+def connect(head_address: str, *, fork_workers: bool = False) -> Connection:
     """Connect this process to the Ray that ``head_address`` names, unless it is already.
 
     Args:
         head_address: ``"auto"``, ``"local"`` or ``"host:port"``; see ``DpexDataLoader``.
+        fork_workers: Whether the workers of an embedded Ray may be forks of this process.
 
     Raises:
         ClusterError: No such Ray, another one is connected, or its nodes cannot run our tasks.
@@ -73,14 +74,15 @@ def connect(head_address: str) -> Connection:
     global _current
     request = parse_address(head_address, "head_address")
     with _lock:
-        import ray
-
         if _forked_from_driver:
             raise ClusterError(
                 "this process was forked from one connected to Ray, and Ray does not survive a "
                 "fork: start it with the 'spawn' or 'forkserver' method instead"
             )
-        connection = _existing(request) if ray.is_initialized() else _new(request)
+        # Not to be imported here: this process may have to be forked before Ray is loaded.
+        ray = sys.modules.get("ray")
+        connected = ray is not None and ray.is_initialized()
+        connection = _existing(request) if connected else _new(request, fork_workers)
         _current = (_session(), connection)
         return connection
 
@@ -150,7 +152,7 @@ def _existing(request: str) -> Connection:
     return known or _checked("existing")
 
 
-def _new(request: str) -> Connection:
+def _new(request: str, fork_workers: bool) -> Connection:
     name = "head_address"
     if request == "auto":
         variable = os.environ.get("RAY_ADDRESS", "").strip()
@@ -160,7 +162,7 @@ def _new(request: str) -> Connection:
         else:
             request = _running_cluster() or "local"
     if request == "local":
-        return _embedded()
+        return _embedded(fork_workers)
     _join(request, name)
     try:
         return _checked("cluster")
@@ -175,10 +177,10 @@ def _checked(kind: Literal["existing", "cluster"]) -> Connection:
     return Connection(kind, _session()[0], single_host, runtime_env)
 
 
-def _embedded() -> Connection:
+def _embedded(fork_workers: bool) -> Connection:
     job = keeper.shared_job()
     if job is None:
-        embedded.start()
+        embedded.start(forkserver.address() if fork_workers else None)
     else:
         variables = keeper.rank_environment()
         _join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpex.cluster import forked_worker
 from dpex.errors import ClusterError
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "hold",
     "init_ray",
     "quiet_ray",
+    "settled",
     "start",
     "start_detached",
     "within",
@@ -35,7 +38,12 @@ logger = logging.getLogger("dpex")
 T = TypeVar("T")
 
 START_SECONDS = 120.0
+# What an embedded Ray does not need at once starts now, or when the first block has arrived.
+_SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
+
+settled = threading.Event()
+"""Set when the first block of an embedded Ray has arrived, and the cores are free for others."""
 
 # File descriptors by whose end others see that this process has ended.
 _held: list[int] = []
@@ -68,24 +76,36 @@ def _cores() -> int:
     return cores
 
 
-def start() -> None:
+def start(fork_server: str | None = None) -> None:
     """Start a Ray that is gone with this process, killed or not, and connect this process to it.
+
+    Args:
+        fork_server: Where workers are to be had; None if Ray is to start them itself.
 
     Raises:
         ClusterError: Ray did not start; says why.
     """
-    with _environment(
+    from dpex.cluster.private import lean_start
+
+    settled.clear()
+    variables = {
         # One idle worker per logical CPU would be started at once.
-        RAY_prestart_worker_first_driver="0",
-        # Strings hash alike in all workers, as in torch's forked ones.
-        PYTHONHASHSEED="0",
+        "RAY_prestart_worker_first_driver": "0",
+        # Strings hash alike in all workers that Ray starts itself, as they do in forked ones.
+        "PYTHONHASHSEED": "0",
         # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
         # which ten waiting workers on two cores already exceed.
-        RAY_worker_maximum_startup_concurrency=str(max(16, _cores())),
-    ):
+        "RAY_worker_maximum_startup_concurrency": str(max(16, _cores())),
+    }
+    if fork_server is not None:
+        variables[forked_worker.SERVER] = fork_server
+    program = Path(forked_worker.__file__) if fork_server is not None else None
+    with lean_start(program) as finish, _environment(variables):
         try:
             context = init_ray(
                 START_SECONDS,
+                meanwhile=lambda: importlib.import_module("ray.data"),
+                afterwards=lambda: _finish_and_stay(finish),
                 address="local",
                 num_cpus=embedded_cpus(),
                 object_store_memory=_object_store_bytes(),
@@ -100,12 +120,33 @@ def start() -> None:
     _reap_after_us(context.address_info["session_dir"])
 
 
-def init_ray(timeout_s: float, **options: Any) -> Any:
+def _finish_and_stay(finish: Callable[[], None]) -> None:
+    """Start what was put off, and be the thread that never ends.
+
+    The kernel kills what a thread started when that thread ends (Ray asks for PR_SET_PDEATHSIG).
+    """
+    settled.wait(_SETTLE_SECONDS)
+    finish()
+    threading.Event().wait()
+
+
+def init_ray(
+    timeout_s: float,
+    *,
+    meanwhile: Callable[[], object] | None = None,
+    afterwards: Callable[[], None] | None = None,
+    **options: Any,
+) -> Any:
     """Call ``ray.init`` without its messages, and wait no longer than given for it.
 
-    The thread that starts Ray never ends: the kernel kills what a thread started when that thread
-    ends (Ray asks for PR_SET_PDEATHSIG), so it must not be the caller's. And only in the main
-    thread would Ray replace the process's SIGTERM handler.
+    It runs in a thread of its own: only in the main thread would Ray replace the process's
+    SIGTERM handler.
+
+    Args:
+        timeout_s: How long to wait.
+        meanwhile: What to do here until then.
+        afterwards: What that thread does when it has started Ray.
+        **options: Arguments of ``ray.init``.
 
     Returns:
         What ``ray.init`` returned.
@@ -122,7 +163,7 @@ def init_ray(timeout_s: float, **options: Any) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             return ray.init(logging_level=logging.ERROR, **options)
 
-    return within(timeout_s, call, keep_thread=options.get("address") == "local")
+    return within(timeout_s, call, meanwhile=meanwhile, afterwards=afterwards)
 
 
 @contextlib.contextmanager
@@ -137,13 +178,20 @@ def quiet_ray() -> Iterator[None]:
         messages.setLevel(level)
 
 
-def within(timeout_s: float, call: Callable[[], T], *, keep_thread: bool = False) -> T:
+def within(
+    timeout_s: float,
+    call: Callable[[], T],
+    *,
+    meanwhile: Callable[[], object] | None = None,
+    afterwards: Callable[[], None] | None = None,
+) -> T:
     """Call in a thread of its own and give up waiting after the given time.
 
     Args:
         timeout_s: How long to wait.
         call: What to call; after the time is over its outcome is lost.
-        keep_thread: Whether the thread stays when the call has returned.
+        meanwhile: What to call in this thread before waiting.
+        afterwards: What to call in the other thread when ``call`` has returned.
 
     Raises:
         TimeoutError: The call has not returned.
@@ -157,10 +205,12 @@ def within(timeout_s: float, call: Callable[[], T], *, keep_thread: bool = False
         except BaseException as error:
             outcome.set_exception(error)
         else:
-            if keep_thread:
-                threading.Event().wait()
+            if afterwards is not None:
+                afterwards()
 
     threading.Thread(target=run, name="dpex-connect", daemon=True).start()
+    if meanwhile is not None:
+        meanwhile()
     wait([outcome], timeout_s)
     if not outcome.done():
         raise TimeoutError(f"no answer within {timeout_s:g} s")
@@ -168,7 +218,7 @@ def within(timeout_s: float, call: Callable[[], T], *, keep_thread: bool = False
 
 
 def _object_store_bytes() -> int:
-    """30 % of the memory this process may use, but no more than /dev/shm has.
+    """30 % of the memory this process may use, within /dev/shm and half of what is free.
 
     Ray's own default ignores a /dev/shm below 10 GB, as most containers have, and goes to disk.
     """
@@ -180,7 +230,7 @@ def _object_store_bytes() -> int:
     for group in groups:
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
             limits.append(int(Path(group).read_text()))
-    wanted = max(_GIB // 8, min(int(0.3 * min(limits)), 200 * _GIB))
+    wanted = max(_GIB // 8, min(int(0.3 * min(limits)), _free_memory() // 2, 200 * _GIB))
     if not sys.platform.startswith("linux"):
         return min(wanted, 2 * _GIB)
     shm = int(0.9 * shutil.disk_usage("/dev/shm").free)
@@ -195,8 +245,16 @@ def _object_store_bytes() -> int:
     return min(wanted, 2 * _GIB)
 
 
+def _free_memory() -> int:
+    """Bytes of memory that nobody uses; Ray does not start where its store would take them all."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return sys.maxsize
+
+
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set what the user has not set, for the processes that are started meanwhile."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})

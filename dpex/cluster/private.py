@@ -6,7 +6,9 @@ What they buy is speed, never results:
   (public: one execution for every window of chunks, which drains in between);
 * an executor that polls as often as the consumer needs, and starts no helper actors
   (public: 100 ms polls, two actors beside it);
-* a block iterator that leaves no thread behind (public: one parked thread per iteration).
+* a block iterator that leaves no thread behind (public: one parked thread per iteration);
+* an embedded Ray that is there in a second and takes workers from a fork server
+  (public: three seconds, and every worker imports torch anew).
 
 ``DPEX_PUBLIC_RAY_ONLY=1`` forces the fallbacks; the tests run both.
 """
@@ -21,17 +23,17 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import pyarrow as pa
 import ray
-import ray.data
-from ray.data.block import BlockAccessor
 
-from dpex.cluster.embedded import quiet_ray
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import ray.data
 
 __all__ = [
     "Block",
@@ -39,6 +41,7 @@ __all__ = [
     "bundle_iterator",
     "fast_executor_available",
     "leak_free_batch_iterator",
+    "lean_start",
     "ref_bundle",
     "reread_environment",
     "tune_host_process",
@@ -51,6 +54,8 @@ Block = tuple[ray.ObjectRef, int]
 _BUSY_POLL_S = 0.01
 _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
+_NODE_POLL_S = 0.01
+_NODE_WAIT_S = 20.0
 # As long as torch gives its workers to end.
 _KILL_AFTER_S = 5.0
 
@@ -79,6 +84,84 @@ def fast_executor_available() -> bool:
     )
 
 
+@contextlib.contextmanager
+def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
+    """Have ``ray.init`` start no more than an embedded Ray needs, and see at once that it is there.
+
+    The autoscaler's monitor and, where there is no dashboard, the reporter of usage statistics are
+    processes that do nothing here. The one that brings workers' output to the terminal can wait
+    until the cores are free. And a new node is asked for every second, by default.
+
+    Args:
+        worker_program: What to start in place of Ray's own set-up program for workers, whose path
+            it finds in the environment variable ``DPEX_SETUP_WORKER``; None for Ray's own.
+
+    Yields:
+        A function that starts, in the end, what was put off.
+    """
+    try:
+        from ray._private import services, worker
+        from ray._private.node import Node
+        from ray._private.state import GlobalState
+
+        originals = {
+            (owner, name): getattr(owner, name)
+            for owner, name in (
+                (Node, "start_api_server"),
+                (Node, "start_log_monitor"),
+                (Node, "start_monitor"),
+                (Node, "start_raylet"),
+                (services, "get_node"),
+            )
+        }
+        options_of, node_table = services._get_gcs_client_options, GlobalState.node_table
+    except (ImportError, AttributeError):
+        originals = {}
+    if not originals or os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        yield lambda: None
+        return
+    put_off: list[Any] = []
+
+    def start_raylet(node: Any, *args: Any, **kwargs: Any) -> None:
+        if worker_program and hasattr(node._ray_params, "setup_worker_path"):
+            os.environ["DPEX_SETUP_WORKER"] = node._ray_params.setup_worker_path
+            node._ray_params.setup_worker_path = str(worker_program)
+        try:
+            originals[Node, "start_raylet"](node, *args, **kwargs)
+        finally:
+            os.environ.pop("DPEX_SETUP_WORKER", None)
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        state = GlobalState()
+        state._initialize_global_state(options_of(gcs_address))
+        deadline = time.monotonic() + _NODE_WAIT_S
+        while time.monotonic() < deadline and not any(
+            node["NodeID"] == node_id and node["Alive"] for node in node_table(state)
+        ):
+            time.sleep(_NODE_POLL_S)
+        return originals[services, "get_node"](gcs_address, node_id)
+
+    def finish() -> None:
+        for node in put_off:
+            if worker._global_node is node:  # still this process's Ray
+                originals[Node, "start_log_monitor"](node)
+
+    replacements = {
+        (Node, "start_api_server"): lambda node, **_: setattr(node, "_webui_url", ""),
+        (Node, "start_log_monitor"): lambda node: put_off.append(node),
+        (Node, "start_monitor"): lambda _: None,
+        (Node, "start_raylet"): start_raylet,
+        (services, "get_node"): get_node,
+    }
+    for (owner, name), replacement in replacements.items():
+        setattr(owner, name, replacement)
+    try:
+        yield finish
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
 def ref_bundle(block: Block) -> Any:
     """Wrap a block reference as the unit that Ray's data iterators pass around."""
     from ray.data.block import BlockMetadata
@@ -103,6 +186,8 @@ def bundle_iterator(bundles: Iterator[Any]) -> tuple[Any, ...]:
 
     Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
     """
+    import ray.data
+
     annotation = inspect.signature(ray.data.DataIterator._to_ref_bundle_iterator).return_annotation
     if len(get_args(annotation)) == 4:
         return bundles, None, False, None
@@ -194,6 +279,7 @@ class FedExecution:
     # --- private names: one execution for all ----------------------------------------------------
 
     def _start_fast(self) -> None:
+        import pyarrow as pa
         from ray.data._internal.execution.execution_callback import ExecutionCallback
         from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
         from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -304,6 +390,8 @@ def _forget_finished(op: Any) -> None:
 
 
 def _source_bundle(table: pa.Table) -> Any:
+    from ray.data.block import BlockAccessor
+
     metadata = BlockAccessor.for_block(table).get_metadata()
     return _bundle(ray.put(table), metadata, schema=table.schema, owns_blocks=True)
 
@@ -419,7 +507,7 @@ def upload_package(package: Path, kept_seconds: int) -> list[str]:
     from ray.experimental.internal_kv import _pin_runtime_env_uri as pin
 
     env: dict[str, Any] = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}
-    with quiet_ray(), tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dpex-") as scratch:
         known = inspect.signature(upload).parameters
         options: dict[str, Any] = {
             "include_gitignore": False,

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 
 from dpex.cluster.blocks import Receiver
-from dpex.cluster.connect import connect, report_busy_cpus
+from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.stages import Pipeline
@@ -48,15 +48,15 @@ class Session:
     """One loader's part of the cluster, from its first iteration until it is closed.
 
     Args:
-        head_address: Which Ray; see ``DpexDataLoader``.
+        connection: This process's Ray.
         worker_options: Ray options of one worker.
         in_order: Whether batches keep the sampler's order.
     """
 
     def __init__(
-        self, *, head_address: str, worker_options: dict[str, Any] | None, in_order: bool
+        self, connection: Connection, *, worker_options: dict[str, Any] | None, in_order: bool
     ) -> None:
-        self._connection = connect(head_address)
+        self._connection = connection
         self._options = dict(worker_options or {})
         if self._connection.runtime_env:
             own = dict(self._options.get("runtime_env") or {})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from dpex.cluster.embedded import quiet_ray
 from dpex.errors import ClusterError
 
 __all__ = ["check_nodes"]
@@ -186,7 +187,8 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
     try:
         from dpex.cluster.private import upload_package
 
-        uris = upload_package(package, _PACKAGE_KEPT_SECONDS)
+        with quiet_ray():
+            uris = upload_package(package, _PACKAGE_KEPT_SECONDS)
     except (ImportError, AttributeError, TypeError) as error:
         raise ClusterError(
             f"dpex is missing, or another version, on {nodes}, and Ray {ray.__version__} offers "

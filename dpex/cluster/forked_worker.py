@@ -1,0 +1,58 @@
+"""What an embedded Ray starts in place of a worker: asks the fork server for one, and ends.
+
+A program of its own, which imports nothing it can do without: it is started for every worker.
+"""
+
+import os
+import pickle
+import socket
+import sys
+
+SERVER = "DPEX_FORK_SERVER"
+"""Environment variable with the server's address."""
+RAYS_OWN = "DPEX_SETUP_WORKER"
+"""Environment variable with the program that Ray itself would have started."""
+
+
+def ask(arguments: list[str]) -> bool:
+    """Ask for a fork that runs Ray's worker program.
+
+    Args:
+        arguments: Of Ray's set-up program: the worker program's path and its arguments.
+
+    Returns:
+        Whether there is one.
+    """
+    context = "--serialized-runtime-env-context="
+    if any(a.startswith(context) and a != context + "{}" for a in arguments) or any(
+        a.startswith("--worker-type=") and a != "--worker-type=WORKER" for a in arguments
+    ):
+        return False  # something is to be different in there
+    name, _, token = os.environ[SERVER].partition("/")
+    request = {
+        "arguments": [a for a in arguments if not a.startswith((context, "--language="))],
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),  # noqa: PTH109 - pathlib would take longer than all the rest
+        "group": os.getpgid(0),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect("\0" + name)
+        message = token.encode() + b"\n" + pickle.dumps(request)
+        sent = socket.send_fds(connection, [message], [0, 1, 2])
+        connection.sendall(message[sent:])
+        connection.shutdown(socket.SHUT_WR)
+        return bool(connection.recv(16))
+
+
+def main() -> None:
+    """Be replaced by a fork, or else by Ray's own program."""
+    try:
+        forked = ask(sys.argv[1:])
+    except (OSError, KeyError):
+        forked = False
+    if not forked:
+        os.execv(sys.executable, [sys.executable, os.environ[RAYS_OWN], *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Workers forked from the trainer's process, as torch forks its own.
+
+A worker that an embedded Ray starts would import Ray, torch and the user's modules anew: three
+seconds of processor time each, where torch's forked workers need none. So the trainer's process is
+forked once, before anything of Ray is loaded in it, and the fork waits for requests. What Ray
+starts in place of a worker (``forked_worker.py``) asks it for one more fork, which has everything
+loaded and becomes the worker, and ends.
+
+Ray notices nothing: a forked worker runs Ray's own worker program. Where a fork is not to be had,
+Ray starts its workers itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import hmac
+import importlib
+import logging
+import os
+import pickle
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dpex.cluster.embedded import hold
+
+__all__ = ["address"]
+
+logger = logging.getLogger("dpex")
+
+# What the host and the workers need, beside what the trainer has loaded by itself.
+_PRELOADED = ("ray.data", "dpex.cluster.host", "dpex.fetch", "dpex.frame")
+_READ_BYTES = 1 << 16
+_REQUEST_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+# The first job of a Ray, as its workers' environment names it.
+_OUR_JOB = "01000000"
+
+_address: str | None = None
+
+
+def address() -> str | None:
+    """Fork the server, once per process, and return where it answers.
+
+    Returns:
+        ``"name/token"``, an abstract socket's name and what a request must carry. None where the
+        process cannot be forked any more: Ray is loaded, whose settings a fork would inherit as
+        they are and whose threads it would lack.
+    """
+    global _address
+    if _address is None and hasattr(os, "pidfd_open") and "ray" not in sys.modules:
+        name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind("\0" + name)
+            listener.listen(128)
+            our_life, alive_end = os.pipe()
+            try:
+                pid = os.fork()
+            except OSError as error:  # memory that may not be promised twice
+                logger.info("workers are not forked from this process: %s", error)
+                os.close(our_life)
+                os.close(alive_end)
+                return None
+            if pid == 0:
+                os.close(alive_end)
+                _serve(listener, our_life, token)
+            os.close(our_life)
+            hold(alive_end)
+        _address = f"{name}/{token}"
+    return _address
+
+
+def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
+    """Fork workers, until the trainer's process ends."""
+    try:
+        _leave_the_trainer()
+        # The library reads these when it is loaded. A worker ends when the process named here
+        # does: the server, and with Ray's node, which is not there yet, the server sees to it.
+        os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
+        for module in _PRELOADED:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # a collection in a worker must not touch, and thereby copy, what is shared
+        _Server(listener, trainers_life, token).run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
+class _Server:
+    """The loop of the server's process."""
+
+    def __init__(self, listener: socket.socket, trainers_life: int, token: str) -> None:
+        self._listener = listener
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(trainers_life, selectors.EVENT_READ, self._stop)
+        # Descriptors of processes, which are readable when these have ended.
+        self._nodes: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._running = True
+
+    def run(self) -> None:
+        """Serve; whatever is left when this returns ends with this process."""
+        while self._running:
+            for key, _ in self._selector.select():
+                key.data(key.fd)
+
+    def _stop(self, _: int) -> None:
+        self._running = False
+
+    def _accept(self, _: int) -> None:
+        connection, _address = self._listener.accept()
+        connection.settimeout(_REQUEST_SECONDS)
+        with connection, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            message, streams, _flags, _sender = socket.recv_fds(connection, _READ_BYTES, 3)
+            try:
+                while more := connection.recv(_READ_BYTES):
+                    message += more
+                given, _newline, body = message.partition(b"\n")
+                if hmac.compare_digest(given, self._token.encode()):
+                    request = pickle.loads(body)
+                    # Another driver that found this Ray has workers of its own.
+                    if request["environment"].get("RAY_JOB_ID") == _OUR_JOB:
+                        self._fork(request, streams)
+                        connection.sendall(b"forked")
+            finally:
+                for stream in streams:
+                    os.close(stream)
+
+    def _fork(self, request: dict[str, Any], streams: list[int]) -> None:
+        node_pid = int(request["environment"]["RAY_RAYLET_PID"])
+        if node_pid not in self._nodes:
+            self._nodes[node_pid] = os.pidfd_open(node_pid)
+            self._selector.register(
+                self._nodes[node_pid], selectors.EVENT_READ, lambda _: self._end_node(node_pid)
+            )
+        pid = os.fork()
+        if pid == 0:
+            _work(request, streams)
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            worker = os.pidfd_open(pid)
+            self._workers[worker] = node_pid
+            self._selector.register(worker, selectors.EVENT_READ, self._end_worker)
+
+    def _end_worker(self, worker: int) -> None:
+        del self._workers[worker]
+        self._selector.unregister(worker)
+        os.close(worker)
+
+    def _end_node(self, node_pid: int) -> None:
+        node = self._nodes.pop(node_pid)
+        self._selector.unregister(node)
+        os.close(node)
+        for worker, its_node in self._workers.items():
+            if its_node == node_pid:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(worker, signal.SIGKILL)
+
+
+def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """Become the worker that Ray asked for."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            # Ray ends the group together with the worker, and all that it has started.
+            os.setpgid(0, request["group"])
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["directory"])
+        sys.argv = request["arguments"]
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from dpex.cluster.private import reread_environment
+
+        reread_environment()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def _leave_the_trainer() -> None:
+    """Be a process of its own: deaf to the terminal, with nothing to do at the trainer's exit."""
+    os.setpgid(0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whatever ends is forgotten
+    atexit._clear()
+    sys.settrace(None)
+    sys.setprofile(None)
+    # A notebook's streams lead to threads that are not here.
+    sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - as long as the process
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )

@@ -1,0 +1,103 @@
+"""A driver of its own for test_forkserver.py; its first argument says what happens to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from dpex import DpexDataLoader
+
+
+class Tells:
+    """Sample i is i, the worker's parent, and what only a fork of the trainer can know."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Any:
+        return index, os.getpid(), os.getppid(), getattr(sys, "of_the_trainer", 0)
+
+
+def loader_of(**arguments: Any) -> DpexDataLoader[Any]:
+    return DpexDataLoader(
+        Tells(),
+        batch_size=8,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+        **arguments,
+    )
+
+
+def read(loader: DpexDataLoader[Any]) -> tuple[set[int], set[int], bool]:
+    """Pids of the workers, those of their parents, and whether they are forks of this process."""
+    columns = [torch.cat(parts).tolist() for parts in zip(*loader, strict=True)]
+    assert columns[0] == list(range(80))
+    return set(columns[1]), set(columns[2]), set(columns[3]) == {os.getpid()}
+
+
+def ended(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def wait_for_the_end(pids: set[int]) -> None:
+    deadline = time.monotonic() + 30
+    while not all(map(ended, pids)):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.05)
+
+
+def forked() -> Any:
+    _, parents, forks = read(loader_of())
+    return [forks, len(parents)]
+
+
+def spawned() -> Any:
+    return read(loader_of(multiprocessing_context="spawn"))[2]
+
+
+def with_ray_loaded() -> Any:
+    import ray
+
+    assert ray.__version__
+    return read(loader_of())[2]
+
+
+def after_shutdown() -> Any:
+    loader = loader_of()
+    workers, _, first = read(loader)
+    import ray
+
+    ray.shutdown()
+    wait_for_the_end(workers)
+    others, _, second = read(loader)
+    return [first, second, bool(workers & others)]
+
+
+def without_server() -> Any:
+    loader = loader_of()
+    workers, parents, first = read(loader)
+    os.kill(*parents, signal.SIGKILL)
+    wait_for_the_end(workers | parents)
+    return [first, read(loader)[2]]
+
+
+def killed() -> Any:
+    loader = loader_of(persistent_workers=True)
+    result = read(loader)[2]
+    print(json.dumps(result), flush=True)
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
+    print(json.dumps(globals()[sys.argv[1]]()), flush=True)

@@ -1,0 +1,66 @@
+"""Workers of an embedded Ray are forks of the trainer, where torch's own would be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_programs import environment, processes_in, spawn, wait_until, workplace
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux" or sys.version_info >= (3, 14), reason="no forks"),
+]
+
+PROGRAM = Path(__file__).with_name("fork_program.py")
+
+
+def outcome_of(scenario: str) -> Any:
+    with workplace() as place:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), scenario],
+            cwd=place,
+            env=environment(place),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_workers_are_forks_of_the_trainer() -> None:
+    assert outcome_of("forked") == [True, 1]
+
+
+def test_another_start_method_means_no_forks() -> None:
+    assert outcome_of("spawned") is False
+
+
+def test_a_process_that_has_loaded_ray_is_not_forked() -> None:
+    assert outcome_of("with_ray_loaded") is False
+
+
+def test_workers_end_with_their_ray_and_a_new_one_forks_again() -> None:
+    assert outcome_of("after_shutdown") == [True, True, False]
+
+
+def test_ray_starts_the_workers_when_the_server_has_gone() -> None:
+    assert outcome_of("without_server") == [True, False]
+
+
+def test_workers_end_with_a_trainer_that_is_killed() -> None:
+    with workplace() as place:
+        trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
+        assert trainer.stdout is not None
+        assert json.loads(trainer.stdout.readline()) is True
+        trainer.kill()
+        trainer.wait()
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
