@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
 from dpex.cluster.connect import connect, parse_address
+from dpex.fetch import Job
 from dpex.iterator import ClusterIter, Generations
+from dpex.pickling import Pickled, dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -169,9 +172,14 @@ class DpexDataLoader(DataLoader[T_co]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self._distributed:
             return super()._get_iterator()
+
+        @functools.cache
+        def pickle_job() -> Pickled:
+            return dump(self._job(), "loader")
+
         state = self._cluster
         if state is None or not state.session.alive:
-            connection = connect(self.head_address, fork_workers=self._forks)
+            connection = connect(self.head_address, bequest=pickle_job if self._forks else None)
             from dpex.cluster.session import Session  # loads Ray
 
             session = Session(
@@ -180,7 +188,17 @@ class DpexDataLoader(DataLoader[T_co]):
                 in_order=self.in_order,
             )
             state = self._cluster = _ClusterState(self, session)
-        return ClusterIter(self, state.session, state.planner, state.generations)
+        job_key = state.session.store(pickle_job)
+        return ClusterIter(self, job_key, state.session, state.planner, state.generations)
+
+    def _job(self) -> Job:
+        return Job(
+            dataset=self.dataset,
+            collate_fn=self.collate_fn,
+            worker_init_fn=self.worker_init_fn,
+            num_workers=self.num_workers,
+            auto_collation=self._auto_collation,
+        )
 
     def check_worker_number_rationality(self) -> None:
         """Compare num_workers with this host's cores, unless the workers are elsewhere."""

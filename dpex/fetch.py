@@ -25,7 +25,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from dpex.errors import SerializationError
 from dpex.frame import Entry
-from dpex.pickling import Pickled, dump, load
+from dpex.pickling import Pickled, dump
 from dpex.seeding import sample_seed, seed_generators, stream_key
 
 __all__ = ["Chunk", "Job", "Run", "fetch_chunk"]
@@ -119,7 +119,7 @@ class _Copy:
 
 def fetch_chunk(
     chunk: Chunk,
-    read_job: Callable[[], Pickled],
+    read_job: Callable[[], Job],
     where: str,
     cancelled: Callable[[], bool],
 ) -> Iterator[tuple[Entry, float, float]]:
@@ -127,7 +127,7 @@ def fetch_chunk(
 
     Args:
         chunk: What to make.
-        read_job: Reads the pickled ``Job``.
+        read_job: Makes one more copy of the ``Job``, which nobody else has.
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
 
@@ -162,13 +162,13 @@ class _Cancelled(Exception):
     """The consumer has gone."""
 
 
-def _copy_of(slot: tuple[str, int, int], read_job: Callable[[], Pickled], oldest: int) -> _Copy:
+def _copy_of(slot: tuple[str, int, int], read_job: Callable[[], Job], oldest: int) -> _Copy:
     """Return this process's copy of a dataset, made on first use."""
     copy = _copies.get(slot)
     if copy is None:
         for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
             del _copies[stale]
-        copy = _copies[slot] = _Copy(load(read_job()))
+        copy = _copies[slot] = _Copy(read_job())
         most_workers = max(c.job.num_workers for c in _copies.values())
         while len(_copies) > max(_MAX_COPIES, 2 * most_workers):
             _copies.popitem(last=False)
@@ -215,7 +215,7 @@ def _worker_initial_seed() -> int:
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
-def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Pickled]) -> Job:
+def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Job:
     """Be a logical worker, as far as torch and the user's code can see."""
     global _initial_seed
     slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)

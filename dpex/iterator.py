@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
 from dpex.errors import ChunkLostError, DpexError, SerializationError
-from dpex.fetch import Chunk, Job, Run
+from dpex.fetch import Chunk, Run
 
 if TYPE_CHECKING:
     from dpex.cluster.session import RemoteRun, Session
@@ -42,6 +42,7 @@ class ClusterIter(_BaseDataLoaderIter):
 
     Args:
         loader: The loader.
+        job_key: What ``session.store`` returned for its job.
         session: Its part of the cluster.
         planner: Sizes the chunks; knows what batches cost in earlier iterations.
         generations: Counts dataset copies, and knows the oldest one still in use.
@@ -53,6 +54,7 @@ class ClusterIter(_BaseDataLoaderIter):
     def __init__(
         self,
         loader: DpexDataLoader[Any],
+        job_key: str,
         session: Session,
         planner: ChunkPlanner,
         generations: Generations,
@@ -63,7 +65,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._generations = generations
         self._loader_options = _Options(loader)
         self._epoch = -1
-        self._job_key = session.store(self._loader_options.job(self))
+        self._job_key = job_key
         self._generation = generations.open(self)
         self._guaranteed = planner.guaranteed
         self._run: RemoteRun | None = None
@@ -422,13 +424,3 @@ class _Options:
     def sampler_epoch(self) -> tuple[Any, ...]:
         """Return the epochs that the samplers say they are in."""
         return tuple(getattr(sampler, "epoch", None) for sampler in self._samplers)
-
-    def job(self, iterator: ClusterIter) -> Job:
-        """Return what the workers need."""
-        return Job(
-            dataset=iterator._dataset,
-            collate_fn=iterator._collate_fn,
-            worker_init_fn=self.worker_init_fn,
-            num_workers=iterator._num_workers,
-            auto_collation=iterator._auto_collation,
-        )

@@ -22,10 +22,11 @@ from typing import Any, cast
 import cloudpickle
 import numpy as np
 import torch
+import xxhash
 
 from dpex.errors import SerializationError
 
-__all__ = ["Pickled", "dump", "dump_in_band", "load", "local_modules_by_value"]
+__all__ = ["Pickled", "dump", "dump_in_band", "load", "local_modules_by_value", "own_copy"]
 
 # A smaller buffer stays in the stream: one more out-of-band buffer costs more than its copy.
 _OUT_OF_BAND_BYTES = 2048
@@ -47,6 +48,14 @@ class Pickled:
     head: bytes
     buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
     tensor_slots: frozenset[int] = frozenset()
+
+    @property
+    def digest(self) -> str:
+        """128 bits (XXH3) that stand for the contents: equal where those are."""
+        digest = xxhash.xxh3_128(self.head)
+        for buffer in self.buffers:
+            digest.update(buffer.data)
+        return str(digest.hexdigest())
 
     @property
     def size_bytes(self) -> int:
@@ -172,36 +181,38 @@ def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
     return Pickled(file.getvalue(), pickler.buffers, frozenset(pickler.tensor_slots))
 
 
-def load(
-    pickled: Pickled, copy: Callable[[np.ndarray[Any, Any]], torch.Tensor] | None = None
-) -> Any:
+Bytes = np.ndarray[Any, Any]
+"""Memory, as a flat uint8 array."""
+
+
+def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None = None) -> Any:
     """Unpickle an object into memory of its own.
 
     Args:
         pickled: What ``dump`` returned; its buffers may be read-only views.
-        copy: Copies one flat uint8 array into a fresh flat uint8 tensor. Pinned memory is made
-            here, so that pinning costs no copy of its own.
+        take: Returns one buffer's bytes in memory for the object to keep; by default a copy.
+            Pinned memory is made here, so that pinning costs no copy of its own.
 
     Returns:
-        The object; its arrays and tensors are writable and share memory with nothing.
+        The object; by default its arrays and tensors are writable and share memory with nothing.
     """
-    copy = copy or copy_to_tensor
     buffers: list[Any] = []
     for slot, buffer in enumerate(pickled.buffers):
-        own = copy(buffer)
-        buffers.append(own if slot in pickled.tensor_slots else own.numpy())
+        own = (take or own_copy)(buffer)
+        in_tensor = slot in pickled.tensor_slots
+        buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
     return pickle.loads(pickled.head, buffers=buffers)
 
 
-def copy_to_tensor(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Copy a flat uint8 array into a fresh tensor.
+def own_copy(buffer: Bytes) -> Bytes:
+    """Copy memory.
 
     numpy asks the kernel for huge pages where torch does not: with small ones, a fresh batch of
     38 MB costs four times its copy in page faults.
     """
     own = np.empty(buffer.nbytes, dtype=np.uint8)
     np.copyto(own, buffer)
-    return torch.from_numpy(own)
+    return own
 
 
 def _unpicklable_path(obj: Any, path: str, depth: int = 0) -> str:

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpex import DpexDataLoader
@@ -44,7 +46,7 @@ def read(loader: DpexDataLoader[Any]) -> tuple[set[int], set[int], bool]:
 
 
 def ended(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+    with contextlib.suppress(OSError), Path(f"/proc/{pid}/stat").open() as file:
         return file.read().rpartition(")")[2].split()[0] == "Z"
     return True
 
@@ -59,6 +61,58 @@ def wait_for_the_end(pids: set[int]) -> None:
 def forked() -> Any:
     _, parents, forks = read(loader_of())
     return [forks, len(parents)]
+
+
+class Counts:
+    """Samples that change the dataset they come from, in memory that a fork inherits."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((8, 1 << 18))
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.counts += 1
+        return float(self.counts[index, index])
+
+
+def fresh_copies() -> Any:
+    """Two iterations over a dataset that every worker changes, with one copy a worker or more."""
+    seen = []
+    for init in (None, int):
+        loader: DpexDataLoader[Any] = DpexDataLoader(
+            Counts(),
+            num_workers=2,
+            distribute_mode=True,
+            head_address="local",
+            worker_init_fn=init,
+        )
+        for _ in range(2):
+            epoch = [float(batch) for batch in loader]
+            seen.append(sorted(epoch))
+    return seen
+
+
+def random_ids() -> Any:
+    """What the workers draw as ids of objects; none may come twice."""
+    import ray
+
+    drawn = list(DpexDataLoader(Draws(), num_workers=2, distribute_mode=True, batch_size=None))
+    assert ray.is_initialized()
+    return [len(drawn), len(set(drawn))]
+
+
+class Draws:
+    """Samples that are random ids of the library in the worker."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        import ray
+
+        return ray.ObjectID.from_random().hex()
 
 
 def spawned() -> Any:

@@ -27,6 +27,24 @@ class Plain:
         return torch.full((3,), float(index)), index
 
 
+class LargeArray(Plain):
+    """Samples that change the large array they come from, and tell what memory that is."""
+
+    def __init__(self) -> None:
+        super().__init__(20)
+        self.array = np.zeros((20, 1 << 16))
+
+    def __getitem__(self, index: int) -> Any:
+        self.array[index] += 1
+        start = self.array.__array_interface__["data"][0]
+        with Path("/proc/self/maps").open() as maps:
+            for line in maps:
+                low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+                if low <= start < high:
+                    shared = "plasma" in line and line.split()[1] == "rw-p"
+        return float(self.array[index].sum()), shared
+
+
 class DividesByZero(Plain):
     def __getitem__(self, index: int) -> Any:
         return 1 / (index - 57), index

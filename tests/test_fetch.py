@@ -86,7 +86,7 @@ def read(
         sizes = [len(b) if isinstance(b, list) else 1 for b in batches]
         positions = [sum(sizes[:k]) for k in range(len(sizes))]
     chunk = Chunk(run or make_run(), 0, first_batch, batches, positions)
-    entries = fetch_chunk(chunk, lambda: pickled, "node here, pid 1", lambda: False)
+    entries = fetch_chunk(chunk, lambda: load(pickled), "node here, pid 1", lambda: False)
     return [load(entry.value) for entry, _, _ in entries]
 
 
@@ -271,5 +271,5 @@ def test_nothing_is_made_once_nobody_waits() -> None:
     pickled = dump(Job(range(100), list, None, 1, True), "loader")
     asked = iter([False, False, True])
     chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
-    made = list(fetch_chunk(chunk, lambda: pickled, "here", lambda: next(asked)))
+    made = list(fetch_chunk(chunk, lambda: load(pickled), "here", lambda: next(asked)))
     assert [load(entry.value) for entry, _, _ in made] == [[0, 1]]

@@ -40,6 +40,17 @@ def test_workers_are_forks_of_the_trainer() -> None:
     assert outcome_of("forked") == [True, 1]
 
 
+def test_no_two_forks_draw_the_same_ids() -> None:
+    assert outcome_of("random_ids") == [40, 40]
+
+
+def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
+    for first, second in zip(*[iter(outcome_of("fresh_copies"))] * 2, strict=True):
+        # The sum over copies does not depend on which worker made how many samples.
+        assert first[0] == second[0] == 1.0
+        assert max(*first, *second) <= 8.0
+
+
 def test_another_start_method_means_no_forks() -> None:
     assert outcome_of("spawned") is False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_programs import wait_until
-from living import Plain, Remembers, Slow
+from living import LargeArray, Plain, Remembers, Slow
 from torch.utils.data import DataLoader
 
 from dpex import DpexDataLoader
@@ -240,3 +241,12 @@ def test_a_thousand_kept_batches_stay_what_they_were() -> None:
     assert all(
         torch.equal(tensor, torch.full((5, 3), 1.0) * index[:, None]) for tensor, index in kept
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_arrays_are_the_store_s_memory_until_they_are_written_to() -> None:
+    loader = loader_of(LargeArray(), batch_size=None)
+    for _ in range(2):
+        sums, shared = zip(*loader, strict=True)
+        assert sums == (float(1 << 16),) * 20  # what the last iteration wrote is not seen
+        assert all(shared)

@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpex.cluster import embedded, forkserver, keeper, versions
 from dpex.cluster.local_nodes import (
@@ -27,6 +28,9 @@ from dpex.cluster.local_nodes import (
     split,
 )
 from dpex.errors import ClusterError
+
+if TYPE_CHECKING:
+    from dpex.pickling import Pickled
 
 __all__ = ["Connection", "connect", "parse_address", "report_busy_cpus"]
 
@@ -60,12 +64,13 @@ class Connection:
     runtime_env: dict[str, Any] | None
 
 
-def connect(head_address: str, *, fork_workers: bool = False) -> Connection:
+def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) -> Connection:
     """Connect this process to the Ray that ``head_address`` names, unless it is already.
 
     Args:
         head_address: ``"auto"``, ``"local"`` or ``"host:port"``; see ``DpexDataLoader``.
-        fork_workers: Whether the workers of an embedded Ray may be forks of this process.
+        bequest: Pickles a job that the workers of an embedded Ray inherit, as forks of this
+            process; None if they must not be that.
 
     Raises:
         ClusterError: No such Ray, another one is connected, or its nodes cannot run our tasks.
@@ -82,7 +87,7 @@ def connect(head_address: str, *, fork_workers: bool = False) -> Connection:
         # Not to be imported here: this process may have to be forked before Ray is loaded.
         ray = sys.modules.get("ray")
         connected = ray is not None and ray.is_initialized()
-        connection = _existing(request) if connected else _new(request, fork_workers)
+        connection = _existing(request) if connected else _new(request, bequest)
         _current = (_session(), connection)
         return connection
 
@@ -152,7 +157,7 @@ def _existing(request: str) -> Connection:
     return known or _checked("existing")
 
 
-def _new(request: str, fork_workers: bool) -> Connection:
+def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
     name = "head_address"
     if request == "auto":
         variable = os.environ.get("RAY_ADDRESS", "").strip()
@@ -162,7 +167,7 @@ def _new(request: str, fork_workers: bool) -> Connection:
         else:
             request = _running_cluster() or "local"
     if request == "local":
-        return _embedded(fork_workers)
+        return _embedded(bequest)
     _join(request, name)
     try:
         return _checked("cluster")
@@ -177,10 +182,10 @@ def _checked(kind: Literal["existing", "cluster"]) -> Connection:
     return Connection(kind, _session()[0], single_host, runtime_env)
 
 
-def _embedded(fork_workers: bool) -> Connection:
+def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
     job = keeper.shared_job()
     if job is None:
-        embedded.start(forkserver.address() if fork_workers else None)
+        embedded.start(forkserver.address(bequest) if bequest is not None else None)
     else:
         variables = keeper.rank_environment()
         _join(

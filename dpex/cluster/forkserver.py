@@ -26,12 +26,16 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex.cluster.embedded import hold
 
-__all__ = ["address"]
+if TYPE_CHECKING:
+    from dpex.pickling import Pickled
+
+__all__ = ["address", "inheritance"]
 
 logger = logging.getLogger("dpex")
 
@@ -43,11 +47,18 @@ _PR_SET_PDEATHSIG = 1
 # The first job of a Ray, as its workers' environment names it.
 _OUR_JOB = "01000000"
 
+inheritance: dict[str, Pickled] = {}
+"""In a fork: the pickled job that the trainer had at that moment, by its digest. Its buffers are
+the trainer's own memory, of which this process has whatever it writes to for itself."""
+
 _address: str | None = None
 
 
-def address() -> str | None:
+def address(bequest: Callable[[], Pickled]) -> str | None:
     """Fork the server, once per process, and return where it answers.
+
+    Args:
+        bequest: Pickles the job that the forks inherit.
 
     Returns:
         ``"name/token"``, an abstract socket's name and what a request must carry. None where the
@@ -56,6 +67,7 @@ def address() -> str | None:
     """
     global _address
     if _address is None and hasattr(os, "pidfd_open") and "ray" not in sys.modules:
+        job = bequest()
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("\0" + name)
@@ -70,6 +82,7 @@ def address() -> str | None:
                 return None
             if pid == 0:
                 os.close(alive_end)
+                inheritance[job.digest] = job
                 _serve(listener, our_life, token)
             os.close(our_life)
             hold(alive_end)
@@ -84,11 +97,15 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
         # The library reads these when it is loaded. A worker ends when the process named here
         # does: the server, and with Ray's node, which is not there yet, the server sees to it.
         os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
-        for module in _PRELOADED:
-            importlib.import_module(module)
-        gc.collect()
-        gc.freeze()  # a collection in a worker must not touch, and thereby copy, what is shared
-        _Server(listener, trainers_life, token).run()
+        from dpex.cluster.private import random_ids_untouched, untouched_random_ids
+
+        with untouched_random_ids():
+            for module in _PRELOADED:
+                importlib.import_module(module)
+        if random_ids_untouched():
+            gc.collect()
+            gc.freeze()  # a collection in a worker must not touch, and so copy, what is shared
+            _Server(listener, trainers_life, token).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dpex.cluster.forkserver import inheritance
 from dpex.cluster.private import FedExecution, tune_host_process
-from dpex.cluster.stages import NAMESPACE, Pipeline, build, chunk_table
+from dpex.cluster.stages import NAMESPACE, Pipeline, build, chunk_table, store_job
 
 __all__ = ["Reply", "get_host"]
 
@@ -142,6 +143,7 @@ class _Host:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
         self._closed = _Recent()
         self._cancelled = _Recent()
+        self._stored_jobs: dict[str, ray.ObjectRef] = {}
         tune_host_process(self._note_error)
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -212,6 +214,16 @@ class _Host:
                 return reply
             await lane.changed.wait()
         return Reply(ended=True)
+
+    async def inherits(self, job_key: str) -> bool:
+        """Tell whether this process, and with it the workers, inherit a job."""
+        return job_key in inheritance
+
+    async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
+        """Put an inherited job into the object store, for a worker that needs another copy."""
+        if job_key not in self._stored_jobs:
+            self._stored_jobs[job_key] = store_job(inheritance[job_key])
+        return [self._stored_jobs[job_key]]
 
     async def cancel(self, lane_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""

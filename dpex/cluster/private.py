@@ -7,6 +7,8 @@ What they buy is speed, never results:
 * an executor that polls as often as the consumer needs, and starts no helper actors
   (public: 100 ms polls, two actors beside it);
 * a block iterator that leaves no thread behind (public: one parked thread per iteration);
+* dataset copies that share the object store's memory until they write to it
+  (public: a copy in every worker process);
 * an embedded Ray that is there in a second and takes workers from a fork server
   (public: three seconds, and every worker imports torch anew).
 
@@ -20,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import mmap
 import os
 import tempfile
 import threading
@@ -29,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import ray
 
 if TYPE_CHECKING:
@@ -42,9 +46,12 @@ __all__ = [
     "fast_executor_available",
     "leak_free_batch_iterator",
     "lean_start",
+    "private_mapping",
+    "random_ids_untouched",
     "ref_bundle",
     "reread_environment",
     "tune_host_process",
+    "untouched_random_ids",
     "upload_package",
 ]
 
@@ -160,6 +167,49 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     finally:
         for (owner, name), original in originals.items():
             setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def untouched_random_ids() -> Iterator[None]:
+    """Let modules of Ray load without starting the library's generator of random ids.
+
+    Forks of a process where it has started would all draw the same ids. What starts it is that
+    classes of actors get one when they are declared.
+    """
+    from ray import actor
+
+    if not hasattr(actor, "ActorClassID"):
+        yield
+        return
+    original = actor.ActorClassID
+
+    class FromTheSystem:
+        """Stands in for the class of ids."""
+
+        @staticmethod
+        def from_random() -> Any:
+            """Draw an id from the operating system."""
+            return original(os.urandom(len(original.nil().binary())))
+
+    actor.ActorClassID = FromTheSystem
+    try:
+        yield
+    finally:
+        actor.ActorClassID = original
+
+
+def random_ids_untouched() -> bool:
+    """Tell whether two forks of this process would draw different random ids."""
+    drawn = set()
+    for _ in range(2):
+        readable, writable = os.pipe()
+        if os.fork() == 0:
+            os.write(writable, ray.ObjectID.from_random().binary())
+            os._exit(0)
+        os.close(writable)
+        drawn.add(os.read(readable, 64))
+        os.close(readable)
+    return len(drawn) == 2
 
 
 def ref_bundle(block: Block) -> Any:
@@ -529,6 +579,65 @@ def reread_environment() -> None:
     config = getattr(ray._raylet, "Config", None)
     if config is not None:
         config.initialize("")
+
+
+# Mapping takes a system call or two and a page fault for every 64 KB.
+_MAPPED_BYTES = 1 << 20
+
+
+def private_mapping(view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """Map a large flat uint8 view of the object store so that its pages are copied when written.
+
+    Ray's object store is a file in memory without a name, which the node's raylet has open.
+    Mapped once more, and privately, it costs the memory of what the worker changes in it.
+
+    Returns:
+        The same bytes, writable; None where they have to be copied.
+    """
+    if view.nbytes >= _MAPPED_BYTES and os.environ.get("DPEX_PUBLIC_RAY_ONLY") != "1":
+        with contextlib.suppress(OSError, ValueError, StopIteration, KeyError):
+            return _map_again(view, Path("/proc", os.environ["RAY_RAYLET_PID"], "fd"))
+    return None
+
+
+class _PrivateMapping(mmap.mmap):
+    """Memory of the object store, which stays as it is as long as ``source`` lives."""
+
+    source: np.ndarray[Any, Any]
+
+
+def _map_again(view: np.ndarray[Any, Any], open_files: Path) -> np.ndarray[Any, Any]:
+    address = view.__array_interface__["data"][0]
+    with Path("/proc/self/maps").open() as maps:
+        for line in maps:
+            span, _, offset, device, inode, *_ = line.split(maxsplit=5)
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address and address + view.nbytes <= end:
+                break
+        else:
+            raise ValueError(f"{address:#x} is not mapped in one piece")
+    major, minor = (int(number, 16) for number in device.split(":"))
+    file = next(
+        path
+        for path in open_files.iterdir()
+        if (status := path.stat()).st_ino == int(inode)
+        and status.st_dev == os.makedev(major, minor)
+    )
+    position = int(offset, 16) + address - start
+    page = position - position % mmap.ALLOCATIONGRANULARITY
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        mapping = _PrivateMapping(
+            descriptor,
+            position - page + view.nbytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=page,
+        )
+    finally:
+        os.close(descriptor)
+    mapping.source = view
+    return np.frombuffer(mapping, np.uint8)[position - page :]
 
 
 def leak_free_batch_iterator(iterator: Any) -> Any:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from dpex.cluster.blocks import Receiver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
-from dpex.cluster.stages import Pipeline
+from dpex.cluster.stages import Pipeline, store_job
 from dpex.errors import DatasetTooLargeError
-from dpex.fetch import Chunk, Job, Run
-from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
+from dpex.fetch import Chunk, Run
+from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
 
 __all__ = ["RemoteRun", "Session"]
 
@@ -39,9 +36,17 @@ class _Lane:
 
 @dataclass(frozen=True)
 class _StoredJob:
+    """The job that workers can read.
+
+    Attributes:
+        key: Digest of its bytes.
+        refs: Reference to them in the object store; none where workers inherit them.
+        inherited: The bytes, where workers inherit them: views of the user's own memory.
+    """
+
     key: str
-    ref: ray.ObjectRef
-    pickled: Pickled
+    refs: list[ray.ObjectRef]
+    inherited: Pickled | None
 
 
 class Session:
@@ -63,8 +68,8 @@ class Session:
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
         self._in_order = in_order
-        self._start()
         self._stored: _StoredJob | None = None
+        self._start()
 
     @property
     def alive(self) -> bool:
@@ -84,11 +89,14 @@ class Session:
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 
-    def store(self, job: Job) -> str:
+    def store(self, pickle_job: Callable[[], Pickled]) -> str:
         """Put a loader's job where workers find it, unless the same bytes are there already.
 
+        Args:
+            pickle_job: Pickles a ``Job``.
+
         Returns:
-            The key of these bytes.
+            The digest of its bytes.
 
         Raises:
             DatasetTooLargeError: The object store is smaller than the pickled job.
@@ -97,9 +105,16 @@ class Session:
         # A node of another host has not the files beside the user's script.
         here_only = self._connection.single_host
         with contextlib.nullcontext() if here_only else local_modules_by_value():
-            pickled = dump(job, "loader")
-        if self._stored is not None and _equal(self._stored.pickled, pickled):
-            return self._stored.key
+            pickled = pickle_job()
+        key = pickled.digest
+        if self._stored is None or self._stored.key != key:
+            self._stored = self._place(key, pickled)
+        return key
+
+    def _place(self, key: str, pickled: Pickled) -> _StoredJob:
+        embedded = self._connection.kind == "embedded"
+        if embedded and ray.get(self._host.actor.inherits.remote(key)):
+            return _StoredJob(key, [], pickled)
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
             raise DatasetTooLargeError(
@@ -107,12 +122,7 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
-        search_path = [str(Path(path).resolve()) for path in sys.path]
-        ref = ray.put((search_path, pickled.head, pickled.buffers, pickled.tensor_slots))
-        # What is compared with next time are views of the stored bytes, not the user's arrays.
-        stored = Pickled(*ray.get(ref)[1:])
-        self._stored = _StoredJob(uuid.uuid4().hex, ref, stored)
-        return self._stored.key
+        return _StoredJob(key, [store_job(pickled)], None)
 
     def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
         """Begin an iteration.
@@ -126,14 +136,15 @@ class Session:
         if self._host.lost:
             self._start()
         pipeline = Pipeline(
-            [self._stored.ref], job_key, self._host.name, self._in_order, self._options
+            self._stored.refs, job_key, self._host.name, self._in_order, self._options
         )
         try:
             lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
         except ray.exceptions.RayActorError:
             self._host.lost = True
             self._start()
-            lane = self._lanes.new(run, replace(pipeline, host_name=self._host.name))
+            pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
+            lane = self._lanes.new(run, pipeline)
         receiver = Receiver(self._host.actor, lane.key, run.key, pin_memory=pin_memory)
         return RemoteRun(self._host, lane, run.key, receiver)
 
@@ -144,6 +155,9 @@ class Session:
         # Iterators keep the session, so it outlives a loader that is dropped before them.
         self._release = weakref.finalize(self, self._lanes.close)
         self._release.atexit = False
+        if self._stored is not None and self._stored.inherited is not None:
+            # The host may have gone together with the fork server.
+            self._stored = self._place(self._stored.key, self._stored.inherited)
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
@@ -254,14 +268,6 @@ class RemoteRun:
             if ray.is_initialized():
                 self._host.actor.cancel.remote(self._lane.key, self._run)
             self._lane.busy = False
-
-
-def _equal(old: Pickled, new: Pickled) -> bool:
-    return (
-        old.head == new.head
-        and len(old.buffers) == len(new.buffers)
-        and all(map(np.array_equal, old.buffers, new.buffers))
-    )
 
 
 def _store_capacity() -> int:

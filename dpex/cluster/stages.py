@@ -6,20 +6,25 @@ import os
 import pickle
 import sys
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import ray
 import ray.data
 
+from dpex.cluster.forkserver import inheritance
+from dpex.cluster.private import private_mapping
+
 if TYPE_CHECKING:
+    from dpex.fetch import Job
     from dpex.pickling import Pickled
 
-__all__ = ["NAMESPACE", "Pipeline", "build", "chunk_table", "make_batches"]
+__all__ = ["NAMESPACE", "Pipeline", "build", "chunk_table", "make_batches", "store_job"]
 
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
@@ -37,7 +42,9 @@ _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
 _MAX_JOBS = 2
 
-_job_refs: OrderedDict[str, Pickled] = OrderedDict()
+# Which copy of an inherited job uses the very memory that was inherited.
+_borrowers: dict[str, weakref.ref[Job]] = {}
+_stored_jobs: OrderedDict[str, Pickled] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,8 @@ class Pipeline:
 
     Attributes:
         job: Reference to the driver's ``sys.path`` and the parts of the pickled ``Job``, in a
-            list so that Ray does not resolve it.
-        job_key: Identity of the job's bytes.
+            list so that Ray does not resolve it; empty where workers inherit the job.
+        job_key: Digest of the job's bytes.
         host_name: Name of the host actor, asked whether a chunk is still wanted.
         in_order: Whether blocks keep the order of the chunks.
         options: Ray options of one worker.
@@ -116,8 +123,8 @@ def make_batches(
 
     Args:
         table: One row, as ``chunk_table`` made it.
-        job: Reference to the pickled ``Job``.
-        job_key: Identity of the job's bytes.
+        job: Reference to the pickled ``Job``, if it is in the object store.
+        job_key: Digest of the job's bytes.
         host_name: Name of the host actor.
 
     Yields:
@@ -137,7 +144,7 @@ def make_batches(
     opened = time.monotonic()
     batches = fetch_chunk(
         chunk,
-        lambda: _read_job(job[0], job_key),
+        lambda: _read_job(job, job_key, host_name),
         _here(),
         interest.lost_now_and_then,
     )
@@ -152,19 +159,41 @@ def make_batches(
             opened = time.monotonic()
 
 
-def _read_job(ref: ray.ObjectRef, job_key: str) -> Pickled:
-    """Read the pickled job; its buffers are views of the object store."""
-    from dpex.pickling import Pickled
+def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
+    """Make one more copy of a job; large arrays are copied where and when they are written to."""
+    from dpex.pickling import Pickled, load, own_copy
 
-    pickled = _job_refs.get(job_key)
+    inherited = inheritance.get(job_key)
+    if inherited is not None:
+        borrower = _borrowers.get(job_key)
+        # Once the last copy has gone its memory serves again, if it was left as it is.
+        if borrower is None or (borrower() is None and inherited.digest == job_key):
+            copy: Job = load(inherited, lambda buffer: buffer)
+            _borrowers[job_key] = weakref.ref(copy)
+            return copy
+    pickled = _stored_jobs.get(job_key)
     if pickled is None:
-        search_path, *content = ray.get(ref)
+        if not job:  # one more copy, in a process that inherited the first
+            host = ray.get_actor(host_name, namespace=NAMESPACE)
+            job = ray.get(host.stored_job.remote(job_key))
+        search_path, *content = ray.get(job[0])
         # What the script can import a worker of its host can, as with torch's spawned workers.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
-        pickled = _job_refs[job_key] = Pickled(*content)
-        while len(_job_refs) > _MAX_JOBS:
-            _job_refs.popitem(last=False)
-    return pickled
+        pickled = _stored_jobs[job_key] = Pickled(*content)
+        while len(_stored_jobs) > _MAX_JOBS:
+            _stored_jobs.popitem(last=False)
+
+    def take(view: Any) -> Any:
+        mapped = private_mapping(view)
+        return own_copy(view) if mapped is None else mapped
+
+    return cast("Job", load(pickled, take))
+
+
+def store_job(pickled: Pickled) -> ray.ObjectRef:
+    """Put a pickled job where workers of all nodes find it."""
+    search_path = [str(Path(path).resolve()) for path in sys.path]
+    return ray.put((search_path, pickled.head, pickled.buffers, pickled.tensor_slots))
 
 
 def _here() -> str:
