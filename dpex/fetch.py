@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import default_collate
 from dpex.errors import SerializationError
 from dpex.frame import Entry
 from dpex.pickling import Pickled, dump
-from dpex.seeding import sample_seed, seed_generators, stream_key
+from dpex.seeding import Habits, sample_seed, seed_generators, stream_key
 
 __all__ = ["Chunk", "Job", "Run", "fetch_chunk"]
 
@@ -114,6 +114,7 @@ class Chunk:
 @dataclass
 class _Copy:
     job: Job
+    habits: Habits
     initialised: bool = False
 
 
@@ -142,8 +143,8 @@ def fetch_chunk(
         started, cpu_started = time.perf_counter(), time.process_time()
         at = _At("indices", indices)
         try:
-            job = _enter_worker(worker_id, chunk.run, read_job)
-            value = _fetch(job, indices, key, chunk.positions[place], cancelled, at)
+            copy = _enter_worker(worker_id, chunk.run, read_job)
+            value = _fetch(copy, indices, key, chunk.positions[place], cancelled, at)
             entry = Entry(batch, dump(value, "batch"), failed=False)
         except _Cancelled:
             return
@@ -166,9 +167,10 @@ def _copy_of(slot: tuple[str, int, int], read_job: Callable[[], Job], oldest: in
     """Return this process's copy of a dataset, made on first use."""
     copy = _copies.get(slot)
     if copy is None:
+        habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
         for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
             del _copies[stale]
-        copy = _copies[slot] = _Copy(read_job())
+        copy = _copies[slot] = _Copy(read_job(), habits or Habits())
         most_workers = max(c.job.num_workers for c in _copies.values())
         while len(_copies) > max(_MAX_COPIES, 2 * most_workers):
             _copies.popitem(last=False)
@@ -215,7 +217,7 @@ def _worker_initial_seed() -> int:
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
-def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Job:
+def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> _Copy:
     """Be a logical worker, as far as torch and the user's code can see."""
     global _initial_seed
     slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)
@@ -232,7 +234,7 @@ def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Job:
             np.random.seed(torch_worker._generate_state(run.base_seed, worker_id))
             job.worker_init_fn(worker_id)
         copy.initialised = True
-    return job
+    return copy
 
 
 def _leave_worker() -> None:
@@ -242,7 +244,7 @@ def _leave_worker() -> None:
 
 
 def _fetch(
-    job: Job,
+    copy: _Copy,
     indices: Any,
     key: int,
     position: int,
@@ -252,34 +254,55 @@ def _fetch(
     """Do what torch's ``_MapDatasetFetcher.fetch`` does, each sample seeded.
 
     Args:
-        job: Dataset and collate_fn.
+        copy: Dataset and collate_fn.
         indices: One batch of indices; a single index without automatic batching.
         key: Key of the epoch's seeds.
         position: Place of the first sample in the epoch.
         cancelled: Asked between samples.
         at: Kept at the index being read, for error messages.
     """
-    dataset = job.dataset
+    job, dataset = copy.job, copy.job.dataset
     if not job.auto_collation:
         at.set("index", indices)
         seed_generators(sample_seed(key, position))
         return job.collate_fn(dataset[indices])
     if getattr(dataset, "__getitems__", None):
         seed_generators(sample_seed(key, position))
-        samples = dataset.__getitems__(indices)
-    else:
+        return _collate(job, dataset.__getitems__(indices), at, indices)
+    habits = copy.habits
+    while True:
+        habits.begin(sample_seed(key, position))
+        at.set("index", None)
         samples = []
-        for place, index in enumerate(indices):
-            at.set("index", index)
-            seed_generators(sample_seed(key, position + place))
-            samples.append(dataset[index])
-            if cancelled():
-                raise _Cancelled
+        try:
+            for place, index in enumerate(indices):
+                at.value = index
+                if place and habits.need_seeds:
+                    habits.seed(sample_seed(key, position + place))
+                samples.append(dataset[index])
+                if cancelled():
+                    raise _Cancelled
+            batch = _collate(job, samples, at, indices)
+        except _Cancelled:
+            raise
+        except Exception:
+            if habits.end_of_batch():
+                raise
+        else:
+            if habits.end_of_batch():
+                return batch
+
+
+def _collate(job: Job, samples: Any, at: _At, indices: Any) -> Any:
     at.set("indices", indices)
-    if job.collate_fn is default_collate:
-        # In a worker, default_collate would build the batch in a shared memory file.
-        torch_worker._worker_info = None
-    return job.collate_fn(samples)
+    info = torch_worker._worker_info
+    try:
+        if job.collate_fn is default_collate:
+            # In a worker, default_collate would build the batch in a shared memory file.
+            torch_worker._worker_info = None
+        return job.collate_fn(samples)
+    finally:
+        torch_worker._worker_info = info
 
 
 class _At:

@@ -273,3 +273,69 @@ def test_nothing_is_made_once_nobody_waits() -> None:
     chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
     made = list(fetch_chunk(chunk, lambda: load(pickled), "here", lambda: next(asked)))
     assert [load(entry.value) for entry, _, _ in made] == [[0, 1]]
+
+
+class Moody:
+    """Draws from one generator, at some samples only; one of them fails by chance."""
+
+    def __init__(self, draw: Any, moods: set[int], *, fails: bool = False) -> None:
+        self.draw = draw
+        self.moods = moods
+        self.fails = fails
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = self.draw() if index in self.moods else None
+        if self.fails and drawn is not None:
+            raise ValueError(f"by chance: {drawn}")
+        return index, drawn
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: float(torch.rand(())),
+        lambda: random.random(),
+        lambda: float(np.random.rand()),
+        lambda: float(np.random.normal()),
+    ],
+    ids=["torch", "random", "numpy", "numpy's normal"],
+)
+def test_who_begins_to_draw_late_draws_the_same(draw: Any) -> None:
+    batches = [list(range(start, start + 8)) for start in range(0, 64, 8)]
+    always = [
+        s
+        for batch in read(Moody(draw, set(range(64))), batches, run=make_run(loader="always"))
+        for s in batch
+    ]
+    late = [
+        s
+        for batch in read(Moody(draw, {13, 29, 30, 58}), batches, run=make_run(loader="late"))
+        for s in batch
+    ]
+    assert len({drawn for _, drawn in always}) == 64
+    assert late == [(i, drawn if i in {13, 29, 30, 58} else None) for i, drawn in always]
+
+
+def draw() -> float:
+    return random.random()
+
+
+def test_an_error_by_chance_is_the_same_whenever_drawing_begins() -> None:
+    batches = [list(range(start, start + 8)) for start in range(0, 32, 8)]
+    draws = {
+        i: drawn
+        for batch in read(Moody(draw, set(range(32))), batches, run=make_run(loader="always"))
+        for i, drawn in batch
+    }
+    failing = read(Moody(draw, {21}, fails=True), batches, run=make_run(loader="fails"))[2]
+    with pytest.raises(ValueError, match=f"by chance: {draws[21]}"):
+        failing.reraise()
+
+
+def test_a_collate_fn_that_draws_does_so_from_the_last_sample_s_seed() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return random.random()
+
+    batches = [[0, 1, 2], [3, 4, 5]]
+    expected = [s[-1][1] for s in read(Moody(draw, {2, 5}), batches, run=make_run(loader="some"))]
+    assert read(Counts(), batches, collate_fn=collate) == expected
