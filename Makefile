@@ -13,7 +13,7 @@ OLDEST_RAY := $(shell sed -n 's/^ *"ray\[data\]>=\([0-9]*\.[0-9]*\).*/\1/p' pypr
 OLDEST_VENV := .venv-ray-$(OLDEST_RAY)
 
 BENCH_OUT := build/bench
-BENCH_SHORT := tiny jpeg null tax
+BENCH_SHORT := tiny jpeg null ragged tabular tax
 BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks/benchmark_*.py)))
 
 DEMO_ARGS ?=
@@ -46,13 +46,15 @@ format: $(VENV)/.installed-dev ## Let ruff mend what it can
 	$(VENV)/bin/ruff format .
 
 .PHONY: bench
+bench: BENCH_ARGS = --rounds 5
 bench: $(addprefix bench-,$(BENCH_SHORT)) ## The short benchmarks, dpex against torch (< 10 minutes)
 	@$(RUN) -m benchmarks.harness $(patsubst %,$(BENCH_OUT)/%.json,$(BENCH_SHORT))
 
 .PHONY: bench-all
-bench-all: BENCH_ARGS = --rounds 15
-bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark, with more rounds
-	@$(RUN) -m benchmarks.harness $(patsubst %,$(BENCH_OUT)/%.json,$(BENCH_ALL))
+bench-all: BENCH_OUT = benchmarks/results
+bench-all: BENCH_ARGS = --all-peers
+bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (< 45 minutes)
+	$(RUN) -m benchmarks.report
 
 # One case: `make bench-jpeg`. Never two at once, also under `make -j`.
 .PHONY: $(addprefix bench-,$(BENCH_ALL))

@@ -1,12 +1,22 @@
 """What dpex costs and what it gains, one case per file.
 
-Run one with ``python -m benchmarks.benchmark_tiny``, or the short set with ``make bench``.
+Run one with ``python -m benchmarks.benchmark_tiny``, the short set with ``make bench``, everything
+with ``make bench-all``, which also writes the report.
 
 Files:
-    workloads.py       the datasets, importable by workers
-    harness.py         the clock: interleaved epochs, the JSON record, the table of ratios
-    benchmark_tiny.py  small images: the cost of a batch
-    benchmark_jpeg.py  decoding and augmenting: the cost of real work, spread over workers
-    benchmark_null.py  no work at all: the cost of moving 38 MB
-    benchmark_tax.py   what a loader costs the training loop beside it
+    workloads.py          the datasets, importable by workers
+    harness.py            the command line, the clock, the JSON record, the tables
+    goals.py              what a figure is held to, and whether it gets there
+    peers.py              the loaders that dpex is compared with
+    throughput.py         all peers in turn over one workload
+    plots.py              the SVG beside each record
+    report.py             all records, written into the documentation
+    benchmark_tiny.py     small images: the cost of a batch
+    benchmark_jpeg.py     decoding and augmenting: the cost of real work, spread over workers
+    benchmark_null.py     no work at all: the cost of moving 38 MB
+    benchmark_ragged.py   padded texts: many small batches, no two of one shape
+    benchmark_tabular.py  rows by ``__getitems__``: the cost of an index
+    benchmark_latency.py  samples that wait: far more workers than cores
+    benchmark_tax.py      what a loader costs the training loop beside it
+    benchmark_seeding.py  what seeding every sample costs
 """

@@ -4,13 +4,25 @@ Workers collate 38 MB and do nothing else, so the rate is that of moving a batch
 the training loop.
 """
 
-from benchmarks.harness import Case, arguments, compare, table
+from benchmarks.harness import Case, arguments, table
+from benchmarks.peers import TORCH_PEERS
+from benchmarks.throughput import compare
 from benchmarks.workloads import SameTensor
 
 
 def main() -> None:
     options = arguments(__doc__, "null")
-    case = Case("null", SameTensor(), batch_size=64, shuffle=False, inline_batches=16)
+    case = Case(
+        "null",
+        "one (3, 224, 224) tensor, batch 64",
+        SameTensor(),
+        batch_size=64,
+        shuffle=False,
+        inline_batches=16,
+        peers=TORCH_PEERS,
+        goals_over={"torch": 1.0},
+        goal_first_batch_ms=30.0,
+    )
     print(table([compare(case, options)]))
 
 

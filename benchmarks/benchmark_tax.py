@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.goals import Goal
 from benchmarks.harness import (
     SETTLE_S,
     arguments,
@@ -32,6 +33,7 @@ from benchmarks.harness import (
     touch,
     write,
 )
+from benchmarks.plots import bars
 from benchmarks.workloads import SleepingSamples
 
 STEP_S = 0.05
@@ -42,6 +44,7 @@ TIMED_STEPS = 80
 # What the workers may be ahead by at the end, so that they deliver as long as the clock runs.
 SPARE_BATCHES = 40
 BLOCKED_TOO_MUCH = 0.01
+GOAL_PERCENT = 3.0
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,31 @@ def main() -> None:
         record["waiting_share"][peer] = summarise([a.blocked_s / b.seconds for a, b in pairs])
         if record["waiting_share"][peer]["median"] > BLOCKED_TOO_MUCH:
             say(f"{peer}: next() waited, for data or for a core; the figure is no pure tax")
+    percents = {
+        peer: [100 * share for share in slowdown["all"]]
+        for peer, slowdown in record["slowdown"].items()
+    }
+    record["goals"] = [
+        asdict(
+            Goal.of(
+                "tax: training loop slower beside dpex",
+                percents[peer],
+                "<=",
+                GOAL_PERCENT,
+                "percent",
+            )
+        )
+        for peer in percents
+        if peer == "dpex"
+    ]
     write(record, options.out)
+    bars(
+        options.out.with_suffix(".svg"),
+        "How much slower the training loop runs beside a loader",
+        percents,
+        "%",
+        GOAL_PERCENT,
+    )
     print(table([record]))
 
 

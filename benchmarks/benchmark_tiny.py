@@ -4,13 +4,24 @@ A sample takes tens of microseconds, a batch a few milliseconds, and an epoch ha
 a loader does once per batch (a message, a task, a wake-up) shows here and nowhere else.
 """
 
-from benchmarks.harness import Case, arguments, compare, table
+from benchmarks.harness import Case, arguments, table
+from benchmarks.peers import TURN_ORDER
+from benchmarks.throughput import compare
 from benchmarks.workloads import TinyImages
 
 
 def main() -> None:
     options = arguments(__doc__, "tiny")
-    case = Case("tiny", TinyImages(), batch_size=100, shuffle=True, inline_batches=150)
+    case = Case(
+        "tiny",
+        "28x28 images through PIL and ToTensor, batch 100",
+        TinyImages(),
+        batch_size=100,
+        inline_batches=150,
+        peers=TURN_ORDER,
+        goals_over={"torch": 1.0, "rpc": 1.0, "raydata": 10.0},
+        goal_first_batch_ms=30.0,
+    )
     print(table([compare(case, options)]))
 
 

@@ -1,9 +1,4 @@
-"""The clock of every benchmark: interleaved epochs, the JSON record, the table of ratios.
-
-Peers take turns, one epoch each (A B A B), in one process tree, because a shared machine drifts by
-more than the peers differ: only neighbours compare, so the verdict is the median of the ratios of
-neighbours and not the ratio of two medians. The first epoch of each is its start-up and is
-reported apart.
+"""What all benchmarks share: the command line, the clock, the JSON record, the table of ratios.
 
 ``python -m benchmarks.harness build/bench/*.json`` prints the table of what was recorded.
 """
@@ -19,18 +14,32 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-RECORDED_PACKAGES = ("dpex", "torch", "torchvision", "ray", "pyarrow", "numpy", "pillow")
+from benchmarks.goals import goals_table
+
+RECORDED_PACKAGES = (
+    "dpex",
+    "torch",
+    "torchvision",
+    "ray",
+    "pyarrow",
+    "numpy",
+    "pillow",
+    "torchdata",
+    "spdl-core",
+    "rpcdataloader",
+)
 PAGE_SIZE_BYTES = 4_096
 SETTLE_S = 0.5
 
@@ -56,22 +65,35 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Case:
-    """What one throughput benchmark runs.
+    """What one throughput benchmark runs, and what it is to reach.
 
     Attributes:
         name: Of the workload, and of its JSON file.
+        title: What a sample is, in a table or over a figure.
         dataset: Read by every peer alike.
         batch_size: In samples.
-        shuffle: Whether the sampler is random; every peer gets the same order.
+        shuffle: Whether the order is random; every peer gets the same permutations.
+        collate_fn: Of every peer that collates; torch's default if None.
         inline_batches: How many batches the single process takes that gives the limit; it needs
-            fewer to be exact, since it starts nothing.
+            fewer to be exact, since it starts nothing. 0 leaves it out.
+        peers: All that make sense here, in the order of their turns.
+        goals_over: For a peer, how many times its rate dpex is to have.
+        goal_of_limit: Which part of the limit dpex is to reach, if one is set.
+        goal_first_batch_ms: How much later than torch's the first batch of a warm epoch may come,
+            if that is held to anything.
     """
 
     name: str
+    title: str
     dataset: Dataset[Any]
     batch_size: int
-    shuffle: bool
-    inline_batches: int
+    shuffle: bool = True
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    inline_batches: int = 0
+    peers: tuple[str, ...] = ("torch", "dpex")
+    goals_over: Mapping[str, float] = field(default_factory=dict)
+    goal_of_limit: float | None = None
+    goal_first_batch_ms: float | None = None
 
 
 def arguments(description: str | None, case: str, argv: Sequence[str] | None = None) -> Any:
@@ -83,13 +105,16 @@ def arguments(description: str | None, case: str, argv: Sequence[str] | None = N
         argv: The command line; the process's own when None.
 
     Returns:
-        A namespace with ``out``, ``rounds``, ``workers`` and ``peers``.
+        A namespace with ``out``, ``rounds``, ``workers``, ``peers`` and ``all_peers``.
     """
+    # So that a benchmark which is told to end stops the processes it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(f"build/bench/{case}.json"))
     parser.add_argument("--rounds", type=int, default=7, help="counted epochs of each peer")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--peers", nargs="+", default=["torch", "dpex"], help="torch, dpex")
+    parser.add_argument("--all-peers", action="store_true", help="all that make sense here")
     return parser.parse_args(argv)
 
 
@@ -101,16 +126,19 @@ def make_loader(
     num_workers: int,
     sampler: Iterable[int] | None = None,
     shuffle: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Make the loader of one peer; nothing starts yet.
+    """Make a loader that takes torch's arguments; nothing starts yet.
 
     Args:
-        peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers) or ``"dpex"``.
+        peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers), ``"spawn"``
+            (torch's with spawned workers), ``"stateful"`` (torchdata's) or ``"dpex"``.
         dataset: What it reads.
         batch_size: In samples.
-        num_workers: Of torch and of dpex; both keep their workers from epoch to epoch.
+        num_workers: Of all but the first; they keep their workers from epoch to epoch.
         sampler: The order of indices, instead of ``shuffle``.
         shuffle: Whether the order is random, from a generator seeded alike for every peer.
+        collate_fn: torch's default if None.
 
     Returns:
         The loader.
@@ -118,34 +146,32 @@ def make_loader(
     Raises:
         ValueError: No such peer.
     """
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
         "batch_size": batch_size,
         "shuffle": shuffle if sampler is None else None,
         "sampler": sampler,
+        "collate_fn": collate_fn,
         "generator": torch.Generator().manual_seed(0),
     }
     if peer == "inline":
-        return DataLoader(dataset, **shared)
+        return DataLoader(dataset, **options)
+    options |= {"num_workers": num_workers, "persistent_workers": True}
     if peer == "torch":
-        return DataLoader(
-            dataset,
-            num_workers=num_workers,
-            persistent_workers=True,
-            multiprocessing_context="fork",
-            **shared,
+        return DataLoader(dataset, multiprocessing_context="fork", **options)
+    if peer == "spawn":
+        return DataLoader(dataset, multiprocessing_context="spawn", **options)
+    if peer == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        stateful: DataLoader[Any] = StatefulDataLoader(
+            dataset, multiprocessing_context="fork", **options
         )
+        return stateful
     if peer == "dpex":
         from dpex import DpexDataLoader
 
-        return DpexDataLoader(
-            dataset,
-            num_workers=num_workers,
-            persistent_workers=True,
-            distribute_mode=True,
-            head_address="local",
-            **shared,
-        )
-    raise ValueError(f"peer must be 'inline', 'torch' or 'dpex', was {peer!r}")
+        return DpexDataLoader(dataset, distribute_mode=True, head_address="local", **options)
+    raise ValueError(f"peer must be 'inline', 'torch', 'spawn', 'stateful' or 'dpex', was {peer!r}")
 
 
 def close(loader: DataLoader[Any]) -> None:
@@ -209,71 +235,6 @@ def time_epoch(loader: Iterable[Any], max_batches: int | None = None) -> Epoch:
     return Epoch(seconds, first_batch_s, waiting_s, samples, samples / seconds)
 
 
-def compare(case: Case, options: Any) -> dict[str, Any]:
-    """Run one workload through every peer in turn and record all of it.
-
-    Args:
-        case: The workload.
-        options: What :func:`arguments` gave.
-
-    Returns:
-        The record, as written to ``options.out``.
-    """
-    torch.set_num_threads(1)
-    record = describe_machine(case.name)
-    record["settings"] = {
-        "batch_size": case.batch_size,
-        "num_workers": options.workers,
-        "samples": len(case.dataset),  # type: ignore[arg-type]
-        "shuffle": case.shuffle,
-    }
-    # torch comes first: it forks its workers, once, before Ray's threads are here.
-    loaders = {
-        peer: make_loader(
-            peer,
-            case.dataset,
-            batch_size=case.batch_size,
-            num_workers=options.workers,
-            shuffle=case.shuffle,
-        )
-        for peer in (*options.peers, "inline")
-    }
-    limits = {peer: case.inline_batches if peer == "inline" else None for peer in loaders}
-    cold = {peer: time_epoch(loader, limits[peer]) for peer, loader in loaders.items()}
-    for peer, epoch in cold.items():
-        say(f"{case.name} start-up {peer}: first batch after {epoch.first_batch_s:.2f} s")
-    runs: dict[str, list[Epoch]] = {peer: [] for peer in loaders}
-    for round_number in range(options.rounds):
-        for peer, loader in loaders.items():
-            time.sleep(SETTLE_S)  # what a peer tidies up after its epoch is not the next one's cost
-            runs[peer].append(time_epoch(loader, limits[peer]))
-        rates = ", ".join(
-            f"{peer} {epochs[-1].samples_per_s:,.0f}" for peer, epochs in runs.items()
-        )
-        say(f"{case.name} round {round_number + 1}/{options.rounds}, samples/s: {rates}")
-    for loader in loaders.values():
-        close(loader)
-
-    record["cold"] = {peer: asdict(epoch) for peer, epoch in cold.items()}
-    record["runs"] = {peer: [asdict(epoch) for epoch in epochs] for peer, epochs in runs.items()}
-    record["samples_per_s"] = {
-        peer: summarise([epoch.samples_per_s for epoch in epochs]) for peer, epochs in runs.items()
-    }
-    record["first_batch_s"] = {
-        peer: summarise([epoch.first_batch_s for epoch in epochs]) for peer, epochs in runs.items()
-    }
-    record["limit_samples_per_s"] = record["samples_per_s"]["inline"]["median"] * record["cores"]
-    if {"torch", "dpex"} <= runs.keys():
-        record["dpex_over_torch"] = summarise(
-            [
-                dpex.samples_per_s / torch_.samples_per_s
-                for dpex, torch_ in zip(runs["dpex"], runs["torch"], strict=True)
-            ]
-        )
-    write(record, options.out)
-    return record
-
-
 def summarise(values: Sequence[float]) -> dict[str, Any]:
     """Give the median and the spread of some values, with the values."""
     lower, median, upper = (
@@ -333,46 +294,66 @@ def spread(summary: Mapping[str, Any], form: str = ".2f") -> str:
     return f"{summary['median']:{form}} [{summary['min']:{form}}, {summary['max']:{form}}]"
 
 
-def table(records: Iterable[Mapping[str, Any]]) -> str:
-    """Lay records out as a table of ratios.
+def comparisons(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give what was measured between peers in a record, by name: nothing, once, or by part."""
+    for name, part in record.get("parts", {"": record}).items():
+        if "limit_samples_per_s" in part:
+            yield f"{record['case']} {name}".strip(), part
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Lay records out as tables.
 
     Args:
-        records: As :func:`compare` and ``benchmark_tax`` write them.
+        records: As the benchmarks write them.
 
     Returns:
-        Markdown, one row a record; throughput first, the tax on the trainer after it.
+        Markdown: throughput, the tax on the trainer, the goals; those that there is any of.
     """
-    rates = [
+    tables = (rates_table(records), taxes_table(records), goals_table(records))
+    return "\n\n".join(part for part in tables if part)
+
+
+def rates_table(records: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out the rates of torch and of dpex, one row a comparison."""
+    head = [
         "| workload | dpex/torch, median [range] | torch, samples/s | dpex, samples/s "
         "| dpex of limit | first batch warm, torch / dpex | start-up, torch / dpex |",
         "|---|---|---|---|---|---|---|",
     ]
-    taxes = [
+    rows = []
+    for name, part in (comparison for record in records for comparison in comparisons(record)):
+        if "torch" not in part["dpex_over"]:
+            continue
+        rate, first, cold = part["samples_per_s"], part["first_batch_s"], part["cold"]
+        limit = part["limit_samples_per_s"]
+        of_limit = f"{rate['dpex']['median'] / limit:.2f}" if limit else "-"
+        rows.append(
+            f"| {name} | {spread(part['dpex_over']['torch'])} "
+            f"| {rate['torch']['median']:,.0f} | {rate['dpex']['median']:,.0f} | {of_limit} "
+            f"| {first['torch']['median'] * 1e3:.0f} / {first['dpex']['median'] * 1e3:.0f} ms "
+            f"| {cold['torch']['first_batch_s']:.1f} / {cold['dpex']['first_batch_s']:.1f} s |"
+        )
+    return "\n".join([*head, *rows]) if rows else ""
+
+
+def taxes_table(records: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out what loaders cost the training loop beside them, one row a loader."""
+    head = [
         "| beside the training loop | slower by, median [range] | best against best "
         "| inside next() | of it blocked |",
         "|---|---|---|---|---|",
     ]
-    for record in records:
-        if "slowdown" in record:
-            taxes += [
-                f"| {peer} | {spread(record['slowdown'][peer], '.1%')} "
-                f"| {record['slowdown_of_best'][peer]:.1%} "
-                f"| {record['next_share'][peer]['median']:.1%} "
-                f"| {record['waiting_share'][peer]['median']:.1%} |"
-                for peer in record["slowdown"]
-            ]
-        elif "dpex_over_torch" in record:
-            rate, first = record["samples_per_s"], record["first_batch_s"]
-            rates.append(
-                f"| {record['case']} | {spread(record['dpex_over_torch'])} "
-                f"| {rate['torch']['median']:,.0f} | {rate['dpex']['median']:,.0f} "
-                f"| {rate['dpex']['median'] / record['limit_samples_per_s']:.2f} "
-                f"| {first['torch']['median'] * 1e3:.0f} / {first['dpex']['median'] * 1e3:.0f} ms "
-                f"| {record['cold']['torch']['first_batch_s']:.1f} "
-                f"/ {record['cold']['dpex']['first_batch_s']:.1f} s |"
-            )
-    return "\n".join([*(rates if rates[2:] else []), "", *(taxes if taxes[2:] else [])]).strip()
+    rows = [
+        f"| {peer} | {spread(record['slowdown'][peer], '.1%')} "
+        f"| {record['slowdown_of_best'][peer]:.1%} "
+        f"| {record['next_share'][peer]['median']:.1%} "
+        f"| {record['waiting_share'][peer]['median']:.1%} |"
+        for record in records
+        for peer in record.get("slowdown", ())
+    ]
+    return "\n".join([*head, *rows]) if rows else ""
 
 
 if __name__ == "__main__":
-    print(table(json.loads(Path(path).read_text()) for path in sys.argv[1:]))
+    print(table([json.loads(Path(path).read_text()) for path in sys.argv[1:]]))

@@ -16,6 +16,16 @@ JPEG_SIZE = (500, 375)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+TO_TENSOR = transforms.ToTensor()
+AUGMENT = transforms.Compose(
+    [
+        transforms.RandomResizedCrop(224),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+)
+
 
 class TinyImages(Dataset[tuple[torch.Tensor, int]]):
     """Grey 28x28 images kept in memory, each through PIL and ``ToTensor``, as torchvision's MNIST.
@@ -28,14 +38,22 @@ class TinyImages(Dataset[tuple[torch.Tensor, int]]):
         rng = np.random.default_rng(0)
         self.images = rng.integers(0, 256, (length, 28, 28), dtype=np.uint8)
         self.labels = rng.integers(0, 10, length)
-        self.transform = transforms.ToTensor()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = Image.fromarray(self.images[index])
-        return self.transform(image), int(self.labels[index])
+        return TO_TENSOR(image), int(self.labels[index])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Give the samples before their transform, as Ray Data takes them."""
+        pairs = zip(self.images, self.labels.tolist(), strict=True)
+        return [{"image": image, "label": label} for image, label in pairs]
+
+    @staticmethod
+    def transform_row(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"image": TO_TENSOR(Image.fromarray(row["image"]))}
 
 
 class JpegFiles(Dataset[tuple[torch.Tensor, int]]):
@@ -47,21 +65,22 @@ class JpegFiles(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(str(path) for path in folder.glob("*.jpg"))
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(224),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
-            ]
-        )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         with Image.open(self.paths[index]) as image:
-            return self.transform(image.convert("RGB")), index % 2
+            return AUGMENT(image.convert("RGB")), index % 2
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Give the samples before they are read, as Ray Data takes them."""
+        return [{"path": path, "label": index % 2} for index, path in enumerate(self.paths)]
+
+    @staticmethod
+    def transform_row(row: dict[str, Any]) -> dict[str, Any]:
+        with Image.open(row["path"]) as image:
+            return {"image": AUGMENT(image.convert("RGB")), "label": row["label"]}
 
 
 class SameTensor(Dataset[torch.Tensor]):
@@ -81,6 +100,72 @@ class SameTensor(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.sample
+
+
+class TokenLists(Dataset[torch.Tensor]):
+    """Texts as lists of tokens, int64, as long as texts are: many short ones and a few long ones.
+
+    The corpus is kept as uint16, as tokenised corpora are; a text is a stretch of it.
+
+    Args:
+        length: How many texts.
+        shortest: Tokens of the shortest.
+        longest: Tokens of the longest.
+    """
+
+    def __init__(self, length: int = 300_000, shortest: int = 16, longest: int = 512) -> None:
+        rng = np.random.default_rng(0)
+        self.corpus = rng.integers(0, 50_257, 8_000_000, dtype=np.uint16)
+        lengths = rng.lognormal(mean=4.7, sigma=0.8, size=length)
+        self.lengths = np.clip(lengths, shortest, longest).astype(np.int64)
+        self.starts = rng.integers(0, len(self.corpus) - longest, length)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = self.starts[index]
+        return torch.from_numpy(self.corpus[start : start + self.lengths[index]].astype(np.int64))
+
+
+def pad(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collate texts to the longest of them; a ``collate_fn``.
+
+    Args:
+        texts: One-dimensional, of any lengths.
+
+    Returns:
+        The tokens, shape ``(B, longest)``, zeros where a text has ended; and the lengths.
+    """
+    lengths = torch.tensor([len(text) for text in texts])
+    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths
+
+
+class TableRows(Dataset[npt.NDArray[np.float32]]):
+    """Rows of a table in memory, read a batch at once.
+
+    Args:
+        length: How many rows.
+        columns: How many float32 columns.
+    """
+
+    def __init__(self, length: int = 4_000_000, columns: int = 32) -> None:
+        self.table = np.random.default_rng(0).random((length, columns), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.float32]:
+        row: npt.NDArray[np.float32] = self.table[index]
+        return row
+
+    def __getitems__(self, indices: list[int]) -> list[npt.NDArray[np.float32]]:
+        return list(self.table[indices])
+
+
+def stack(rows: list[npt.NDArray[np.float32]]) -> torch.Tensor:
+    """Collate rows into one tensor; a ``collate_fn``."""
+    return torch.from_numpy(np.stack(rows))
 
 
 class SleepingSamples(Dataset[torch.Tensor]):

@@ -1,0 +1,49 @@
+"""Waiting: 5 ms of sleep a sample, as a remote store makes one wait; 2, 8 and 32 workers.
+
+Samples take time and no processor, so the rate is to grow with the workers, far beyond the cores.
+An epoch takes about five seconds with any number of them.
+"""
+
+from benchmarks.harness import Case, arguments, describe_machine, table, write
+from benchmarks.plots import bars
+from benchmarks.throughput import measure_apart
+from benchmarks.workloads import SleepingSamples
+
+WORKERS = (2, 8, 32)
+SLEEP_S = 0.005
+BATCH_SIZE = 50
+BATCHES_PER_WORKER = 20
+
+
+def main() -> None:
+    options = arguments(__doc__, "latency")
+    record = describe_machine("latency")
+    parts = {}
+    for workers in WORKERS:
+        options.workers = workers
+        case = Case(
+            f"latency, {workers} workers",
+            f"samples that sleep {SLEEP_S * 1e3:.0f} ms, batch {BATCH_SIZE}, {workers} workers",
+            SleepingSamples(workers * BATCHES_PER_WORKER * BATCH_SIZE, SLEEP_S),
+            batch_size=BATCH_SIZE,
+            goals_over={"torch": 0.98},
+        )
+        parts[f"{workers} workers"] = measure_apart(case, options)
+    record["parts"] = parts
+    record["goals"] = [goal for part in parts.values() for goal in part.pop("goals")]
+    write(record, options.out)
+    bars(
+        options.out.with_suffix(".svg"),
+        f"Samples that sleep {SLEEP_S * 1e3:.0f} ms, batch {BATCH_SIZE}: warm epochs",
+        {
+            f"{peer}, {name}": rate["all"]
+            for name, part in parts.items()
+            for peer, rate in part["samples_per_s"].items()
+        },
+        "samples/s",
+    )
+    print(table([record]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Texts: 300,000 lists of 16 to 512 tokens, padded to the longest of each batch of 64.
+
+A sample takes microseconds, and no two batches have the same shape: what counts is how a loader
+moves many small tensors of ever new sizes.
+"""
+
+from benchmarks.harness import Case, arguments, table
+from benchmarks.peers import TORCH_PEERS
+from benchmarks.throughput import compare
+from benchmarks.workloads import TokenLists, pad
+
+
+def main() -> None:
+    options = arguments(__doc__, "ragged")
+    case = Case(
+        "ragged",
+        "lists of 16 to 512 tokens, padded, batch 64",
+        TokenLists(),
+        batch_size=64,
+        collate_fn=pad,
+        inline_batches=1_000,
+        peers=TORCH_PEERS,
+        goals_over={"torch": 1.0},
+        goal_first_batch_ms=30.0,
+    )
+    print(table([compare(case, options)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The report: goals, rates and figures of all records, written into the documentation.
+
+``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
+between the markers of ``docs/benchmarks.md`` and of ``README.md``. Nothing in it is typed by hand.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goals import goals_of, goals_table
+from benchmarks.harness import comparisons, spread
+from benchmarks.peers import TURN_ORDER
+from benchmarks.plots import overview
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OVERVIEW = "overview.svg"
+# Before all others, in this order: what a reader looks for first.
+FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
+
+Record = Mapping[str, Any]
+
+
+def main() -> None:
+    records = load(RESULTS)
+    overview(records, RESULTS / OVERVIEW)
+    fill(ROOT / "docs" / "benchmarks.md", "goals", full_report(records, "../benchmarks/results"))
+    fill(ROOT / "README.md", "figures", short_report(records, "benchmarks/results"))
+
+
+def load(folder: Path) -> list[Record]:
+    """Read all records, the best-known cases first."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    rank = {case: place for place, case in enumerate(FIRST_CASES)}
+    return sorted(records, key=lambda record: rank.get(record["case"], len(rank)))
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the two markers of a page.
+
+    Args:
+        page: A Markdown file.
+        name: Of the markers, ``<!-- name: begin -->`` and ``<!-- name: end -->``.
+        text: What is to stand there.
+
+    Raises:
+        ValueError: The page lacks a marker.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found_begin, rest = page.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{page} must have {begin} and, behind it, {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def full_report(records: Sequence[Record], folder: str) -> str:
+    """Write every goal with its verdict, the rate of every peer, and every figure.
+
+    Args:
+        records: All of them.
+        folder: Where their JSON and their SVGs are, as seen from the page.
+
+    Returns:
+        Markdown.
+    """
+    goals = [goal for record in records for goal in goals_of(record)]
+    met = sum(goal.met for goal in goals)
+    figures = [
+        f"![{record['case']}]({folder}/{record['case']}.svg)"
+        for record in records
+        if (RESULTS / f"{record['case']}.svg").exists()
+    ]
+    parts = [
+        "## Goals",
+        f"{met} of {len(goals)} met. {settings(records)}",
+        goals_table(records, folder),
+        "## Samples per second",
+        peers_table(records),
+        "\n".join(absentees(records)),
+        "## Figures",
+        f"![dpex over torch]({folder}/{OVERVIEW})",
+        "\n\n".join(figures),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def settings(records: Iterable[Record]) -> str:
+    """Say where the records come from, and how busy it was there."""
+    places = {
+        f"{record['cores']} cores ({record['cpu']}), Python {record['python']}, "
+        f"torch {record['versions']['torch']}, Ray {record['versions']['ray']}"
+        for record in records
+    }
+    loads = [record["load_before"][0] for record in records]
+    return (
+        f"Measured on {'; '.join(sorted(places))}. "
+        f"The load average before each was {min(loads):.1f} to {max(loads):.1f}."
+    )
+
+
+def peers_table(records: Iterable[Record]) -> str:
+    """Lay out the median rate of every peer, one row a comparison."""
+    parts = [part for record in records for part in comparisons(record)]
+    peers = [peer for peer in TURN_ORDER if any(peer in part["samples_per_s"] for _, part in parts)]
+    rows = [
+        f"| workload | {' | '.join(f'`{peer}`' for peer in peers)} | limit |",
+        f"|---|{'---|' * (len(peers) + 1)}",
+    ]
+    for name, part in parts:
+        rates = [part["samples_per_s"].get(peer) for peer in peers]
+        cells = [f"{rate['median']:,.0f}" if rate else "" for rate in rates]
+        limit = part["limit_samples_per_s"]
+        cells.append(f"{limit:,.0f}" if limit else "")
+        rows.append(f"| `{name}`: {part['title']} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def absentees(records: Iterable[Record]) -> list[str]:
+    """Say which peers could not take part, and why."""
+    return [
+        f"- `{name}` without `{peer}`: {reason}"
+        for record in records
+        for name, part in comparisons(record)
+        for peer, reason in part["peers_absent"].items()
+    ]
+
+
+def short_report(records: Iterable[Record], folder: str) -> str:
+    """Write the ratio of dpex to torch for every workload, and the figure of all of them."""
+    rows = [
+        "| workload | torch, samples/s | dpex, samples/s | dpex/torch, median [range] |",
+        "|---|---|---|---|",
+    ]
+    rows += [
+        f"| {part['title']} | {part['samples_per_s']['torch']['median']:,.0f} "
+        f"| {part['samples_per_s']['dpex']['median']:,.0f} "
+        f"| {spread(part['dpex_over']['torch'])} |"
+        for record in records
+        for _, part in comparisons(record)
+        if "torch" in part["dpex_over"]
+    ]
+    return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
+
+
+if __name__ == "__main__":
+    main()
