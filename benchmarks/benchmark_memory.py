@@ -3,8 +3,10 @@
 What counts is the proportional set size (PSS) of all processes together, an embedded Ray's too: a
 page that several of them map is shared out among them and so counts once, which goes for pages
 that a fork left in common, for torch's shared memory and for what was touched of Ray's object
-store. It is taken after the epoch in which the last worker delivered. Every run is a process of
-its own, none beside another; a dataset of 1 MB tells what each peer takes without any data.
+store. (A library's pages are shared out to strangers too: where anybody else runs torch meanwhile,
+every figure is up to 0.15 GB too small.) It is taken after the epoch in which the last worker
+delivered. Every run is a process of its own, none beside another; a dataset of 1 MB tells what
+each peer takes without any data.
 """
 
 import sys

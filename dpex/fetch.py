@@ -102,6 +102,7 @@ class Chunk:
         first_batch: Number of its first batch in the epoch.
         batches: The indices of each batch, as the sampler gave them.
         positions: Place in the epoch of each batch's first sample.
+        patient: Whether nobody will wait for its batches before they are all made.
     """
 
     run: Run
@@ -109,6 +110,7 @@ class Chunk:
     first_batch: int
     batches: Sequence[Any]
     positions: Sequence[int]
+    patient: bool = False
 
 
 @dataclass

@@ -33,6 +33,8 @@ logger = logging.getLogger("dpex")
 # Chunks drawn in one call of next(): sampling must not make one step of training much longer.
 _CHUNKS_PER_STEP = 2
 _SLOW_WAIT_S = 10.0
+# Batches at hand for this long: whatever comes next may come late, and all at once.
+_WELL_AHEAD_S = 1.5
 # Places in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
 
@@ -97,6 +99,8 @@ class ClusterIter(_BaseDataLoaderIter):
         self._drawn = 0
         self._position = 0
         self._delivered = 0
+        self._handed_over = 0.0
+        self._step_seconds = 0.0
         self._exhausted = False
         self._draining = False
         self._failure: ChunkLostError | None = None
@@ -105,7 +109,6 @@ class ClusterIter(_BaseDataLoaderIter):
         self._waiting: dict[int, _Sent] = {}
         self._stash: dict[int, tuple[bool, Any]] = {}
         self._errors: list[str] = []
-        self._epoch_drawn_for = self._loader_options.sampler_epoch()
         self._run = self._session.open(run, self._job_key, pin_memory=self._pin_memory)
         # Whatever becomes of this object, the workers stop.
         self._finalizer = weakref.finalize(self, self._run.end)
@@ -113,6 +116,8 @@ class ClusterIter(_BaseDataLoaderIter):
         # As many as torch draws in iter(); more follow with every next().
         while not self._exhausted and self._drawn < self._guaranteed:
             self._send_next(self._guaranteed - self._drawn)
+        # Read now: some samplers count their epochs themselves, when they are iterated.
+        self._epoch_drawn_for = self._loader_options.sampler_epoch()
 
     def _end_run(self) -> None:
         if self._run is not None:
@@ -171,7 +176,14 @@ class ClusterIter(_BaseDataLoaderIter):
             self._exhausted = True
         finally:  # what was drawn before an error of the sampler is delivered all the same
             if batches:
-                chunk = Chunk(self._run_spec, self._sent, self._drawn, batches, positions)
+                chunk = Chunk(
+                    self._run_spec,
+                    self._sent,
+                    self._drawn,
+                    batches,
+                    positions,
+                    patient=len(self._stash) * self._step_seconds > _WELL_AHEAD_S,
+                )
                 self._drawn += len(batches)
                 self._planner.issued()
                 self._send([chunk])
@@ -200,10 +212,14 @@ class ClusterIter(_BaseDataLoaderIter):
             # set_epoch() between iter() and the first next(): what was drawn is for another epoch.
             self._sampler_iter = iter(self._index_sampler)
             self._begin()
+        asked = time.monotonic()
+        if self._delivered:
+            self._step_seconds += 0.25 * (asked - self._handed_over - self._step_seconds)
         self._fill()
         failed, value = self._wait_for_batch()
         self._delivered += 1
         self._fill()
+        self._handed_over = time.monotonic()
         if failed:
             value.reraise()
         return value

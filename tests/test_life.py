@@ -250,3 +250,19 @@ def test_large_arrays_are_the_store_s_memory_until_they_are_written_to() -> None
         sums, shared = zip(*loader, strict=True)
         assert sums == (float(1 << 16),) * 20  # what the last iteration wrote is not seen
         assert all(shared)
+
+
+def test_a_sampler_that_counts_its_epochs_itself_is_drawn_from_once() -> None:
+    class Counting:
+        epoch = 0
+
+        def __iter__(self) -> Any:
+            self.epoch += 1
+            return iter([(i + self.epoch) % 200 for i in range(60)])
+
+    sampler, torch_s = Counting(), Counting()
+    ours = loader_of(Plain(), sampler=sampler)
+    theirs = DataLoader(Plain(), batch_size=10, num_workers=2, sampler=torch_s)
+    for _ in range(2):
+        assert indices(ours) == indices(theirs)
+        assert sampler.epoch == torch_s.epoch

@@ -96,6 +96,8 @@ def start(fork_server: str | None = None) -> None:
         # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
         # which ten waiting workers on two cores already exceed.
         "RAY_worker_maximum_startup_concurrency": str(max(16, _cores())),
+        # Ray's workers give way to whatever else runs (nice 15); torch's do not.
+        "RAY_worker_niceness": "0",
     }
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server

@@ -30,10 +30,12 @@ NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
 
 # A block is handed over when it holds this much, or when this much time went into it. A batch
-# that took long is handed over at once: the next one may never end.
+# that took long is handed over at once, for the next one may never end; unless the training loop
+# is far behind, for which fewer blocks are less work.
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
 _LONG_BATCH_S = 0.025
+_PATIENT_SECONDS = 0.5
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.5
@@ -149,11 +151,15 @@ def make_batches(
         interest.lost_now_and_then,
     )
     remaining = len(chunk.batches)
-    long_batch_s = 0.0 if remaining <= _SHORT_CHUNK else _LONG_BATCH_S
+    if chunk.patient:
+        long_block_s = long_batch_s = _PATIENT_SECONDS
+    else:
+        long_block_s = _BLOCK_SECONDS
+        long_batch_s = 0.0 if remaining <= _SHORT_CHUNK else _LONG_BATCH_S
     for entry, seconds, cpu_seconds in batches:
         writer.add(entry, seconds, cpu_seconds)
         remaining -= 1
-        full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= _BLOCK_SECONDS
+        full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
         if remaining == 0 or full or seconds >= long_batch_s:
             yield writer.table()
             opened = time.monotonic()
