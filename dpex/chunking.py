@@ -1,6 +1,7 @@
 """How many batches one Ray task makes, and how many may be under way.
 
-A task costs some ten milliseconds beside its work, so a chunk is about half a second of work.
+A task costs some ten milliseconds beside its work, so a chunk is about half a second of work, and
+more where so many tasks run at once that starting them would keep a core busy.
 The first chunks of an iteration are single batches: the first batch then waits for nothing but
 itself. Towards the end chunks shrink, so that no task works on while the others have finished.
 """
@@ -12,7 +13,11 @@ import math
 __all__ = ["ChunkPlanner"]
 
 _CHUNK_SECONDS = 0.5
-_CHUNK_BYTES = 64 << 20
+_MOST_CHUNK_SECONDS = 5.0
+_TASKS_PER_SECOND = 20
+_CHUNK_BYTES = 256 << 20
+# From one round of chunks to the next, one chunk per task, they grow by this factor.
+_GROWTH_BITS = 2
 # However small a batch is: indices are drawn and kept for every one that is under way.
 _MAX_WINDOW = 1024
 # A worker that spends less than this share of its time computing waits for something.
@@ -96,13 +101,22 @@ class ChunkPlanner:
             remaining: Batches that the sampler has left, where it says so.
         """
         parallel = self.parallel
-        sizes = [self.window // (2 * parallel), 1 << min(20, self._issued // parallel)]
+        sizes = [
+            self.window // (2 * parallel),
+            1 << min(20, _GROWTH_BITS * (self._issued // parallel)),
+        ]
         if self._observed:
-            sizes.append(int(_CHUNK_SECONDS / max(self._batch_seconds, 1e-6)))
+            seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _TASKS_PER_SECOND))
+            sizes.append(int(seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
-            sizes.append(math.ceil(remaining / (2 * parallel)))
+            sizes.append(math.ceil(remaining / parallel))
         return max(1, min(sizes))
+
+    @property
+    def settled(self) -> bool:
+        """Whether every task has had work in this iteration, and has more before the next chunk."""
+        return self._observed and self._issued >= 2 * self.parallel
 
     def issued(self) -> None:
         """Count one chunk as sent."""

@@ -102,7 +102,7 @@ class Chunk:
         first_batch: Number of its first batch in the epoch.
         batches: The indices of each batch, as the sampler gave them.
         positions: Place in the epoch of each batch's first sample.
-        patient: Whether nobody will wait for its batches before they are all made.
+        patient: Whether so much is under way before it that its batches may come together.
     """
 
     run: Run

@@ -33,8 +33,6 @@ logger = logging.getLogger("dpex")
 # Chunks drawn in one call of next(): sampling must not make one step of training much longer.
 _CHUNKS_PER_STEP = 2
 _SLOW_WAIT_S = 10.0
-# Batches at hand for this long: whatever comes next may come late, and all at once.
-_WELL_AHEAD_S = 1.5
 # Places in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
 
@@ -99,8 +97,6 @@ class ClusterIter(_BaseDataLoaderIter):
         self._drawn = 0
         self._position = 0
         self._delivered = 0
-        self._handed_over = 0.0
-        self._step_seconds = 0.0
         self._exhausted = False
         self._draining = False
         self._failure: ChunkLostError | None = None
@@ -182,7 +178,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._drawn,
                     batches,
                     positions,
-                    patient=len(self._stash) * self._step_seconds > _WELL_AHEAD_S,
+                    patient=self._planner.settled,
                 )
                 self._drawn += len(batches)
                 self._planner.issued()
@@ -212,14 +208,10 @@ class ClusterIter(_BaseDataLoaderIter):
             # set_epoch() between iter() and the first next(): what was drawn is for another epoch.
             self._sampler_iter = iter(self._index_sampler)
             self._begin()
-        asked = time.monotonic()
-        if self._delivered:
-            self._step_seconds += 0.25 * (asked - self._handed_over - self._step_seconds)
         self._fill()
         failed, value = self._wait_for_batch()
         self._delivered += 1
         self._fill()
-        self._handed_over = time.monotonic()
         if failed:
             value.reraise()
         return value

@@ -35,12 +35,29 @@ def test_unknown_costs_mean_single_batches_and_torch_s_run_ahead() -> None:
     assert sizes(planner(), 6) == [1] * 6
 
 
-def test_chunks_begin_with_one_batch_and_double_for_every_round_of_tasks() -> None:
+def test_chunks_begin_with_one_batch_and_grow_with_every_round_of_tasks() -> None:
     p = planner()
     observe(p, ms=1, kilobytes=1)
-    assert sizes(p, 10) == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert sizes(p, 10) == [1, 1, 4, 4, 16, 16, 64, 64, 256, 256]
     p.begin(free_cores=2)
-    assert sizes(p, 3) == [1, 1, 2]
+    assert sizes(p, 3) == [1, 1, 4]
+
+
+def test_a_chunk_is_settled_once_every_task_has_had_two() -> None:
+    p = planner()
+    assert not p.settled
+    sizes(p, 10)
+    assert not p.settled  # nothing is known
+    observe(p, ms=10, kilobytes=1)
+    assert p.settled
+    p.begin(free_cores=2)
+    assert not p.settled
+
+
+def test_chunks_are_longer_where_many_tasks_run() -> None:
+    p = planner(num_workers=80, prefetch_bytes=1 << 40)
+    observe(p, ms=1000, kilobytes=1, share=0.01)
+    assert max(sizes(p, 1000)) == 4
 
 
 def test_a_chunk_is_half_a_second_of_work() -> None:
@@ -62,6 +79,12 @@ def test_bytes_bound_chunk_and_window() -> None:
     assert max(sizes(p, 100)) == 2
 
 
+def test_a_chunk_is_a_quarter_of_a_gigabyte_at_most() -> None:
+    p = planner(prefetch_bytes=1 << 40)
+    observe(p, ms=1, kilobytes=64 << 10)
+    assert max(sizes(p, 100)) == 4
+
+
 def test_the_window_is_never_less_than_torch_s() -> None:
     p = planner(num_workers=4, prefetch_factor=3, prefetch_bytes=0)
     observe(p, ms=1, kilobytes=1024)
@@ -78,7 +101,7 @@ def test_chunks_shrink_towards_the_end() -> None:
     p = planner(prefetch_bytes=1 << 40)
     observe(p, ms=1, kilobytes=1)
     sizes(p, 100)
-    assert p.size(remaining=40) == 10
+    assert p.size(remaining=40) == 20
     assert p.size(remaining=1) == 1
 
 

@@ -30,12 +30,12 @@ NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
 
 # A block is handed over when it holds this much, or when this much time went into it. A batch
-# that took long is handed over at once, for the next one may never end; unless the training loop
-# is far behind, for which fewer blocks are less work.
+# that took long is handed over at once, for the next one may never end; unless enough is under way
+# before it: fewer blocks are less work for everybody.
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
 _LONG_BATCH_S = 0.025
-_PATIENT_SECONDS = 0.5
+_PATIENT_SECONDS = 1.0
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.5
