@@ -24,7 +24,7 @@ GOAL_OVER_SPAWN = 1.0
 
 
 def main() -> None:
-    options = arguments(__doc__, "cold", ["--rounds", "5", *sys.argv[1:]])
+    options = arguments(__doc__, "cold", ["--rounds", "4", *sys.argv[1:]])
     record = describe_machine("cold")
     record["settings"] = {"num_workers": options.workers, "batch_size": BATCH_SIZE}
     folder = str(make_jpegs(FOLDER.resolve()))

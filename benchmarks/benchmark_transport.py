@@ -8,6 +8,7 @@ in every turn: into memory that is in use already, and into fresh memory, where 
 provide every page first.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -75,7 +76,7 @@ def copy_rates() -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, "transport")
+    options = arguments(__doc__, "transport", ["--rounds", "5", *sys.argv[1:]])
     torch.set_num_threads(1)
     record = describe_machine("transport")
     record["settings"] = {

@@ -1,6 +1,6 @@
 """How many batches one Ray task makes, and how many may be under way.
 
-A task costs some ten milliseconds beside its work, so a chunk is about half a second of work, and
+A task costs some ten milliseconds beside its work, so a chunk is about a second of work, and
 more where so many tasks run at once that starting them would keep a core busy.
 The first chunks of an iteration are single batches: the first batch then waits for nothing but
 itself. Towards the end chunks shrink, so that no task works on while the others have finished.
@@ -12,7 +12,7 @@ import math
 
 __all__ = ["ChunkPlanner"]
 
-_CHUNK_SECONDS = 0.5
+_CHUNK_SECONDS = 1.0
 _MOST_CHUNK_SECONDS = 5.0
 _TASKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20

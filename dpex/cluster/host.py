@@ -59,13 +59,13 @@ class _Lane:
         self._told_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
-        self.begin(run)
         self.execution = FedExecution(
             lambda tables: build(tables, pipeline),
             on_blocks=self._take_blocks,
             on_quiet=self._take_quiet,
             on_end=self._take_end,
         )
+        self.begin(run)
 
     @property
     def quiet(self) -> bool:
@@ -73,8 +73,9 @@ class _Lane:
         return self._quiet_at == self._fed
 
     def begin(self, run: str | None) -> None:
-        """Serve another iteration, or none."""
+        """Serve another iteration, or none; what waits is dropped."""
         self.run = run
+        self.execution.drop()
         self._first_chunk = self._fed
         self._early: dict[int, bytes] = {}
         self._blocks.clear()

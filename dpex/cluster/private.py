@@ -61,6 +61,7 @@ Block = tuple[ray.ObjectRef, int]
 _BUSY_POLL_S = 0.01
 _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
+_READY_PER_STEP = 4
 _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 20.0
 # As long as torch gives its workers to end.
@@ -275,7 +276,9 @@ class FedExecution:
         self._on_quiet = on_quiet
         self._on_end = on_end
         self._wake = threading.Event()
-        self._waiting: collections.deque[pa.Table] = collections.deque()
+        # With their numbers; taken out in the executor's thread only.
+        self._waiting: collections.deque[tuple[int, pa.Table]] = collections.deque()
+        self._dropped = 0
         self._fed = 0
         self._quiet_at = 0
         self._closed = False
@@ -289,8 +292,13 @@ class FedExecution:
 
     def feed(self, table: pa.Table) -> None:
         """Append one source block."""
-        self._waiting.append(table)
+        self._waiting.append((self._fed, table))
         self._fed += 1
+        self._wake.set()
+
+    def drop(self) -> None:
+        """Let nothing start that was fed up to now and has not started."""
+        self._dropped = self._fed
         self._wake.set()
 
     def close(self) -> None:
@@ -299,8 +307,7 @@ class FedExecution:
         With public names alone the tasks under way are left to end by themselves.
         """
         self._closed = True
-        self._waiting.clear()
-        self._wake.set()
+        self.drop()
         self._stop()
 
     # --- public names only: one execution per window of chunks ---------------------------------
@@ -314,12 +321,15 @@ class FedExecution:
             while not self._closed:
                 window: list[pa.Table] = []
                 while self._waiting and len(window) < 4 * self.parallel:
-                    window.append(self._waiting.popleft())
+                    number, table = self._waiting.popleft()
+                    taken += 1
+                    if number >= self._dropped:
+                        window.append(table)
                 if not window:
+                    self._on_quiet(taken)
                     self._wake.wait(_IDLE_WAIT_S)
                     self._wake.clear()
                     continue
-                taken += len(window)
                 for bundle in self._dataset_of(window).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))
                 self._on_quiet(taken)
@@ -342,10 +352,14 @@ class FedExecution:
             """A source operator that has more input whenever a chunk may start."""
 
             def has_next(self) -> bool:
-                return bool(execution._waiting) and (execution._active() < execution.parallel)
+                execution._forget_dropped()
+                startable = execution._ready or execution._waiting
+                return bool(startable) and execution._active() < execution.parallel
 
             def _get_next_inner(self) -> Any:
-                return _source_bundle(execution._waiting.popleft())
+                if not execution._ready:
+                    execution._make_ready()
+                return execution._ready.popleft()[1]
 
             def has_execution_finished(self) -> bool:
                 return execution._closed
@@ -367,11 +381,21 @@ class FedExecution:
         feed._output_dependencies = [first]
         first.input_dependencies[0] = feed
         self._first, self._feed = first, feed
+        self._ready: collections.deque[tuple[int, Any]] = collections.deque()
         self._executor = StreamingExecutor(dataset.context, f"dpex-{id(self):x}")
         # The executor stops when this iterator is dropped.
         self._output = self._executor.execute(plan.dag, callbacks=[Steps()])
         self._stop = self._stop_fast
         threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
+
+    def _forget_dropped(self) -> None:
+        for queue in (self._ready, self._waiting):
+            while queue and queue[0][0] < self._dropped:
+                queue.popleft()
+
+    def _make_ready(self) -> None:
+        number, table = self._waiting.popleft()
+        self._ready.append((number, _source_bundle(table)))
 
     def _active(self) -> int:
         """Return the number of tasks that run or are about to."""
@@ -392,7 +416,11 @@ class FedExecution:
                 _forget_finished(op)
         if self._closed or executor._shutdown:
             return
-        if self._waiting or any(op.num_active_tasks() for op in executor._topology):
+        self._forget_dropped()
+        # Now, while all tasks run, and not when one has ended and its worker waits.
+        for _ in range(min(_READY_PER_STEP, self.parallel - len(self._ready), len(self._waiting))):
+            self._make_ready()
+        if self._ready or self._waiting or any(op.num_active_tasks() for op in executor._topology):
             # What a task has to say ends the wait; a new chunk does not, and may find a free slot.
             free_slot = self.hurried and self._active() < self.parallel
             poll = _BUSY_POLL_S if free_slot else _CALM_POLL_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import sys
@@ -39,6 +40,7 @@ _PATIENT_SECONDS = 1.0
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.5
+_ANSWER_S = 0.02
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
@@ -140,15 +142,13 @@ def make_batches(
         return
     chunk = pickle.loads(payload)
     interest = _Interest(host_name, chunk.run.key)
-    if chunk.number and interest.lost():
-        return
     writer = FrameWriter(chunk.run.key, chunk.number)
     opened = time.monotonic()
     batches = fetch_chunk(
         chunk,
         lambda: _read_job(job, job_key, host_name),
         _here(),
-        interest.lost_now_and_then,
+        interest.lost,
     )
     remaining = len(chunk.batches)
     if chunk.patient:
@@ -180,8 +180,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
     pickled = _stored_jobs.get(job_key)
     if pickled is None:
         if not job:  # one more copy, in a process that inherited the first
-            host = ray.get_actor(host_name, namespace=NAMESPACE)
-            job = ray.get(host.stored_job.remote(job_key))
+            job = ray.get(_host(host_name).stored_job.remote(job_key))
         search_path, *content = ray.get(job[0])
         # What the script can import a worker of its host can, as with torch's spawned workers.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
@@ -212,22 +211,32 @@ class _Interest:
     def __init__(self, host_name: str, run: str) -> None:
         self._host_name = host_name
         self._run = run
-        self._next_check = time.monotonic() + _CANCEL_CHECK_S
-
-    def lost_now_and_then(self) -> bool:
-        """Return ``lost()``, asked at most twice a second."""
-        if time.monotonic() < self._next_check:
-            return False
-        lost = self.lost()
-        self._next_check = time.monotonic() + _CANCEL_CHECK_S
-        return lost
+        self._answer: ray.ObjectRef | None = None
+        self._next_look = time.monotonic()
 
     def lost(self) -> bool:
-        """Ask the host. A host that has gone wants nothing any more."""
-        try:
-            host = ray.get_actor(self._host_name, namespace=NAMESPACE)
-            return bool(ray.get(host.cancelled.remote(self._run), timeout=30))
-        except (ValueError, ray.exceptions.ActorDiedError):
-            return True
-        except ray.exceptions.RayError:  # not to be reached at this moment
+        """Tell what the host said when last asked, which is twice a second; never waits for it."""
+        now = time.monotonic()
+        if now < self._next_look:
             return False
+        try:
+            if self._answer is None:
+                self._answer = _host(self._host_name).cancelled.remote(self._run)
+                self._next_look = now + _ANSWER_S
+                return False
+            if not ray.wait([self._answer], timeout=0)[0]:
+                self._next_look = now + _ANSWER_S
+                return False
+            answer, self._answer = self._answer, None
+            self._next_look = now + _CANCEL_CHECK_S
+            return bool(ray.get(answer))
+        except (ValueError, ray.exceptions.ActorDiedError):
+            return True  # a host that has gone wants nothing any more
+        except ray.exceptions.RayError:  # not to be reached at this moment
+            self._answer = None
+            return False
+
+
+@functools.lru_cache(maxsize=4)
+def _host(name: str) -> Any:
+    return ray.get_actor(name, namespace=NAMESPACE)
