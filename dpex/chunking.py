@@ -2,8 +2,9 @@
 
 A task costs some ten milliseconds beside its work, so a chunk is about a second of work, and
 more where so many tasks run at once that starting them would keep a core busy.
-The first chunks of an iteration are single batches: the first batch then waits for nothing but
-itself. Towards the end chunks shrink, so that no task works on while the others have finished.
+The first chunk of an iteration is a single batch, which then waits for nothing but itself, and
+the next ones are short. Towards the end chunks shrink, so that no task works on while the others
+have finished.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _MOST_CHUNK_SECONDS = 5.0
 _TASKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
 # From one round of chunks to the next, one chunk per task, they grow by this factor.
-_GROWTH_BITS = 2
+_GROWTH = 4
+# Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
+_GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
 # However small a batch is: indices are drawn and kept for every one that is under way.
 _MAX_WINDOW = 1024
 # A worker that spends less than this share of its time computing waits for something.
@@ -101,13 +104,13 @@ class ChunkPlanner:
             remaining: Batches that the sampler has left, where it says so.
         """
         parallel = self.parallel
-        sizes = [
-            self.window // (2 * parallel),
-            1 << min(20, _GROWTH_BITS * (self._issued // parallel)),
-        ]
+        # Tasks of the same length would end, and have to be started, all at the same time.
+        spread = self._issued * _GOLDEN_SHARE % 1.0
+        grown = _GROWTH ** min(10, self._issued // parallel)
+        sizes = [self.window // (2 * parallel), int(grown * (1 + (_GROWTH - 1) * spread))]
         if self._observed:
             seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _TASKS_PER_SECOND))
-            sizes.append(int(seconds / max(self._batch_seconds, 1e-6)))
+            sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
             sizes.append(math.ceil(remaining / parallel))

@@ -61,7 +61,6 @@ Block = tuple[ray.ObjectRef, int]
 _BUSY_POLL_S = 0.01
 _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
-_READY_PER_STEP = 4
 _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 20.0
 # As long as torch gives its workers to end.
@@ -276,8 +275,9 @@ class FedExecution:
         self._on_quiet = on_quiet
         self._on_end = on_end
         self._wake = threading.Event()
-        # With their numbers; taken out in the executor's thread only.
-        self._waiting: collections.deque[tuple[int, pa.Table]] = collections.deque()
+        # Numbers and source blocks; taken out in the executor's thread only.
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        self._fast = fast_executor_available()
         self._dropped = 0
         self._fed = 0
         self._quiet_at = 0
@@ -285,14 +285,15 @@ class FedExecution:
         self.parallel = 1
         self.hurried = True
         self._stop: Callable[[], None] = lambda: None
-        if fast_executor_available():
+        if self._fast:
             self._start_fast()
         else:
             self._start_public()
 
     def feed(self, table: pa.Table) -> None:
         """Append one source block."""
-        self._waiting.append((self._fed, table))
+        # Stored here and not when a task has ended and its worker waits for the next.
+        self._waiting.append((self._fed, _source_bundle(table) if self._fast else table))
         self._fed += 1
         self._wake.set()
 
@@ -353,13 +354,10 @@ class FedExecution:
 
             def has_next(self) -> bool:
                 execution._forget_dropped()
-                startable = execution._ready or execution._waiting
-                return bool(startable) and execution._active() < execution.parallel
+                return bool(execution._waiting) and execution._active() < execution.parallel
 
             def _get_next_inner(self) -> Any:
-                if not execution._ready:
-                    execution._make_ready()
-                return execution._ready.popleft()[1]
+                return execution._waiting.popleft()[1]
 
             def has_execution_finished(self) -> bool:
                 return execution._closed
@@ -381,7 +379,6 @@ class FedExecution:
         feed._output_dependencies = [first]
         first.input_dependencies[0] = feed
         self._first, self._feed = first, feed
-        self._ready: collections.deque[tuple[int, Any]] = collections.deque()
         self._executor = StreamingExecutor(dataset.context, f"dpex-{id(self):x}")
         # The executor stops when this iterator is dropped.
         self._output = self._executor.execute(plan.dag, callbacks=[Steps()])
@@ -389,13 +386,8 @@ class FedExecution:
         threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
 
     def _forget_dropped(self) -> None:
-        for queue in (self._ready, self._waiting):
-            while queue and queue[0][0] < self._dropped:
-                queue.popleft()
-
-    def _make_ready(self) -> None:
-        number, table = self._waiting.popleft()
-        self._ready.append((number, _source_bundle(table)))
+        while self._waiting and self._waiting[0][0] < self._dropped:
+            self._waiting.popleft()
 
     def _active(self) -> int:
         """Return the number of tasks that run or are about to."""
@@ -417,10 +409,7 @@ class FedExecution:
         if self._closed or executor._shutdown:
             return
         self._forget_dropped()
-        # Now, while all tasks run, and not when one has ended and its worker waits.
-        for _ in range(min(_READY_PER_STEP, self.parallel - len(self._ready), len(self._waiting))):
-            self._make_ready()
-        if self._ready or self._waiting or any(op.num_active_tasks() for op in executor._topology):
+        if self._waiting or any(op.num_active_tasks() for op in executor._topology):
             # What a task has to say ends the wait; a new chunk does not, and may find a free slot.
             free_slot = self.hurried and self._active() < self.parallel
             poll = _BUSY_POLL_S if free_slot else _CALM_POLL_S
