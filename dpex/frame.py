@@ -11,15 +11,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from dpex.pickling import Pickled, load
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["Entry", "Frame", "FrameWriter", "read_frame"]
 
@@ -66,6 +68,8 @@ class Frame:
 
 def _binary_column(data: Any, size: int) -> pa.Array:
     """Wrap memory as one large_binary value (int64 offsets: no 2 GiB limit), without a copy."""
+    import pyarrow as pa
+
     offsets = np.array([0, size], dtype=np.int64)
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), data])
 
@@ -98,6 +102,8 @@ class FrameWriter:
             A table of one row of large_binary columns: ``head``, ``small`` and one column for
             each large buffer.
         """
+        import pyarrow as pa  # a fifth of a second, which `import dpex` does without
+
         placements: list[list[tuple[int, int, int]]] = []
         columns: dict[str, pa.Array] = {}
         small: list[tuple[int, np.ndarray[Any, Any]]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import math
 import os
@@ -96,6 +95,9 @@ def start(fork_server: str | None = None) -> None:
         # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
         # which ten waiting workers on two cores already exceed.
         "RAY_worker_maximum_startup_concurrency": str(max(16, _cores())),
+        # A node that looks for its own store before it is there would look again a second later.
+        "RAY_raylet_client_connect_timeout_milliseconds": "20",
+        "RAY_raylet_client_num_connect_attempts": "500",
         # Ray's workers give way to whatever else runs (nice 15); torch's do not.
         "RAY_worker_niceness": "0",
     }
@@ -106,7 +108,6 @@ def start(fork_server: str | None = None) -> None:
         try:
             context = init_ray(
                 START_SECONDS,
-                meanwhile=lambda: importlib.import_module("ray.data"),
                 afterwards=lambda: _finish_and_stay(finish),
                 address="local",
                 num_cpus=embedded_cpus(),
@@ -133,11 +134,7 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
 
 
 def init_ray(
-    timeout_s: float,
-    *,
-    meanwhile: Callable[[], object] | None = None,
-    afterwards: Callable[[], None] | None = None,
-    **options: Any,
+    timeout_s: float, *, afterwards: Callable[[], None] | None = None, **options: Any
 ) -> Any:
     """Call ``ray.init`` without its messages, and wait no longer than given for it.
 
@@ -146,7 +143,6 @@ def init_ray(
 
     Args:
         timeout_s: How long to wait.
-        meanwhile: What to do here until then.
         afterwards: What that thread does when it has started Ray.
         **options: Arguments of ``ray.init``.
 
@@ -165,7 +161,7 @@ def init_ray(
             warnings.simplefilter("ignore", FutureWarning)
             return ray.init(logging_level=logging.ERROR, **options)
 
-    return within(timeout_s, call, meanwhile=meanwhile, afterwards=afterwards)
+    return within(timeout_s, call, afterwards=afterwards)
 
 
 @contextlib.contextmanager
@@ -181,18 +177,13 @@ def quiet_ray() -> Iterator[None]:
 
 
 def within(
-    timeout_s: float,
-    call: Callable[[], T],
-    *,
-    meanwhile: Callable[[], object] | None = None,
-    afterwards: Callable[[], None] | None = None,
+    timeout_s: float, call: Callable[[], T], *, afterwards: Callable[[], None] | None = None
 ) -> T:
     """Call in a thread of its own and give up waiting after the given time.
 
     Args:
         timeout_s: How long to wait.
         call: What to call; after the time is over its outcome is lost.
-        meanwhile: What to call in this thread before waiting.
         afterwards: What to call in the other thread when ``call`` has returned.
 
     Raises:
@@ -211,8 +202,6 @@ def within(
                 afterwards()
 
     threading.Thread(target=run, name="dpex-connect", daemon=True).start()
-    if meanwhile is not None:
-        meanwhile()
     wait([outcome], timeout_s)
     if not outcome.done():
         raise TimeoutError(f"no answer within {timeout_s:g} s")

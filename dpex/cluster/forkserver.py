@@ -40,7 +40,7 @@ __all__ = ["address", "inheritance"]
 logger = logging.getLogger("dpex")
 
 # What the host and the workers need, beside what the trainer has loaded by itself.
-_PRELOADED = ("ray.data", "dpex.cluster.host", "dpex.fetch", "dpex.frame")
+_PRELOADED = ("ray.data", "pyarrow", "dpex.cluster.host", "dpex.fetch", "dpex.frame")
 _READ_BYTES = 1 << 16
 _REQUEST_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +93,9 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
 def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
     """Fork workers, until the trainer's process ends."""
     try:
+        # A collection, here or in a worker, would touch, and so copy, what is shared.
+        gc.disable()
+        gc.freeze()
         _leave_the_trainer()
         # The library reads these when it is loaded. A worker ends when the process named here
         # does: the server, and with Ray's node, which is not there yet, the server sees to it.
@@ -103,8 +106,7 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
             for module in _PRELOADED:
                 importlib.import_module(module)
         if random_ids_untouched():
-            gc.collect()
-            gc.freeze()  # a collection in a worker must not touch, and so copy, what is shared
+            gc.freeze()
             _Server(listener, trainers_life, token).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -187,6 +189,7 @@ class _Server:
 def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
     """Become the worker that Ray asked for."""
     try:
+        gc.enable()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(OSError):
             # Ray ends the group together with the worker, and all that it has started.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex.cluster.blocks import Receiver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
@@ -21,6 +21,9 @@ from dpex.cluster.stages import Pipeline, store_job
 from dpex.errors import DatasetTooLargeError
 from dpex.fetch import Chunk, Run
 from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
+
+if TYPE_CHECKING:
+    from dpex.cluster.blocks import Receiver
 
 __all__ = ["RemoteRun", "Session"]
 
@@ -112,9 +115,12 @@ class Session:
         return key
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
-        embedded = self._connection.kind == "embedded"
-        if embedded and ray.get(self._host.actor.inherits.remote(key)):
-            return _StoredJob(key, [], pickled)
+        if self._connection.kind == "embedded":
+            inherits = self._host.actor.inherits.remote(key)
+            # Loading Ray Data takes half a second, as long as the host takes to start.
+            importlib.import_module("dpex.cluster.blocks")
+            if ray.get(inherits):
+                return _StoredJob(key, [], pickled)
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
             raise DatasetTooLargeError(
@@ -132,6 +138,8 @@ class Session:
             job_key: What ``store`` returned.
             pin_memory: Whether batches go to page-locked memory.
         """
+        from dpex.cluster.blocks import Receiver
+
         assert self._stored is not None
         if self._host.lost:
             self._start()

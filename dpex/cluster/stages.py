@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import ray
-import ray.data
 
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.private import private_mapping
 
 if TYPE_CHECKING:
+    import ray.data
+
     from dpex.fetch import Job
     from dpex.pickling import Pickled
 
@@ -83,6 +84,8 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
         tables: One source block per chunk; one block is one task.
         pipeline: What to do with them.
     """
+    import ray.data
+
     options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
     dataset = ray.data.from_blocks(tables).map_batches(
         make_batches,
