@@ -166,6 +166,8 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             _work(request, streams)
+        # Before the answer, which ends the process that leads the group.
+        _join_group(pid, request["group"])
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             worker = os.pidfd_open(pid)
             self._workers[worker] = node_pid
@@ -191,9 +193,7 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
     try:
         gc.enable()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            # Ray ends the group together with the worker, and all that it has started.
-            os.setpgid(0, request["group"])
+        _join_group(0, request["group"])
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.environ.clear()
@@ -210,6 +210,18 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
+
+
+def _join_group(pid: int, group: int) -> None:
+    """Put a worker into the group that Ray made for it, which ends with it and what it starts.
+
+    It must never be in the server's own, which would end with it too.
+    """
+    try:
+        os.setpgid(pid, group)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
 
 
 def _leave_the_trainer() -> None:

@@ -468,6 +468,8 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
 
     Only the host's own process is changed: the user's Ray Data keeps its defaults.
     """
+    import ray.data  # sets its logger up
+
     # Says that max_retries will be a named argument of map_batches one day.
     warnings.filterwarnings("ignore", module=r"dpex\.cluster\.stages")
     # Says that an async actor should await; the executor's thread is none of the actor's loop.
