@@ -185,6 +185,7 @@ class DpexDataLoader(DataLoader[T_co]):
             session = Session(
                 connection,
                 worker_options=self.worker_options,
+                fork_workers=self._forks,
                 in_order=self.in_order,
             )
             state = self._cluster = _ClusterState(self, session)

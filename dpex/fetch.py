@@ -271,6 +271,7 @@ def _fetch(
     if getattr(dataset, "__getitems__", None):
         seed_generators(sample_seed(key, position))
         return _collate(job, dataset.__getitems__(indices), at, indices)
+    indices = list(indices)  # they may be read twice
     habits = copy.habits
     while True:
         habits.begin(sample_seed(key, position))

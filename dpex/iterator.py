@@ -178,7 +178,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._drawn,
                     batches,
                     positions,
-                    patient=self._planner.settled,
+                    patient=self._planner.settled and not self._timeout,
                 )
                 self._drawn += len(batches)
                 self._planner.issued()

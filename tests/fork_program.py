@@ -115,6 +115,48 @@ class Draws:
         return ray.ObjectID.from_random().hex()
 
 
+class Shares:
+    """Samples that write to memory which the trainer shares with its children."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(1 << 16).share_memory_()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.numbers += 1
+        return index
+
+
+def shared_memory() -> Any:
+    dataset = Shares()
+    loader: DpexDataLoader[Any] = DpexDataLoader(
+        dataset, num_workers=2, distribute_mode=True, head_address="local"
+    )
+    return [sorted(int(batch) for batch in loader), float(dataset.numbers.sum())]
+
+
+def groups() -> Any:
+    """Whether a worker is in the process group of the server, whose end would be all workers'."""
+    loader = DpexDataLoader(Groups(), num_workers=2, distribute_mode=True, batch_size=None)
+    return sorted({(own == server, own == trainer) for own, server, trainer in loader})
+
+
+class Groups:
+    """Samples that are the process groups of the worker, of the server and of the trainer."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpgid(0), os.getpgid(os.getppid()), os.getpgid(sys.of_the_trainer)  # type: ignore[attr-defined]
+
+
+def spawned_beside_forked() -> Any:
+    return [read(loader_of())[2], read(loader_of(multiprocessing_context="spawn"))[2]]
+
+
 def spawned() -> Any:
     return read(loader_of(multiprocessing_context="spawn"))[2]
 

@@ -51,6 +51,18 @@ def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
         assert max(*first, *second) <= 8.0
 
 
+def test_memory_that_the_trainer_shares_is_not_written_to() -> None:
+    assert outcome_of("shared_memory") == [list(range(8)), 0.0]
+
+
+def test_no_worker_is_in_a_group_with_the_server_or_the_trainer() -> None:
+    assert outcome_of("groups") == [[False, False]]
+
+
+def test_each_loader_s_start_method_counts() -> None:
+    assert outcome_of("spawned_beside_forked") == [True, False]
+
+
 def test_another_start_method_means_no_forks() -> None:
     assert outcome_of("spawned") is False
 

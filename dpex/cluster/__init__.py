@@ -3,7 +3,8 @@
 connect:     which Ray, from head_address
 local_nodes: Ray's nodes on this host
 embedded:    a Ray of our own where there is none
-keeper:      one for all ranks of a host
+forkserver:  its workers, as forks of the trainer; forked_worker asks for them
+keeper:      one Ray for all ranks of a host
 versions:    does the cluster run what we run
 host:        the actor that runs the pipeline, so that the trainer's process need not
 stages:      a Ray Dataset from chunks, and its map_batches stage

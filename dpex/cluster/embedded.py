@@ -101,6 +101,8 @@ def start(fork_server: str | None = None) -> None:
         # Ray's workers give way to whatever else runs (nice 15); torch's do not.
         "RAY_worker_niceness": "0",
     }
+    # Of an outer trainer, whose worker this process may be, nothing is to be had.
+    os.environ.pop(forked_worker.SERVER, None)
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
@@ -129,7 +131,10 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
     The kernel kills what a thread started when that thread ends (Ray asks for PR_SET_PDEATHSIG).
     """
     settled.wait(_SETTLE_SECONDS)
-    finish()
+    try:
+        finish()
+    except Exception as error:  # this thread must not end
+        logger.warning("what workers print is not to be seen here: %s", error)
     threading.Event().wait()
 
 

@@ -5,6 +5,7 @@ A program of its own, which imports nothing it can do without: it is started for
 
 import os
 import pickle
+import resource
 import socket
 import sys
 
@@ -12,6 +13,8 @@ SERVER = "DPEX_FORK_SERVER"
 """Environment variable with the server's address."""
 RAYS_OWN = "DPEX_SETUP_WORKER"
 """Environment variable with the program that Ray itself would have started."""
+
+_SERVER_SECONDS = 30.0
 
 
 def ask(arguments: list[str]) -> bool:
@@ -34,8 +37,11 @@ def ask(arguments: list[str]) -> bool:
         "environment": dict(os.environ),
         "directory": os.getcwd(),  # noqa: PTH109 - pathlib would take longer than all the rest
         "group": os.getpgid(0),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        # It may still be loading modules. Should it be stuck, Ray starts the worker.
+        connection.settimeout(_SERVER_SECONDS)
         connection.connect("\0" + name)
         message = token.encode() + b"\n" + pickle.dumps(request)
         sent = socket.send_fds(connection, [message], [0, 1, 2])

@@ -21,11 +21,15 @@ import importlib
 import logging
 import os
 import pickle
+import resource
 import runpy
+import select
 import selectors
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,13 +39,14 @@ from dpex.cluster.embedded import hold
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["address", "inheritance"]
+__all__ = ["address", "in_use", "inheritance", "shared_memory"]
 
 logger = logging.getLogger("dpex")
 
 # What the host and the workers need, beside what the trainer has loaded by itself.
 _PRELOADED = ("ray.data", "pyarrow", "dpex.cluster.host", "dpex.fetch", "dpex.frame")
 _READ_BYTES = 1 << 16
+_MOST_BYTES = 1 << 23
 _REQUEST_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 # The first job of a Ray, as its workers' environment names it.
@@ -66,7 +71,7 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
         they are and whose threads it would lack.
     """
     global _address
-    if _address is None and hasattr(os, "pidfd_open") and "ray" not in sys.modules:
+    if _address is None and _can_fork():
         job = bequest()
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -88,6 +93,46 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
             hold(alive_end)
         _address = f"{name}/{token}"
     return _address
+
+
+def shared_memory() -> Callable[[Any], bool]:
+    """Read which memory this process shares with whom it was forked from, also for writing.
+
+    Returns:
+        A function that tells it of an array.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
+    shared = [(int(low, 16), int(high, 16)) for low, high in spans]
+
+    def is_shared(array: Any) -> bool:
+        start = array.__array_interface__["data"][0]
+        return any(low < start + array.nbytes and start < high for low, high in shared)
+
+    return is_shared
+
+
+def in_use() -> bool:
+    """Tell whether this process has forked a server."""
+    return _address is not None
+
+
+def _can_fork() -> bool:
+    return (
+        hasattr(os, "pidfd_open")
+        and "ray" not in sys.modules
+        # Ray would not know of the server either.
+        and os.environ.get("DPEX_PUBLIC_RAY_ONLY") != "1"
+    )
+
+
+def _forget_in_child() -> None:
+    global _address
+    _address = None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
@@ -138,25 +183,35 @@ class _Server:
         self._running = False
 
     def _accept(self, _: int) -> None:
-        connection, _address = self._listener.accept()
-        connection.settimeout(_REQUEST_SECONDS)
-        with connection, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            message, streams, _flags, _sender = socket.recv_fds(connection, _READ_BYTES, 3)
-            try:
-                while more := connection.recv(_READ_BYTES):
-                    message += more
-                given, _newline, body = message.partition(b"\n")
-                if hmac.compare_digest(given, self._token.encode()):
-                    request = pickle.loads(body)
-                    # Another driver that found this Ray has workers of its own.
-                    if request["environment"].get("RAY_JOB_ID") == _OUR_JOB:
-                        self._fork(request, streams)
-                        connection.sendall(b"forked")
-            finally:
-                for stream in streams:
-                    os.close(stream)
+        connection, _sender = self._listener.accept()
+        # Who asks wrongly is left without an answer; whatever goes wrong is no reason to end.
+        with connection, contextlib.suppress(Exception):
+            if _user_of(connection) == os.getuid():
+                self._answer(connection)
 
-    def _fork(self, request: dict[str, Any], streams: list[int]) -> None:
+    def _answer(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + _REQUEST_SECONDS
+        connection.settimeout(_REQUEST_SECONDS)
+        message, streams, _flags, _sender = socket.recv_fds(connection, _READ_BYTES, 3)
+        try:
+            while more := connection.recv(_READ_BYTES):
+                message += more
+                if len(message) > _MOST_BYTES or time.monotonic() > deadline:
+                    return
+            given, _newline, body = message.partition(b"\n")
+            if not hmac.compare_digest(given, self._token.encode()):
+                return
+            request = pickle.loads(body)
+            # Another driver that found this Ray has workers of its own. And who has not waited
+            # for the answer has had Ray start the worker.
+            if request["environment"].get("RAY_JOB_ID") == _OUR_JOB and not _hung_up(connection):
+                self._fork(request, streams, connection)
+                connection.sendall(b"forked")
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], connection: socket.socket) -> None:
         node_pid = int(request["environment"]["RAY_RAYLET_PID"])
         if node_pid not in self._nodes:
             self._nodes[node_pid] = os.pidfd_open(node_pid)
@@ -165,13 +220,21 @@ class _Server:
             )
         pid = os.fork()
         if pid == 0:
+            self._close()
+            connection.close()
             _work(request, streams)
         # Before the answer, which ends the process that leads the group.
         _join_group(pid, request["group"])
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(OSError):  # it has ended already
             worker = os.pidfd_open(pid)
             self._workers[worker] = node_pid
             self._selector.register(worker, selectors.EVENT_READ, self._end_worker)
+
+    def _close(self) -> None:
+        """Close, in a fork, what is the server's."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
 
     def _end_worker(self, worker: int) -> None:
         del self._workers[worker]
@@ -196,6 +259,9 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         _join_group(0, request["group"])
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
+            os.close(stream)
+        with contextlib.suppress(OSError, ValueError):  # Ray raised it for itself
+            resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
@@ -206,6 +272,8 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
 
         reread_environment()
         runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ending:
+        os._exit(ending.code if isinstance(ending.code, int) else 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -224,9 +292,22 @@ def _join_group(pid: int, group: int) -> None:
             os.setpgid(pid, pid)
 
 
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iii", credentials)[1])
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
 def _leave_the_trainer() -> None:
     """Be a process of its own: deaf to the terminal, with nothing to do at the trainer's exit."""
     os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whatever ends is forgotten

@@ -1,6 +1,6 @@
 """The actor that runs the pipelines, so that the trainer's process keeps its GIL to itself.
 
-One host serves all loaders of a process. It claims no CPU, never imports torch, and touches no
+One host serves all loaders of a process. It claims no CPU, has no use for torch, and touches no
 data: it passes chunks in and block references out. A *lane* is one pipeline; it serves one
 iteration of a loader at a time and outlives it.
 """
@@ -59,13 +59,13 @@ class _Lane:
         self._told_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
+        self._serve(run)
         self.execution = FedExecution(
             lambda tables: build(tables, pipeline),
             on_blocks=self._take_blocks,
             on_quiet=self._take_quiet,
             on_end=self._take_end,
         )
-        self.begin(run)
 
     @property
     def quiet(self) -> bool:
@@ -74,8 +74,11 @@ class _Lane:
 
     def begin(self, run: str | None) -> None:
         """Serve another iteration, or none; what waits is dropped."""
-        self.run = run
         self.execution.drop()
+        self._serve(run)
+
+    def _serve(self, run: str | None) -> None:
+        self.run = run
         self._first_chunk = self._fed
         self._early: dict[int, bytes] = {}
         self._blocks.clear()
@@ -144,7 +147,7 @@ class _Host:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
         self._closed = _Recent()
         self._cancelled = _Recent()
-        self._stored_jobs: dict[str, ray.ObjectRef] = {}
+        self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         tune_host_process(self._note_error)
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -223,8 +226,10 @@ class _Host:
     async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
         """Put an inherited job into the object store, for a worker that needs another copy."""
         if job_key not in self._stored_jobs:
-            self._stored_jobs[job_key] = store_job(inheritance[job_key])
-        return [self._stored_jobs[job_key]]
+            self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
+                None, store_job, inheritance[job_key]
+            )
+        return [await self._stored_jobs[job_key]]
 
     async def cancel(self, lane_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""

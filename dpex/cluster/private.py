@@ -28,7 +28,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -46,7 +47,7 @@ __all__ = [
     "fast_executor_available",
     "leak_free_batch_iterator",
     "lean_start",
-    "private_mapping",
+    "private_mappings",
     "random_ids_untouched",
     "ref_bundle",
     "reread_environment",
@@ -278,6 +279,8 @@ class FedExecution:
         # Numbers and source blocks; taken out in the executor's thread only.
         self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
         self._fast = fast_executor_available()
+        self._storing = ThreadPoolExecutor(1, "dpex-store")
+        self._stored = 0
         self._dropped = 0
         self._fed = 0
         self._quiet_at = 0
@@ -292,10 +295,15 @@ class FedExecution:
 
     def feed(self, table: pa.Table) -> None:
         """Append one source block."""
-        # Stored here and not when a task has ended and its worker waits for the next.
-        self._waiting.append((self._fed, _source_bundle(table) if self._fast else table))
+        number = self._fed
         self._fed += 1
-        self._wake.set()
+        if self._fast:
+            # Now, and not when a task has ended and its worker waits for the next. In a thread,
+            # for a full object store has the caller wait until its readers have made room.
+            self._storing.submit(self._store, number, table)
+        else:
+            self._waiting.append((number, table))
+            self._wake.set()
 
     def drop(self) -> None:
         """Let nothing start that was fed up to now and has not started."""
@@ -309,6 +317,7 @@ class FedExecution:
         """
         self._closed = True
         self.drop()
+        self._storing.shutdown(wait=False, cancel_futures=True)
         self._stop()
 
     # --- public names only: one execution per window of chunks ---------------------------------
@@ -385,6 +394,15 @@ class FedExecution:
         self._stop = self._stop_fast
         threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
 
+    def _store(self, number: int, table: pa.Table) -> None:
+        try:
+            if number >= self._dropped:
+                self._waiting.append((number, _source_bundle(table)))
+        except BaseException as error:
+            self._on_end(error)
+        self._stored = number + 1
+        self._wake.set()
+
     def _forget_dropped(self) -> None:
         while self._waiting and self._waiting[0][0] < self._dropped:
             self._waiting.popleft()
@@ -397,7 +415,7 @@ class FedExecution:
     def _step(self, executor: Any) -> None:
         from ray.data._internal.execution import streaming_executor_state
 
-        fed = self._fed  # read first: a chunk that is fed from here on is not known to be done
+        fed = self._stored  # read first: a chunk that is fed from here on is not known to be done
         _, state = executor._output_node
         blocks: list[Block] = []
         while (bundle := state.output_queue.pop()) is not None:
@@ -604,37 +622,63 @@ def reread_environment() -> None:
 _MAPPED_BYTES = 1 << 20
 
 
-def private_mapping(view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """Map a large flat uint8 view of the object store so that its pages are copied when written.
+def private_mappings(
+    views: Sequence[np.ndarray[Any, Any]],
+) -> list[np.ndarray[Any, Any] | None]:
+    """Map views of one stored object once more, so that their pages are copied when written to.
 
     Ray's object store is a file in memory without a name, which the node's raylet has open.
-    Mapped once more, and privately, it costs the memory of what the worker changes in it.
+    Mapped privately, it costs the memory of what the worker changes in it.
+
+    Args:
+        views: Flat uint8 arrays.
 
     Returns:
-        The same bytes, writable; None where they have to be copied.
+        For each the same bytes, writable; None where they are few, or have to be copied.
     """
-    if view.nbytes >= _MAPPED_BYTES and os.environ.get("DPEX_PUBLIC_RAY_ONLY") != "1":
-        with contextlib.suppress(OSError, ValueError, StopIteration, KeyError):
-            return _map_again(view, Path("/proc", os.environ["RAY_RAYLET_PID"], "fd"))
-    return None
+    large = [view for view in views if view.nbytes >= _MAPPED_BYTES]
+    if not large or os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return [None] * len(views)
+    start = min(map(_address, large))
+    end = max(_address(view) + view.nbytes for view in large)
+    try:
+        open_files = Path("/proc", os.environ["RAY_RAYLET_PID"], "fd")
+        # One mapping for all: each one keeps a file open.
+        copy = _map_again(start, end, open_files)
+    except (OSError, ValueError, StopIteration, KeyError):
+        return [None] * len(views)
+    copy.sources = large
+    memory = np.frombuffer(copy, np.uint8)[copy.offset :]
+    return [
+        memory[_address(view) - start :][: view.nbytes] if view.nbytes >= _MAPPED_BYTES else None
+        for view in views
+    ]
+
+
+def _address(view: np.ndarray[Any, Any]) -> int:
+    return int(view.__array_interface__["data"][0])
 
 
 class _PrivateMapping(mmap.mmap):
-    """Memory of the object store, which stays as it is as long as ``source`` lives."""
+    """Memory of the object store, which stays as it is as long as ``sources`` live.
 
-    source: np.ndarray[Any, Any]
+    Attributes:
+        sources: Views of the stored object.
+        offset: Where what was asked for begins in the mapping.
+    """
+
+    sources: list[np.ndarray[Any, Any]]
+    offset: int
 
 
-def _map_again(view: np.ndarray[Any, Any], open_files: Path) -> np.ndarray[Any, Any]:
-    address = view.__array_interface__["data"][0]
-    with Path("/proc/self/maps").open() as maps:
-        for line in maps:
-            span, _, offset, device, inode, *_ = line.split(maxsplit=5)
-            start, end = (int(bound, 16) for bound in span.split("-"))
-            if start <= address and address + view.nbytes <= end:
-                break
-        else:
-            raise ValueError(f"{address:#x} is not mapped in one piece")
+def _map_again(start: int, end: int, open_files: Path) -> _PrivateMapping:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, device, inode, *_ = line.split(maxsplit=5)
+        low, high = (int(bound, 16) for bound in span.split("-"))
+        if low <= start and end <= high:
+            break
+    else:
+        raise ValueError(f"{start:#x} to {end:#x} is not mapped in one piece")
     major, minor = (int(number, 16) for number in device.split(":"))
     file = next(
         path
@@ -642,21 +686,21 @@ def _map_again(view: np.ndarray[Any, Any], open_files: Path) -> np.ndarray[Any, 
         if (status := path.stat()).st_ino == int(inode)
         and status.st_dev == os.makedev(major, minor)
     )
-    position = int(offset, 16) + address - start
+    position = int(offset, 16) + start - low
     page = position - position % mmap.ALLOCATIONGRANULARITY
     descriptor = os.open(file, os.O_RDONLY)
     try:
         mapping = _PrivateMapping(
             descriptor,
-            position - page + view.nbytes,
+            position - page + end - start,
             flags=mmap.MAP_PRIVATE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=page,
         )
     finally:
         os.close(descriptor)
-    mapping.source = view
-    return np.frombuffer(mapping, np.uint8)[position - page :]
+    mapping.offset = position - page
+    return mapping
 
 
 def leak_free_batch_iterator(iterator: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
@@ -59,10 +60,16 @@ class Session:
         connection: This process's Ray.
         worker_options: Ray options of one worker.
         in_order: Whether batches keep the sampler's order.
+        fork_workers: Whether workers may be forks, where there is a server for them.
     """
 
     def __init__(
-        self, connection: Connection, *, worker_options: dict[str, Any] | None, in_order: bool
+        self,
+        connection: Connection,
+        *,
+        worker_options: dict[str, Any] | None,
+        in_order: bool,
+        fork_workers: bool,
     ) -> None:
         self._connection = connection
         self._options = dict(worker_options or {})
@@ -70,6 +77,10 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
+        if forkserver.in_use() and not fork_workers:
+            own = dict(self._options.get("runtime_env") or {})
+            variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
+            self._options["runtime_env"] = {**own, "env_vars": variables}
         self._in_order = in_order
         self._stored: _StoredJob | None = None
         self._start()
@@ -115,12 +126,8 @@ class Session:
         return key
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
-        if self._connection.kind == "embedded":
-            inherits = self._host.actor.inherits.remote(key)
-            # Loading Ray Data takes half a second, as long as the host takes to start.
-            importlib.import_module("dpex.cluster.blocks")
-            if ray.get(inherits):
-                return _StoredJob(key, [], pickled)
+        if self._connection.kind == "embedded" and self._inherited(key):
+            return _StoredJob(key, [], pickled)
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
             raise DatasetTooLargeError(
@@ -129,6 +136,17 @@ class Session:
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
         return _StoredJob(key, [store_job(pickled)], None)
+
+    def _inherited(self, key: str) -> bool:
+        inherits = self._host.actor.inherits.remote(key)
+        # Loading Ray Data takes half a second, as long as the host takes to start.
+        importlib.import_module("dpex.cluster.blocks")
+        try:
+            return bool(ray.get(inherits))
+        except ray.exceptions.RayActorError:
+            self._host.lost = True
+            self._start()
+            return bool(ray.get(self._host.actor.inherits.remote(key)))
 
     def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
         """Begin an iteration.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 import ray
 
-from dpex.cluster.forkserver import inheritance
-from dpex.cluster.private import private_mapping
+from dpex.cluster.forkserver import inheritance, shared_memory
+from dpex.cluster.private import private_mappings
 
 if TYPE_CHECKING:
     import ray.data
@@ -177,7 +177,14 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
         borrower = _borrowers.get(job_key)
         # Once the last copy has gone its memory serves again, if it was left as it is.
         if borrower is None or (borrower() is None and inherited.digest == job_key):
-            copy: Job = load(inherited, lambda buffer: buffer)
+            shared = shared_memory()
+
+            def own(buffer: Any) -> Any:
+                # Memory that the trainer shares on purpose, with a file or with other processes,
+                # is not copied by writing to it.
+                return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
+
+            copy: Job = load(inherited, own)
             _borrowers[job_key] = weakref.ref(copy)
             return copy
     pickled = _stored_jobs.get(job_key)
@@ -191,9 +198,11 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
         while len(_stored_jobs) > _MAX_JOBS:
             _stored_jobs.popitem(last=False)
 
+    mapped = iter(private_mappings(pickled.buffers))
+
     def take(view: Any) -> Any:
-        mapped = private_mapping(view)
-        return own_copy(view) if mapped is None else mapped
+        own = next(mapped)
+        return own_copy(view) if own is None else own
 
     return cast("Job", load(pickled, take))
 
