@@ -5,6 +5,7 @@ local_nodes: Ray's nodes on this host
 embedded:    a Ray of our own where there is none
 forkserver:  its workers, as forks of the trainer; forked_worker asks for them
 keeper:      one Ray for all ranks of a host
+memory:      what a process's memory is mapped from
 versions:    does the cluster run what we run
 host:        the actor that runs the pipeline, so that the trainer's process need not
 stages:      a Ray Dataset from chunks, and its map_batches stage

@@ -39,7 +39,7 @@ from dpex.cluster.embedded import hold
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["address", "in_use", "inheritance", "shared_memory"]
+__all__ = ["address", "in_use", "inheritance"]
 
 logger = logging.getLogger("dpex")
 
@@ -93,23 +93,6 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
             hold(alive_end)
         _address = f"{name}/{token}"
     return _address
-
-
-def shared_memory() -> Callable[[Any], bool]:
-    """Read which memory this process shares with whom it was forked from, also for writing.
-
-    Returns:
-        A function that tells it of an array.
-    """
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
-    shared = [(int(low, 16), int(high, 16)) for low, high in spans]
-
-    def is_shared(array: Any) -> bool:
-        start = array.__array_interface__["data"][0]
-        return any(low < start + array.nbytes and start < high for low, high in shared)
-
-    return is_shared
 
 
 def in_use() -> bool:

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import ray
 
+from dpex.cluster.memory import address_of, spans
+
 if TYPE_CHECKING:
     import pyarrow as pa
     import ray.data
@@ -639,8 +641,8 @@ def private_mappings(
     large = [view for view in views if view.nbytes >= _MAPPED_BYTES]
     if not large or os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return [None] * len(views)
-    start = min(map(_address, large))
-    end = max(_address(view) + view.nbytes for view in large)
+    start = min(map(address_of, large))
+    end = max(address_of(view) + view.nbytes for view in large)
     try:
         open_files = Path("/proc", os.environ["RAY_RAYLET_PID"], "fd")
         # One mapping for all: each one keeps a file open.
@@ -650,13 +652,9 @@ def private_mappings(
     copy.sources = large
     memory = np.frombuffer(copy, np.uint8)[copy.offset :]
     return [
-        memory[_address(view) - start :][: view.nbytes] if view.nbytes >= _MAPPED_BYTES else None
+        memory[address_of(view) - start :][: view.nbytes] if view.nbytes >= _MAPPED_BYTES else None
         for view in views
     ]
-
-
-def _address(view: np.ndarray[Any, Any]) -> int:
-    return int(view.__array_interface__["data"][0])
 
 
 class _PrivateMapping(mmap.mmap):
@@ -672,21 +670,15 @@ class _PrivateMapping(mmap.mmap):
 
 
 def _map_again(start: int, end: int, open_files: Path) -> _PrivateMapping:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, device, inode, *_ = line.split(maxsplit=5)
-        low, high = (int(bound, 16) for bound in span.split("-"))
-        if low <= start and end <= high:
-            break
-    else:
-        raise ValueError(f"{start:#x} to {end:#x} is not mapped in one piece")
-    major, minor = (int(number, 16) for number in device.split(":"))
+    span = next(span for span in spans() if span.start <= start and end <= span.end)
+    major, minor = (int(number, 16) for number in span.device.split(":"))
     file = next(
         path
         for path in open_files.iterdir()
-        if (status := path.stat()).st_ino == int(inode)
+        if (status := path.stat()).st_ino == span.inode
         and status.st_dev == os.makedev(major, minor)
     )
-    position = int(offset, 16) + start - low
+    position = span.offset + start - span.start
     page = position - position % mmap.ALLOCATIONGRANULARITY
     descriptor = os.open(file, os.O_RDONLY)
     try:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 import ray
 
-from dpex.cluster.forkserver import inheritance, shared_memory
+from dpex.cluster.forkserver import inheritance
+from dpex.cluster.memory import shared_memory
 from dpex.cluster.private import private_mappings
 
 if TYPE_CHECKING:
