@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cluster_programs import environment, workplace
+from cluster_programs import run_program, workplace
 
 PROGRAM = Path(__file__).with_name("busy_program.py")
 
@@ -16,15 +14,7 @@ PROGRAM = Path(__file__).with_name("busy_program.py")
 @pytest.mark.timeout(180)
 def test_a_loader_without_cpus_says_who_holds_them_and_waits() -> None:
     with workplace() as place:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM)],
-            cwd=place,
-            env=environment(place, PYTHONPATH=str(PROGRAM.parent)),
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
+        done = run_program(PROGRAM, place=place, seconds=170, PYTHONPATH=str(PROGRAM.parent))
         lines = done.stdout.splitlines()
         assert done.returncode == 0, done.stdout + done.stderr
         assert any("0 of 2 CPUs are free" in line and "Hog" in line for line in lines), done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import environment, processes_in, spawn, wait_until, workplace
+from cluster_programs import processes_in, run_program, spawn, wait_until, workplace
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -22,15 +22,7 @@ PROGRAM = Path(__file__).with_name("fork_program.py")
 
 def outcome_of(scenario: str) -> Any:
     with workplace() as place:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), scenario],
-            cwd=place,
-            env=environment(place),
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+        done = run_program(PROGRAM, scenario, place=place, seconds=150)
         assert done.returncode == 0, done.stdout + done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
         return json.loads(done.stdout.splitlines()[-1])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cluster_programs import environment, workplace
+from cluster_programs import run_program, workplace
 
 PROGRAM = Path(__file__).with_name("public_ray_program.py")
 
@@ -16,13 +14,5 @@ PROGRAM = Path(__file__).with_name("public_ray_program.py")
 @pytest.mark.timeout(180)
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), "public"],
-            cwd=place,
-            env=environment(place, DPEX_PUBLIC_RAY_ONLY="1"),
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
+        done = run_program(PROGRAM, "public", place=place, seconds=170, DPEX_PUBLIC_RAY_ONLY="1")
         assert "all as it should be" in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]

@@ -76,6 +76,21 @@ def spawn(command: list[str], place: Path, **options: Any) -> subprocess.Popen[s
     return subprocess.Popen(command, cwd=place, text=True, preexec_fn=_die_with_pytest, **options)
 
 
+def run_program(
+    program: Path, *arguments: str, place: Path, seconds: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with what it prints."""
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        cwd=place,
+        env=environment(place, **variables),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
 def processes_in(place: Path) -> dict[int, str]:
     """Pid and command line of every process, zombies aside, that works in a directory."""
     found = {}
