@@ -1,7 +1,7 @@
-"""How many batches one Ray task makes, and how many may be under way.
+"""How many batches a chunk has, and how many may be under way.
 
-A task costs some ten milliseconds beside its work, so a chunk is about a second of work, and
-more where so many tasks run at once that starting them would keep a core busy.
+A chunk costs some milliseconds beside its work, so it is about a second of work, and more where so
+many tasks run at once that handing chunks to them would keep a core busy.
 The first chunk of an iteration is a single batch, which then waits for nothing but itself, and
 the next ones are short. Towards the end chunks shrink, so that no task works on while the others
 have finished.
@@ -118,8 +118,8 @@ class ChunkPlanner:
 
     @property
     def settled(self) -> bool:
-        """Whether every task has had work in this iteration, and has more before the next chunk."""
-        return self._observed and self._issued >= 2 * self.parallel
+        """Whether every task has had its first chunk in this iteration."""
+        return self._observed and self._issued >= self.parallel
 
     def issued(self) -> None:
         """Count one chunk as sent."""

@@ -186,7 +186,6 @@ class DpexDataLoader(DataLoader[T_co]):
                 connection,
                 worker_options=self.worker_options,
                 fork_workers=self._forks,
-                in_order=self.in_order,
             )
             state = self._cluster = _ClusterState(self, session)
         job_key = state.session.store(pickle_job)

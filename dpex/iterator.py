@@ -32,6 +32,7 @@ logger = logging.getLogger("dpex")
 
 # Chunks drawn in one call of next(): sampling must not make one step of training much longer.
 _CHUNKS_PER_STEP = 2
+_GATHER_S = 0.002
 _SLOW_WAIT_S = 10.0
 # Places in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
@@ -102,6 +103,8 @@ class ClusterIter(_BaseDataLoaderIter):
         self._failure: ChunkLostError | None = None
         self._length = _length(self._index_sampler)
         self._sent = 0
+        self._unsent: list[Chunk] = []
+        self._flushed_at = 0.0
         self._waiting: dict[int, _Sent] = {}
         self._stash: dict[int, tuple[bool, Any]] = {}
         self._errors: list[str] = []
@@ -110,8 +113,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._finalizer = weakref.finalize(self, self._run.end)
         self._finalizer.atexit = False
         # As many as torch draws in iter(); more follow with every next().
-        while not self._exhausted and self._drawn < self._guaranteed:
-            self._send_next(self._guaranteed - self._drawn)
+        self._fill()
         # Read now: some samplers count their epochs themselves, when they are iterated.
         self._epoch_drawn_for = self._loader_options.sampler_epoch()
 
@@ -134,19 +136,24 @@ class ClusterIter(_BaseDataLoaderIter):
     # --- drawing indices --------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Draw and send as far ahead as torch does, and further while costs allow it."""
+        """Draw and send as far ahead as torch does."""
         while not self._exhausted and not self._draining and self._under_way < self._guaranteed:
-            self._send_next(self._guaranteed - self._under_way)
-        for _ in range(_CHUNKS_PER_STEP):
-            room = self._planner.window - self._under_way
-            # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
-            remaining = self._remaining
-            size = self._planner.size(remaining=remaining)
-            if remaining is not None:
-                size = min(size, remaining - 1)
-            if self._exhausted or self._draining or size < 1 or room < size:
-                break
-            self._send_next(size)
+            self._draw_next(self._guaranteed - self._under_way)
+        self._flush()
+
+    def _draw_ahead(self) -> bool:
+        """Draw and send one chunk more than torch would, if costs allow it."""
+        room = self._planner.window - self._under_way
+        # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
+        remaining = self._remaining
+        size = self._planner.size(remaining=remaining)
+        if remaining is not None:
+            size = min(size, remaining - 1)
+        if self._exhausted or self._draining or size < 1 or room < size:
+            return False
+        self._draw_next(size)
+        self._flush()
+        return True
 
     @property
     def _under_way(self) -> int:
@@ -158,8 +165,8 @@ class ClusterIter(_BaseDataLoaderIter):
         """How many batches the sampler has left, where it says so."""
         return None if self._length is None else max(1, self._length - self._drawn)
 
-    def _send_next(self, most: int) -> None:
-        """Draw the next chunk's indices, of ``most`` batches at the most, and send it."""
+    def _draw_next(self, most: int) -> None:
+        """Draw the next chunk's indices, of ``most`` batches at the most."""
         size = min(most, self._planner.size(remaining=self._remaining))
         batches: list[Any] = []
         positions: list[int] = []
@@ -174,7 +181,7 @@ class ClusterIter(_BaseDataLoaderIter):
             if batches:
                 chunk = Chunk(
                     self._run_spec,
-                    self._sent,
+                    self._sent + len(self._unsent),
                     self._drawn,
                     batches,
                     positions,
@@ -182,19 +189,34 @@ class ClusterIter(_BaseDataLoaderIter):
                 )
                 self._drawn += len(batches)
                 self._planner.issued()
-                self._send([chunk])
+                self._unsent.append(chunk)
+                # One message for several chunks, but none of them is to wait for it.
+                if time.monotonic() - self._flushed_at > _GATHER_S:
+                    self._flush()
 
-    def _send(self, chunks: list[Chunk]) -> None:
+    def _flush(self) -> None:
+        """Send what has been drawn."""
+        self._flushed_at = time.monotonic()
+        if self._unsent:
+            chunks, self._unsent = self._unsent, []
+            self._send(chunks)
+
+    def _send(self, chunks: list[Chunk], *, alone: bool = False) -> None:
         assert self._run is not None
         try:
-            self._run.feed(chunks, parallel=self._planner.parallel, hurried=not self._stash)
+            self._run.feed(
+                chunks,
+                alone=alone,
+                parallel=self._planner.parallel,
+                hurried=not self._stash,
+            )
         except SerializationError as error:
             for chunk in chunks:
                 for place in range(len(chunk.batches)):
                     self._stash[chunk.first_batch + place] = (True, _Raises(error))
             return
         for chunk in chunks:
-            self._waiting[chunk.number] = _Sent(chunk)
+            self._waiting[chunk.number] = _Sent(chunk, alone)
             self._sent += 1
 
     # --- handing out batches ----------------------------------------------------------------------
@@ -212,6 +234,8 @@ class ClusterIter(_BaseDataLoaderIter):
         failed, value = self._wait_for_batch()
         self._delivered += 1
         self._fill()
+        for _ in range(_CHUNKS_PER_STEP):
+            self._draw_ahead()
         if failed:
             value.reraise()
         return value
@@ -227,6 +251,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 return self._stash.pop(batch)
             if not self._waiting:
                 self._fill()  # drawing had stopped until it was known what was lost
+            elif self._draw_ahead():
+                continue  # there is nothing better to do with the time
             if self._exhausted and self._delivered == self._drawn:
                 if not self._persistent_workers:
                     self._shutdown_workers()
@@ -292,17 +318,19 @@ class ClusterIter(_BaseDataLoaderIter):
             self._draining = False
 
     def _recover(self) -> None:
-        """Send lost chunks again, batch by batch; what is lost as a single batch is an error."""
+        """Send lost batches again, each for a task of its own; one that is lost then is an error.
+
+        A task makes many batches: which of them killed it is not known before.
+        """
         lost, self._waiting = self._waiting, {}
         self._draining = False
         reason = "; ".join(self._errors) or "no reason known"
         self._errors = []
         again: list[Chunk] = []
         for sent in lost.values():
-            single = len(sent.chunk.batches) == 1
             for batch in sorted(sent.missing):
                 place = batch - sent.chunk.first_batch
-                if single:
+                if sent.alone:
                     self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
                     continue
                 again.append(
@@ -320,7 +348,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 len(again),
                 reason,
             )
-            self._send(again)
+            self._send(again, alone=True)
 
     def _fail(self, cause: BaseException | None) -> None:
         """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
@@ -371,10 +399,11 @@ def _count(indices: Any) -> int:
 class _Sent:
     """A chunk under way, and its batches that have not arrived."""
 
-    __slots__ = ("chunk", "missing")
+    __slots__ = ("alone", "chunk", "missing")
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: Chunk, alone: bool) -> None:
         self.chunk = chunk
+        self.alone = alone
         self.missing = set(range(chunk.first_batch, chunk.first_batch + len(chunk.batches)))
 
 

@@ -190,10 +190,10 @@ def without_server() -> Any:
 def killed() -> Any:
     loader = loader_of(persistent_workers=True)
     result = read(loader)[2]
-    print(json.dumps(result), flush=True)
+    print("outcome:", json.dumps(result), flush=True)
     time.sleep(1000)
 
 
 if __name__ == "__main__":
     sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
-    print(json.dumps(globals()[sys.argv[1]]()), flush=True)
+    print("outcome:", json.dumps(globals()[sys.argv[1]]()), flush=True)

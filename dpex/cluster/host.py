@@ -19,8 +19,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.forkserver import inheritance
-from dpex.cluster.private import FedExecution, tune_host_process
-from dpex.cluster.stages import NAMESPACE, Pipeline, build, chunk_table, store_job
+from dpex.cluster.private import StandingExecution, tune_host_process
+from dpex.cluster.stages import NAMESPACE, TURN, Pipeline, build, store_job
+from dpex.cluster.turns import Assignment, Turns
 
 __all__ = ["Reply", "get_host"]
 
@@ -54,46 +55,46 @@ class _Lane:
         self._lock = threading.Lock()
         self._blocks: deque[tuple[ray.ObjectRef, int]] = deque()
         self._errors: list[str] = []
-        self._fed = 0
         self._quiet_at = 0
         self._told_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
+        self.over = asyncio.Event()
+        self.turns = Turns(loop, on_wanted=lambda: self.execution.wake())
         self._serve(run)
-        self.execution = FedExecution(
+        self.execution = StandingExecution(
             lambda tables: build(tables, pipeline),
+            TURN,
+            self.turns,
             on_blocks=self._take_blocks,
             on_quiet=self._take_quiet,
             on_end=self._take_end,
         )
 
-    @property
-    def quiet(self) -> bool:
-        """Whether everything that was fed is done."""
-        return self._quiet_at == self._fed
-
     def begin(self, run: str | None) -> None:
         """Serve another iteration, or none; what waits is dropped."""
-        self.execution.drop()
+        self.turns.drop()
         self._serve(run)
 
     def _serve(self, run: str | None) -> None:
+        self.over.set()
+        self.over = asyncio.Event()
         self.run = run
-        self._first_chunk = self._fed
-        self._early: dict[int, bytes] = {}
+        self.turns.in_run = run is not None
+        self._first_chunk = self.turns.fed
+        self._early: dict[int, tuple[bytes, bool]] = {}
         self._blocks.clear()
         self._errors.clear()
         self.changed.set()
 
-    def feed(self, number: int, payloads: list[bytes]) -> None:
+    def feed(self, number: int, payloads: list[bytes], *, alone: bool) -> None:
         """Append chunks, the first one being the run's ``number``-th.
 
         Calls of an async actor may overtake one another; chunks must not.
         """
-        self._early.update(enumerate(payloads, number))
-        while (payload := self._early.pop(self._fed - self._first_chunk, None)) is not None:
-            self._fed += 1
-            self.execution.feed(chunk_table(payload))
+        self._early.update((at, (load, alone)) for at, load in enumerate(payloads, number))
+        while (chunk := self._early.pop(self.turns.fed - self._first_chunk, None)) is not None:
+            self.turns.feed(chunk[0], alone=chunk[1])
 
     def news(self) -> Reply | None:
         """Return what is new since the last call, or None."""
@@ -110,6 +111,8 @@ class _Lane:
         """Remember what made a task fail for good."""
         with self._lock:
             self._errors.append(text)
+        # What is lost is known when no task runs.
+        self._loop.call_soon_threadsafe(self.turns.release)
         self._signal()
 
     def _take_blocks(self, blocks: list[tuple[ray.ObjectRef, int]]) -> None:
@@ -146,7 +149,6 @@ class _Host:
     def __init__(self) -> None:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
         self._closed = _Recent()
-        self._cancelled = _Recent()
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         tune_host_process(self._note_error)
 
@@ -174,9 +176,9 @@ class _Host:
         """
         lane = await self._opening(lane_key)
         deadline = time.monotonic() + _QUIET_WAIT_S
-        while not lane.quiet and not lane.broken and time.monotonic() < deadline:
+        while lane.turns.at_work and not lane.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        if lane.broken or not lane.quiet:
+        if lane.broken or lane.turns.at_work:
             return False
         lane.begin(run)
         return True
@@ -188,6 +190,7 @@ class _Host:
         number: int,
         payloads: list[bytes],
         *,
+        alone: bool,
         parallel: int,
         hurried: bool,
     ) -> None:
@@ -198,6 +201,7 @@ class _Host:
             run: The run that the chunks belong to; ignored if it was given up.
             number: Number of the first of these chunks in the run.
             payloads: Pickled chunks.
+            alone: Whether each is to have a task of its own.
             parallel: Number of tasks to run at once.
             hurried: Whether the training loop waits, so that it pays to look often.
         """
@@ -205,9 +209,17 @@ class _Host:
             return
         lane = await self._opening(lane_key)
         if lane.run == run:
-            lane.execution.parallel = parallel
+            lane.turns.parallel = parallel
             lane.execution.hurried = hurried
-            lane.feed(number, payloads)
+            lane.feed(number, payloads, alone=alone)
+
+    async def next_chunk(
+        self, lane_key: str, turn: str, place: int, blocks: int
+    ) -> Assignment | None:
+        """Answer a task that asks for its next chunk; see ``Turns.next_chunk``."""
+        if lane_key in self._closed:
+            return None
+        return await (await self._opening(lane_key)).turns.next_chunk(turn, place, blocks)
 
     async def take(self, lane_key: str, run: str) -> Reply:
         """Wait for news of a run; one that was given up has ended."""
@@ -233,13 +245,13 @@ class _Host:
 
     async def cancel(self, lane_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
-        self._cancelled.add(run)
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.begin(None)
 
-    async def cancelled(self, run: str) -> bool:
-        """Tell a worker whether a run was given up."""
-        return run in self._cancelled
+    async def over(self, lane_key: str, run: str) -> None:
+        """Answer when a run is over."""
+        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
+            await lane.over.wait()
 
     async def close(self, lane_key: str) -> None:
         """End a pipeline."""
@@ -251,15 +263,14 @@ class _Host:
             return
         finally:
             self._lanes.pop(lane_key, None)
-        if lane.run is not None:
-            self._cancelled.add(lane.run)
         lane.begin(None)
+        lane.turns.close()
         # Ending waits for the executor's thread.
         await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
 
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
-            if opening.done() and not opening.exception() and not opening.result().quiet:
+            if opening.done() and not opening.exception() and opening.result().turns.at_work:
                 opening.result().note_error(text)
 
 
@@ -312,7 +323,8 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
                     name=name,
                     namespace=NAMESPACE,
                     num_cpus=0,
-                    max_concurrency=1000,
+                    # Every task that waits for a chunk is a call under way.
+                    max_concurrency=100_000,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
                         context.get_node_id(), soft=True
                     ),

@@ -2,8 +2,8 @@
 
 What they buy is speed, never results:
 
-* a pipeline whose source can be fed while it runs, so that one execution serves all epochs
-  (public: one execution for every window of chunks, which drains in between);
+* a pipeline that starts tasks whenever they are wanted, so that one execution serves all epochs
+  (public: one execution after the other, each of which drains);
 * an executor that polls as often as the consumer needs, and starts no helper actors
   (public: 100 ms polls, two actors beside it);
 * a block iterator that leaves no thread behind (public: one parked thread per iteration);
@@ -17,7 +17,6 @@ What they buy is speed, never results:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import inspect
@@ -29,7 +28,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -42,9 +40,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import ray.data
 
+    from dpex.cluster.turns import Turns
+
 __all__ = [
     "Block",
-    "FedExecution",
+    "StandingExecution",
     "bundle_iterator",
     "fast_executor_available",
     "leak_free_batch_iterator",
@@ -253,14 +253,19 @@ def _blocks_of(bundle: Any) -> Iterator[Block]:
             yield ref, metadata.size_bytes or 0
 
 
-class FedExecution:
-    """A running Ray Data pipeline that takes chunks one by one and gives blocks back.
+class StandingExecution:
+    """A running Ray Data pipeline that starts a task whenever one is wanted and gives blocks back.
 
     Args:
-        dataset_of: Builds the Dataset of one window: source blocks, then the stages.
-        on_blocks: Called with new blocks, in order where the Dataset preserves it.
-        on_quiet: Called with the number of chunks fed so far whenever all of them are done.
+        dataset_of: Builds a Dataset: source blocks, then the stages.
+        source: The source block of a task, one like the other.
+        turns: Says how many tasks are wanted.
+        on_blocks: Called with new blocks.
+        on_quiet: Called with the number of chunks fed so far whenever no task runs or is wanted.
         on_end: Called once if the execution ends by itself, with the error.
+
+    Attributes:
+        hurried: Whether the training loop waits, so that it pays to look often.
 
     The callbacks run in the executor's thread.
     """
@@ -268,107 +273,92 @@ class FedExecution:
     def __init__(
         self,
         dataset_of: Callable[[list[pa.Table]], ray.data.Dataset],
+        source: pa.Table,
+        turns: Turns,
         *,
         on_blocks: Callable[[list[Block]], None],
         on_quiet: Callable[[int], None],
         on_end: Callable[[BaseException], None],
     ) -> None:
         self._dataset_of = dataset_of
+        self._source = source
+        self._turns = turns
         self._on_blocks = on_blocks
         self._on_quiet = on_quiet
         self._on_end = on_end
         self._wake = threading.Event()
-        # Numbers and source blocks; taken out in the executor's thread only.
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        self._fast = fast_executor_available()
-        self._storing = ThreadPoolExecutor(1, "dpex-store")
-        self._stored = 0
-        self._dropped = 0
-        self._fed = 0
         self._quiet_at = 0
         self._closed = False
-        self.parallel = 1
         self.hurried = True
         self._stop: Callable[[], None] = lambda: None
-        if self._fast:
+        if fast_executor_available():
             self._start_fast()
         else:
             self._start_public()
 
-    def feed(self, table: pa.Table) -> None:
-        """Append one source block."""
-        number = self._fed
-        self._fed += 1
-        if self._fast:
-            # Now, and not when a task has ended and its worker waits for the next. In a thread,
-            # for a full object store has the caller wait until its readers have made room.
-            self._storing.submit(self._store, number, table)
-        else:
-            self._waiting.append((number, table))
-            self._wake.set()
-
-    def drop(self) -> None:
-        """Let nothing start that was fed up to now and has not started."""
-        self._dropped = self._fed
+    def wake(self) -> None:
+        """Look soon whether a task is wanted."""
         self._wake.set()
 
     def close(self) -> None:
-        """Stop: what waits is dropped. Blocks until tasks have ended, or have been killed.
+        """Stop. Blocks until tasks have ended, or have been killed.
 
         With public names alone the tasks under way are left to end by themselves.
         """
         self._closed = True
-        self.drop()
-        self._storing.shutdown(wait=False, cancel_futures=True)
+        self._wake.set()
         self._stop()
 
-    # --- public names only: one execution per window of chunks ---------------------------------
+    def _note_quiet(self) -> None:
+        """Say that no task runs, unless it has been said, and wait until one is wanted."""
+        fed = self._turns.all_ended()
+        if fed is None:
+            return
+        if self._quiet_at != fed:
+            self._quiet_at = fed
+            self._on_quiet(fed)
+        self._wake.wait(_IDLE_WAIT_S)
+        self._wake.clear()
+
+    # --- public names only: one execution after the other ----------------------------------------
 
     def _start_public(self) -> None:
-        threading.Thread(target=self._run_windows, name="dpex-windows", daemon=True).start()
+        threading.Thread(target=self._run_in_turn, name="dpex-run", daemon=True).start()
 
-    def _run_windows(self) -> None:
-        taken = 0
+    def _run_in_turn(self) -> None:
         try:
             while not self._closed:
-                window: list[pa.Table] = []
-                while self._waiting and len(window) < 4 * self.parallel:
-                    number, table = self._waiting.popleft()
-                    taken += 1
-                    if number >= self._dropped:
-                        window.append(table)
-                if not window:
-                    self._on_quiet(taken)
-                    self._wake.wait(_IDLE_WAIT_S)
-                    self._wake.clear()
+                tasks = self._turns.wanted(0)
+                if not tasks:
+                    self._note_quiet()
                     continue
-                for bundle in self._dataset_of(window).iter_internal_ref_bundles():
+                self._turns.started(tasks)
+                for bundle in self._dataset_of([self._source] * tasks).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))
-                self._on_quiet(taken)
         except BaseException as error:
             self._on_end(error)
 
     # --- private names: one execution for all ----------------------------------------------------
 
     def _start_fast(self) -> None:
-        import pyarrow as pa
         from ray.data._internal.execution.execution_callback import ExecutionCallback
         from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
         from ray.data._internal.execution.streaming_executor import StreamingExecutor
         from ray.data._internal.logical.optimizers import get_execution_plan
 
         execution = self
-        dataset = self._dataset_of([pa.table({"chunk": pa.array([b""], pa.large_binary())})])
+        dataset = self._dataset_of([self._source])
+        bundle_of_task = _source_bundle(self._source)
 
         class Feed(InputDataBuffer):
-            """A source operator that has more input whenever a chunk may start."""
+            """A source operator that has more input whenever a task is wanted."""
 
             def has_next(self) -> bool:
-                execution._forget_dropped()
-                return bool(execution._waiting) and execution._active() < execution.parallel
+                return execution._turns.wanted(execution._active()) > 0
 
             def _get_next_inner(self) -> Any:
-                return execution._waiting.popleft()[1]
+                execution._turns.started()
+                return bundle_of_task()
 
             def has_execution_finished(self) -> bool:
                 return execution._closed
@@ -396,19 +386,6 @@ class FedExecution:
         self._stop = self._stop_fast
         threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
 
-    def _store(self, number: int, table: pa.Table) -> None:
-        try:
-            if number >= self._dropped:
-                self._waiting.append((number, _source_bundle(table)))
-        except BaseException as error:
-            self._on_end(error)
-        self._stored = number + 1
-        self._wake.set()
-
-    def _forget_dropped(self) -> None:
-        while self._waiting and self._waiting[0][0] < self._dropped:
-            self._waiting.popleft()
-
     def _active(self) -> int:
         """Return the number of tasks that run or are about to."""
         queued = len(self._executor._topology[self._feed].output_queue)
@@ -417,7 +394,6 @@ class FedExecution:
     def _step(self, executor: Any) -> None:
         from ray.data._internal.execution import streaming_executor_state
 
-        fed = self._stored  # read first: a chunk that is fed from here on is not known to be done
         _, state = executor._output_node
         blocks: list[Block] = []
         while (bundle := state.output_queue.pop()) is not None:
@@ -428,23 +404,18 @@ class FedExecution:
                 _forget_finished(op)
         if self._closed or executor._shutdown:
             return
-        self._forget_dropped()
-        if self._waiting or any(op.num_active_tasks() for op in executor._topology):
-            # What a task has to say ends the wait; a new chunk does not, and may find a free slot.
-            free_slot = self.hurried and self._active() < self.parallel
-            poll = _BUSY_POLL_S if free_slot else _CALM_POLL_S
+        if any(op.num_active_tasks() for op in executor._topology):
+            # What a task has to say ends the wait; a new chunk does not, and may want a task.
+            hurried = self.hurried and self._turns.may_want(self._active())
+            poll = _BUSY_POLL_S if hurried else _CALM_POLL_S
             streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
             return
         if any(len(s.output_queue) for s in executor._topology.values()):
             return
         if any(op.has_next() for op in executor._topology):
             return
-        if self._quiet_at != fed:
-            self._quiet_at = fed
-            self._on_quiet(fed)
         # With nothing to wait for, Ray's loop would spin.
-        self._wake.wait(_IDLE_WAIT_S)
-        self._wake.clear()
+        self._note_quiet()
 
     def _watch(self) -> None:
         """Report an execution that ended without being told to."""
@@ -476,11 +447,13 @@ def _forget_finished(op: Any) -> None:
         )
 
 
-def _source_bundle(table: pa.Table) -> Any:
+def _source_bundle(table: pa.Table) -> Callable[[], Any]:
+    """Store a block once, to be the input of any number of tasks."""
     from ray.data.block import BlockAccessor
 
     metadata = BlockAccessor.for_block(table).get_metadata()
-    return _bundle(ray.put(table), metadata, schema=table.schema, owns_blocks=True)
+    ref = ray.put(table)
+    return lambda: _bundle(ref, metadata, schema=table.schema, owns_blocks=False)
 
 
 def tune_host_process(on_task_error: Callable[[str], None]) -> None:

@@ -59,7 +59,6 @@ class Session:
     Args:
         connection: This process's Ray.
         worker_options: Ray options of one worker.
-        in_order: Whether batches keep the sampler's order.
         fork_workers: Whether workers may be forks, where there is a server for them.
     """
 
@@ -68,7 +67,6 @@ class Session:
         connection: Connection,
         *,
         worker_options: dict[str, Any] | None,
-        in_order: bool,
         fork_workers: bool,
     ) -> None:
         self._connection = connection
@@ -81,7 +79,6 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
-        self._in_order = in_order
         self._stored: _StoredJob | None = None
         self._start()
 
@@ -161,9 +158,7 @@ class Session:
         assert self._stored is not None
         if self._host.lost:
             self._start()
-        pipeline = Pipeline(
-            self._stored.refs, job_key, self._host.name, self._in_order, self._options
-        )
+        pipeline = Pipeline(self._stored.refs, job_key, self._host.name, options=self._options)
         try:
             lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
         except ray.exceptions.RayActorError:
@@ -226,7 +221,7 @@ class _Lanes:
     def new(self, run: Run, pipeline: Pipeline) -> _Lane:
         """Start a pipeline that serves ``run`` first."""
         lane = _Lane(uuid.uuid4().hex, pipeline.job_key, busy=True)
-        self._host.actor.open.remote(lane.key, pipeline, run.key)
+        self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
         with self._lock:
             self._lanes.append(lane)
         return lane
@@ -267,7 +262,7 @@ class RemoteRun:
         self.receiver = receiver
         _open_runs.add(self)
 
-    def feed(self, chunks: Sequence[Chunk], *, parallel: int, hurried: bool) -> None:
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.actor.feed.remote(
@@ -275,6 +270,7 @@ class RemoteRun:
             self._run,
             chunks[0].number,
             payloads,
+            alone=alone,
             parallel=parallel,
             hurried=hurried,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -9,7 +10,7 @@ import sys
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,13 +25,17 @@ from dpex.cluster.private import private_mappings
 if TYPE_CHECKING:
     import ray.data
 
-    from dpex.fetch import Job
+    from dpex.cluster.turns import Assignment
+    from dpex.fetch import Chunk, Job
     from dpex.pickling import Pickled
 
-__all__ = ["NAMESPACE", "Pipeline", "build", "chunk_table", "make_batches", "store_job"]
+__all__ = ["NAMESPACE", "Pipeline", "TURN", "build", "make_batches", "store_job"]
 
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
+
+TURN = pa.table({"turn": [0]})
+"""The source block of every task, which asks the host what to do."""
 
 # A block is handed over when it holds this much, or when this much time went into it. A batch
 # that took long is handed over at once, for the next one may never end; unless enough is under way
@@ -38,11 +43,12 @@ NAMESPACE = "dpex"
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
 _LONG_BATCH_S = 0.025
-_PATIENT_SECONDS = 1.0
+_PATIENT_SECONDS = 2.0
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
-_CANCEL_CHECK_S = 0.5
+_CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
+_HOST_AWAY_S = 30.0
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
@@ -62,27 +68,22 @@ class Pipeline:
             list so that Ray does not resolve it; empty where workers inherit the job.
         job_key: Digest of the job's bytes.
         host_name: Name of the host actor, asked whether a chunk is still wanted.
-        in_order: Whether blocks keep the order of the chunks.
+        lane_key: The lane that its tasks belong to.
         options: Ray options of one worker.
     """
 
     job: list[ray.ObjectRef]
     job_key: str
     host_name: str
-    in_order: bool
+    lane_key: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def chunk_table(payload: bytes) -> pa.Table:
-    """Return a pickled chunk as a block of one row: ``chunk`` large_binary."""
-    return pa.table({"chunk": pa.array([payload], pa.large_binary())})
-
-
 def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
-    """Return the Dataset that makes the batches of some chunks.
+    """Return the Dataset that makes a lane's batches.
 
     Args:
-        tables: One source block per chunk; one block is one task.
+        tables: One source block for each task.
         pipeline: What to do with them.
     """
     import ray.data
@@ -96,11 +97,13 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
             "job": pipeline.job,
             "job_key": pipeline.job_key,
             "host_name": pipeline.host_name,
+            "lane_key": pipeline.lane_key,
         },
         **options,
     )
     context = dataset.context
-    context.execution_options.preserve_order = pipeline.in_order
+    # Whoever reads the batches knows their order.
+    context.execution_options.preserve_order = False
     # Every row that a task yields becomes a block at once.
     context.target_max_block_size = 1
     # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
@@ -125,37 +128,100 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
 
 
 def make_batches(
-    table: pa.Table, *, job: list[ray.ObjectRef], job_key: str, host_name: str
+    _: pa.Table, *, job: list[ray.ObjectRef], job_key: str, host_name: str, lane_key: str
 ) -> Iterator[pa.Table]:
-    """Run one chunk: the function of the ``map_batches`` stage.
+    """Make one chunk after the other: the function of the ``map_batches`` stage.
 
     Args:
-        table: One row, as ``chunk_table`` made it.
         job: Reference to the pickled ``Job``, if it is in the object store.
         job_key: Digest of the job's bytes.
         host_name: Name of the host actor.
+        lane_key: The lane that has the chunks.
 
     Yields:
         Blocks of one row, as ``FrameWriter.table`` makes them.
     """
+    from dpex.frame import FrameWriter
+
+    asking = _Asking(host_name, lane_key)
+    interest = _Interest(host_name, lane_key)
+    read_job = functools.partial(_read_job, job, job_key, host_name)
+    while (assignment := asking.answer()) is not None:
+        chunk = pickle.loads(assignment.payload)
+        interest.in_run(chunk.run.key)
+        for _ in range(assignment.skipped_blocks):
+            # Ray has got these from an earlier attempt, and drops what comes in their place.
+            asking.blocks += 1
+            yield FrameWriter("", 0).table()
+        for table, last in _make_chunk(chunk, read_job, interest.lost, again=assignment.again):
+            asking.blocks += 1
+            if last:
+                # The answer comes while the block is stored.
+                asking.ask()
+            yield table
+
+
+class _Asking:
+    """A task's questions to the host: what to do next.
+
+    Attributes:
+        blocks: How many blocks the task has made.
+    """
+
+    def __init__(self, host_name: str, lane_key: str) -> None:
+        self._host_name = host_name
+        self._lane_key = lane_key
+        self._turn = ray.get_runtime_context().get_task_id()
+        self._place = 0
+        self.blocks = 0
+        self._answer: ray.ObjectRef | None = None
+
+    def ask(self) -> None:
+        """Ask, if that has not been done; ``answer`` has what comes of it."""
+        if self._answer is None:
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                self._answer = _host(self._host_name).next_chunk.remote(
+                    self._lane_key, self._turn, self._place, self.blocks
+                )
+
+    def answer(self) -> Assignment | None:
+        """Return the next chunk; None at the end of the turn, or where there is no host."""
+        deadline = time.monotonic() + _HOST_AWAY_S
+        while time.monotonic() < deadline:
+            self.ask()
+            if self._answer is None:
+                return None
+            try:
+                assignment = cast("Assignment | None", ray.get(self._answer))
+            except ray.exceptions.ActorDiedError:
+                return None
+            except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
+                self._answer = None
+                time.sleep(_ANSWER_S)
+            else:
+                self._answer = None
+                if assignment is not None:
+                    self._place = assignment.place + 1
+                return assignment
+        return None
+
+
+def _make_chunk(
+    chunk: Chunk, read_job: Callable[[], Job], cancelled: Callable[[], bool], *, again: bool
+) -> Iterator[tuple[pa.Table, bool]]:
+    """Yield a chunk's blocks, and whether each is the last one."""
     from dpex.fetch import fetch_chunk
     from dpex.frame import FrameWriter
 
-    payload = table.column("chunk")[0].as_buffer()
-    if payload.size == 0:
-        return
-    chunk = pickle.loads(payload)
-    interest = _Interest(host_name, chunk.run.key)
     writer = FrameWriter(chunk.run.key, chunk.number)
     opened = time.monotonic()
-    batches = fetch_chunk(
-        chunk,
-        lambda: _read_job(job, job_key, host_name),
-        _here(),
-        interest.lost,
-    )
+    batches = fetch_chunk(chunk, read_job, _here(), cancelled)
     remaining = len(chunk.batches)
-    if chunk.patient:
+    if again:
+        # Ray drops as many blocks of this attempt as it had got of the one that failed: with a
+        # batch in each those hold nothing that had not arrived.
+        long_block_s = long_batch_s = 0.0
+    elif chunk.patient:
         long_block_s = long_batch_s = _PATIENT_SECONDS
     else:
         long_block_s = _BLOCK_SECONDS
@@ -165,7 +231,7 @@ def make_batches(
         remaining -= 1
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
         if remaining == 0 or full or seconds >= long_batch_s:
-            yield writer.table()
+            yield writer.table(), remaining == 0
             opened = time.monotonic()
 
 
@@ -219,35 +285,43 @@ def _here() -> str:
 
 
 class _Interest:
-    """Whether anybody still waits for a run's batches."""
+    """Whether anybody still waits for a run's batches.
 
-    def __init__(self, host_name: str, run: str) -> None:
+    The host is asked once a run, and answers when the run is over.
+    """
+
+    def __init__(self, host_name: str, lane_key: str) -> None:
         self._host_name = host_name
-        self._run = run
-        self._answer: ray.ObjectRef | None = None
-        self._next_look = time.monotonic()
+        self._lane_key = lane_key
+        self._run = ""
+        self._over: ray.ObjectRef | None = None
+        self._next_look = 0.0
+
+    def in_run(self, run: str) -> None:
+        """Be asked about this run from now on."""
+        if run != self._run:
+            self._run = run
+            self._over = None
+            self._next_look = time.monotonic() + _CANCEL_CHECK_S
 
     def lost(self) -> bool:
-        """Tell what the host said when last asked, which is twice a second; never waits for it."""
+        """Tell whether the host has answered; never waits for it."""
         now = time.monotonic()
         if now < self._next_look:
             return False
+        self._next_look = now + _CANCEL_CHECK_S
         try:
-            if self._answer is None:
-                self._answer = _host(self._host_name).cancelled.remote(self._run)
-                self._next_look = now + _ANSWER_S
+            if self._over is None:
+                self._over = _host(self._host_name).over.remote(self._lane_key, self._run)
+            if not ray.wait([self._over], timeout=0)[0]:
                 return False
-            if not ray.wait([self._answer], timeout=0)[0]:
-                self._next_look = now + _ANSWER_S
-                return False
-            answer, self._answer = self._answer, None
-            self._next_look = now + _CANCEL_CHECK_S
-            return bool(ray.get(answer))
+            ray.get(self._over)
         except (ValueError, ray.exceptions.ActorDiedError):
             return True  # a host that has gone wants nothing any more
         except ray.exceptions.RayError:  # not to be reached at this moment
-            self._answer = None
+            self._over = None
             return False
+        return True
 
 
 @functools.lru_cache(maxsize=4)

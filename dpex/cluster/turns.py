@@ -1,0 +1,273 @@
+"""Which task makes which chunk: tasks take turns at a lane, and in its turn each asks for chunks.
+
+Starting a task costs Ray some ten milliseconds in which a worker does nothing; asking for the next
+chunk costs one. So a task goes on as long as there are chunks, and waits a while for more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Assignment", "Turns"]
+
+# Where other tasks wait for a CPU it is theirs soon.
+_TURN_S = 30.0
+_CONTENDED_TURN_S = 1.0
+# A task that asks for its next chunk has stored all blocks of the chunks before its last one.
+_KEPT_CHUNKS = 2
+# How long a task waits for its next chunk: while the run goes on, and until the next one begins.
+# A task that waits holds no CPU of the cluster's.
+_IDLE_S = 0.5
+_BETWEEN_RUNS_S = 30.0
+# Turns that are over are kept, for Ray starts a task again if what it made is lost.
+_MAX_OVER = 256
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A chunk to make.
+
+    Attributes:
+        payload: The pickled chunk.
+        place: How many chunks come before it in the turn.
+        again: Whether the task has been given it before, and died.
+        skipped_blocks: How many blocks the chunks made that the task need not make again.
+    """
+
+    payload: bytes
+    place: int
+    again: bool = False
+    skipped_blocks: int = 0
+
+
+@dataclass
+class _Turn:
+    """One task's turn.
+
+    Attributes:
+        began: When it asked first.
+        chunks: The last chunks that it was given.
+        blocks: How many blocks were made before each of these.
+        given: How many chunks it was given in all.
+        alone: Whether the last one was to be made alone.
+        over: Whether it is to get no more.
+        news: Done when a chunk, or the end, has come for the task that waits.
+    """
+
+    began: float
+    chunks: deque[bytes] = field(default_factory=deque)
+    blocks: deque[int] = field(default_factory=deque)
+    given: int = 0
+    alone: bool = False
+    over: bool = False
+    news: asyncio.Future[None] | None = None
+
+
+class Turns:
+    """Hands a lane's chunks to the tasks that ask for them.
+
+    Args:
+        loop: The event loop that all methods are called in, unless they say otherwise.
+        on_wanted: Called when there may be work for another task.
+
+    Attributes:
+        parallel: Number of tasks that may be at work at once.
+        in_run: Whether an iteration goes on.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_wanted: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_wanted = on_wanted
+        # Of what the executor's thread reads or writes too.
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._fed = 0
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._idle: OrderedDict[str, _Turn] = OrderedDict()
+        self._closed = False
+        self._begun = 0
+        self._started = 0
+        self._starting_since = 0.0
+        self._active = 0
+        self.parallel = 1
+        self.in_run = True
+
+    def feed(self, payload: bytes, *, alone: bool) -> None:
+        """Append a chunk.
+
+        Args:
+            payload: The pickled chunk.
+            alone: Whether its task may make no other: it has killed one before, perhaps.
+        """
+        with self._lock:
+            self._fed += 1
+            self._waiting.append((payload, alone))
+            while self._waiting and self._idle:
+                _, turn = self._idle.popitem(last=False)
+                self._advance(turn)
+                self._tell(turn)
+            wanted = bool(self._waiting)
+        if wanted:
+            self._on_wanted()
+
+    async def next_chunk(self, name: str, place: int, blocks: int) -> Assignment | None:
+        """Answer a task.
+
+        Args:
+            name: Of its turn: the same when Ray starts the task again.
+            place: How many chunks it has made; one that was started again begins at 0.
+            blocks: How many blocks they were.
+
+        Returns:
+            Its next chunk, or None where its turn is over.
+        """
+        with self._lock:
+            turn = self._turns.get(name)
+            if turn is None:
+                turn = self._turns[name] = _Turn(time.monotonic())
+                self._begun += 1
+                self._forget_over()
+            self._idle.pop(name, None)
+            if place < turn.given:
+                kept = max(0, place - turn.given + len(turn.chunks))
+                place = turn.given - len(turn.chunks) + kept
+                skipped = max(0, turn.blocks[kept] - blocks)
+                turn.blocks[kept] = max(turn.blocks[kept], blocks)
+                return Assignment(turn.chunks[kept], place, again=True, skipped_blocks=skipped)
+            if turn.over or self._advance(turn):
+                self._tell(turn)  # an attempt before this one may have waited
+            else:
+                self._idle[name] = turn
+                turn.news = turn.news or self._loop.create_future()
+        await self._wait_for_news(name, turn)
+        if place == turn.given:
+            return None
+        turn.blocks[-1] = max(turn.blocks[-1], blocks)
+        return Assignment(turn.chunks[-1], place)
+
+    async def _wait_for_news(self, name: str, turn: _Turn) -> None:
+        idle_since = time.monotonic()
+        while turn.news is not None and not turn.news.done():
+            await asyncio.wait([turn.news], timeout=_IDLE_S)
+            patience_s = _IDLE_S if self.in_run else _BETWEEN_RUNS_S
+            with self._lock:
+                if name in self._idle and time.monotonic() - idle_since >= patience_s:
+                    del self._idle[name]
+                    turn.over = True
+                    self._tell(turn)
+
+    def _advance(self, turn: _Turn) -> bool:
+        """Give a turn the next chunk, or end it; False if it has to wait for either."""
+        now = time.monotonic()
+        contended = self._begun < self._started and now - self._starting_since > _CONTENDED_TURN_S
+        limit_s = _CONTENDED_TURN_S if contended else _TURN_S
+        late = turn.given > 0 and now - turn.began >= limit_s
+        if self._closed or turn.alone or late or self._active > self.parallel:
+            turn.over = True
+        elif self._waiting:
+            payload, alone = self._waiting[0]
+            if alone and turn.given:
+                turn.over = True
+            else:
+                self._waiting.popleft()
+                turn.chunks.append(payload)
+                turn.blocks.append(0)
+                turn.given += 1
+                turn.alone = alone
+                if len(turn.chunks) > _KEPT_CHUNKS:
+                    turn.chunks.popleft()
+                    turn.blocks.popleft()
+        else:
+            return False
+        return True
+
+    def _tell(self, turn: _Turn) -> None:
+        if turn.news is not None and not turn.news.done():
+            turn.news.set_result(None)
+        turn.news = None
+
+    def _forget_over(self) -> None:
+        over = [name for name, turn in self._turns.items() if turn.over]
+        for name in over[: max(0, len(over) - max(_MAX_OVER, 4 * self.parallel))]:
+            del self._turns[name]
+
+    @property
+    def at_work(self) -> bool:
+        """Whether any task makes a chunk, or is about to."""
+        with self._lock:
+            begun = (not t.over and name not in self._idle for name, t in self._turns.items())
+            return bool(self._waiting) or any(begun)
+
+    @property
+    def fed(self) -> int:
+        """Number of chunks that were ever fed."""
+        return self._fed
+
+    def drop(self) -> None:
+        """Forget the chunks that no task has."""
+        with self._lock:
+            self._waiting.clear()
+
+    def release(self) -> None:
+        """End the turns of the tasks that wait."""
+        with self._lock:
+            while self._idle:
+                _, turn = self._idle.popitem()
+                turn.over = True
+                self._tell(turn)
+
+    def close(self) -> None:
+        """End all turns as soon as their tasks ask again."""
+        self._closed = True
+        self.drop()
+        self.release()
+
+    # --- called by the executor's thread --------------------------------------------------------
+
+    def wanted(self, active: int) -> int:
+        """Return how many tasks to start.
+
+        Args:
+            active: Number of those that run, or were started and have not begun yet.
+        """
+        with self._lock:
+            self._active = active
+            if not active:
+                self._started = self._begun  # some may have failed before they asked
+            not_begun = self._started - self._begun
+            return max(0, min(self.parallel - active, len(self._waiting) - not_begun))
+
+    def may_want(self, active: int) -> bool:
+        """Tell whether a chunk that is fed now needs another task.
+
+        Args:
+            active: As for ``wanted``.
+        """
+        return active < self.parallel and not self._idle
+
+    def started(self, tasks: int = 1) -> None:
+        """Note that tasks were started."""
+        with self._lock:
+            if self._started == self._begun:
+                self._starting_since = time.monotonic()
+            self._started += tasks
+
+    def all_ended(self) -> int | None:
+        """Note that no task runs.
+
+        Returns:
+            The number of chunks fed so far, which are all done or lost; None if some still wait.
+        """
+        with self._lock:
+            if self._waiting:
+                return None
+            for turn in self._turns.values():
+                turn.over = True
+            fed = self._fed
+        self._loop.call_soon_threadsafe(self.release)
+        return fed

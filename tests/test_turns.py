@@ -1,0 +1,156 @@
+"""Which task gets which chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from dpex.cluster.turns import Assignment, Turns
+
+Scenario = Callable[[Turns], Awaitable[None]]
+
+
+def play(scenario: Scenario) -> None:
+    async def run() -> None:
+        turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None)
+        turns.parallel = 4
+        await scenario(turns)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def feed(turns: Turns, *payloads: bytes, alone: bool = False) -> None:
+    for payload in payloads:
+        turns.feed(payload, alone=alone)
+
+
+def payload_of(assignment: Assignment | None) -> bytes | None:
+    return None if assignment is None else assignment.payload
+
+
+def test_who_asks_first_gets_the_first_chunk() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1")
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
+        assert turns.at_work
+        waiting = [
+            asyncio.ensure_future(turns.next_chunk("b", 1, 1)),
+            asyncio.ensure_future(turns.next_chunk("a", 1, 1)),
+        ]
+        await asyncio.sleep(0)
+        assert not turns.at_work
+        feed(turns, b"2", b"3")
+        assert [payload_of(answer) for answer in await asyncio.gather(*waiting)] == [b"2", b"3"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1", b"2", b"3")
+        for place, blocks in enumerate([0, 3, 5]):
+            await turns.next_chunk("a", place, blocks)
+        for _ in range(again):
+            redone = await turns.next_chunk("a", 0, 0)
+            assert redone == Assignment(b"1", place=1, again=True, skipped_blocks=3)
+            # It makes more blocks of the same chunk than it did before.
+            redone = await turns.next_chunk("a", 2, 9)
+            assert redone == Assignment(b"2", place=2, again=True, skipped_blocks=0)
+        assert await turns.next_chunk("a", 3, 12) == Assignment(b"3", place=3)
+        redone = await turns.next_chunk("a", 0, 0)
+        assert redone == Assignment(b"2", place=2, again=True, skipped_blocks=9)
+
+    play(scenario)
+
+
+def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        await turns.next_chunk("a", 0, 0)
+        of_the_dead = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+        feed(turns, b"1")  # nobody waits for it but a task that is dead
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
+        feed(turns, b"2")
+        assert payload_of(await turns.next_chunk("a", 1, 2)) == b"2"
+        of_the_dead.cancel()
+
+    play(scenario)
+
+
+def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        feed(turns, b"1", alone=True)
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+        assert await turns.next_chunk("a", 1, 1) is None
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
+        feed(turns, b"2")
+        assert await turns.next_chunk("b", 1, 1) is None
+        assert payload_of(await turns.next_chunk("c", 0, 0)) == b"2"
+
+    play(scenario)
+
+
+def test_a_task_does_not_wait_for_ever() -> None:
+    async def scenario(turns: Turns) -> None:
+        assert await turns.next_chunk("a", 0, 0) is None
+        turns.in_run = False
+        between_runs = asyncio.ensure_future(turns.next_chunk("b", 0, 0))
+        await asyncio.sleep(0)
+        turns.release()
+        assert await between_runs is None
+        turns.close()
+        assert await turns.next_chunk("c", 0, 0) is None
+
+    play(scenario)
+
+
+def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
+    async def scenario(turns: Turns) -> None:
+        assert turns.wanted(0) == 0
+        feed(turns, b"0", b"1")
+        assert turns.wanted(0) == 2
+        turns.started(2)
+        assert turns.wanted(2) == 0  # they have not asked yet
+        await turns.next_chunk("a", 0, 0)
+        assert turns.wanted(2) == 0
+        await turns.next_chunk("b", 0, 0)
+        feed(turns, *[b"more"] * 9)
+        assert turns.wanted(2) == 2  # four at once
+        turns.started()
+        assert turns.wanted(0) == 4  # the one that never asked is known to be gone
+
+    play(scenario)
+
+
+def test_nothing_is_quiet_while_chunks_wait() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        assert turns.all_ended() is None
+        await turns.next_chunk("a", 0, 0)
+        assert turns.at_work
+        assert turns.all_ended() == 1  # its task has died
+        assert not turns.at_work
+        assert await turns.next_chunk("a", 1, 1) is None
+
+    play(scenario)
+
+
+def test_a_task_too_many_ends() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1", b"2")
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        turns.parallel = 1
+        assert turns.wanted(2) == 0
+        assert await turns.next_chunk("a", 1, 1) is None
+        assert turns.wanted(1) == 0
+        assert payload_of(await turns.next_chunk("b", 1, 1)) == b"2"
+
+    play(scenario)
