@@ -170,7 +170,13 @@ def make_loader(
     if peer == "dpex":
         from dpex import DpexDataLoader
 
-        return DpexDataLoader(dataset, distribute_mode=True, head_address="local", **options)
+        return DpexDataLoader(
+            dataset,
+            multiprocessing_context="fork",
+            distribute_mode=True,
+            head_address="local",
+            **options,
+        )
     raise ValueError(f"peer must be 'inline', 'torch', 'spawn', 'stateful' or 'dpex', was {peer!r}")
 
 

@@ -32,6 +32,9 @@ logger = logging.getLogger("dpex")
 
 # Chunks drawn in one call of next(): sampling must not make one step of training much longer.
 _CHUNKS_PER_STEP = 2
+_DRAW_S = 0.01
+# What comes sooner than this is waited for with nothing else in mind.
+_PROMPT_S = 0.05
 _GATHER_S = 0.002
 _SLOW_WAIT_S = 10.0
 # Places in the epoch that a batch of unknown length takes.
@@ -141,8 +144,15 @@ class ClusterIter(_BaseDataLoaderIter):
             self._draw_next(self._guaranteed - self._under_way)
         self._flush()
 
-    def _draw_ahead(self) -> bool:
-        """Draw and send one chunk more than torch would, if costs allow it."""
+    def _draw_ahead(self, *, waiting: bool = False) -> bool:
+        """Draw and send one chunk more than torch would, if costs allow it.
+
+        Args:
+            waiting: Whether the next batch is waited for, and to be handed out when it arrives.
+
+        Returns:
+            Whether it did.
+        """
         room = self._planner.window - self._under_way
         # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
         remaining = self._remaining
@@ -151,7 +161,16 @@ class ClusterIter(_BaseDataLoaderIter):
             size = min(size, remaining - 1)
         if self._exhausted or self._draining or size < 1 or room < size:
             return False
-        self._draw_next(size)
+        stop_at = time.monotonic() + _DRAW_S
+
+        def enough() -> bool:
+            if waiting:
+                time.sleep(0)  # the thread that receives needs the GIL more
+                assert self._run is not None
+                return self._run.receiver.wait(0, self._quiet_seen)
+            return time.monotonic() >= stop_at
+
+        self._draw_next(size, enough)
         self._flush()
         return True
 
@@ -165,8 +184,13 @@ class ClusterIter(_BaseDataLoaderIter):
         """How many batches the sampler has left, where it says so."""
         return None if self._length is None else max(1, self._length - self._drawn)
 
-    def _draw_next(self, most: int) -> None:
-        """Draw the next chunk's indices, of ``most`` batches at the most."""
+    def _draw_next(self, most: int, enough: Callable[[], bool] = lambda: False) -> None:
+        """Draw the next chunk's indices.
+
+        Args:
+            most: Batches at the most.
+            enough: Asked after each; if it says so, the chunk has no more.
+        """
         size = min(most, self._planner.size(remaining=self._remaining))
         batches: list[Any] = []
         positions: list[int] = []
@@ -175,6 +199,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 batches.append(next(self._sampler_iter))
                 positions.append(self._position)
                 self._position += _count(batches[-1]) if self._auto_collation else 1
+                if enough():
+                    break
         except StopIteration:
             self._exhausted = True
         finally:  # what was drawn before an error of the sampler is delivered all the same
@@ -251,8 +277,6 @@ class ClusterIter(_BaseDataLoaderIter):
                 return self._stash.pop(batch)
             if not self._waiting:
                 self._fill()  # drawing had stopped until it was known what was lost
-            elif self._draw_ahead():
-                continue  # there is nothing better to do with the time
             if self._exhausted and self._delivered == self._drawn:
                 if not self._persistent_workers:
                     self._shutdown_workers()
@@ -267,6 +291,10 @@ class ClusterIter(_BaseDataLoaderIter):
             assert self._run is not None
             if self._waiting and self._run.receiver.ended:
                 self._fail(self._run.failure())
+            if self._run.receiver.wait(min(wait_s, _PROMPT_S), self._quiet_seen):
+                continue
+            if self._draw_ahead(waiting=True):
+                continue  # there is nothing better to do with the time
             arrived = self._run.receiver.wait(wait_s, self._quiet_seen)
             if not arrived and deadline is None and not noted:
                 noted = True
