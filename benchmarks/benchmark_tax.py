@@ -7,13 +7,15 @@ they could deliver a quarter more than is asked for, so ``next()`` has no reason
 makes the loop slower is then the loader itself: its threads that hold the GIL, its helper
 processes, its decoding of a batch.
 
-Each loop lives in a process of its own, so that the loop without a loader shares its interpreter
-with nobody. The processes take turns.
+The same loop runs some per cent faster in one process than in the next, whatever else is in it:
+where its memory lies decides. So a loop is compared with loops of its own process: before there is
+a loader in it, and in turns while the loader is there and at rest. Every round has new processes.
 """
 
 import multiprocessing
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,14 +41,15 @@ from benchmarks.workloads import SleepingSamples
 STEP_S = 0.05
 BATCH_SIZE = 10
 SUPPLY_OVER_DEMAND = 1.25
-WARM_STEPS = 15
-TIMED_STEPS = 40
+WARM_STEPS = 10
+TIMED_STEPS = 30
 # Short loops, and more of them: a shared machine drifts by more than is to be measured.
-TURNS_PER_ROUND = 3
+TURNS = 3
 # What the workers may be ahead by at the end, so that they deliver as long as the clock runs.
-SPARE_BATCHES = 40
+SPARE_BATCHES = 20
 BLOCKED_TOO_MUCH = 0.01
 GOAL_PERCENT = 3.0
+FIGURES = ("slowdown", "at_work_over_at_rest", "at_rest_over_before")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,21 @@ class Loop:
     blocked_s: float
 
 
+@dataclass(frozen=True)
+class Round:
+    """The loops of one process.
+
+    Attributes:
+        before: Those before there was a loader.
+        at_work: Those that it fed.
+        at_rest: Those beside it, when its epoch was over; turn by turn with ``at_work``.
+    """
+
+    before: list[Loop]
+    at_work: list[Loop]
+    at_rest: list[Loop]
+
+
 def calibrate() -> Work:
     """Find the amount of work that takes ``STEP_S`` here, half in Python and half in torch."""
 
@@ -107,46 +125,93 @@ def calibrate() -> Work:
 
 
 def train(peer: str, work: Work, num_workers: int, control: Connection) -> None:
-    """Run one timed loop for every message, in a process of its own.
+    """Run all loops of one round, in a process of its own.
 
     Args:
-        peer: ``"torch"``, ``"dpex"``, or ``"none"`` for the loop without a loader.
+        peer: ``"torch"``, ``"dpex"``, or another one that ``make_loader`` knows.
         work: One step.
         num_workers: Of the loader.
-        control: Gets one :class:`Loop` for every True; a False ends the process.
+        control: Gets a :class:`Round`.
     """
     torch.set_num_threads(1)
     batches = WARM_STEPS + TIMED_STEPS + SPARE_BATCHES
     sleep_s = STEP_S / SUPPLY_OVER_DEMAND * num_workers / BATCH_SIZE
     dataset = SleepingSamples(batches * BATCH_SIZE, sleep_s)
-    loader = (
-        None
-        if peer == "none"
-        else make_loader(peer, dataset, batch_size=BATCH_SIZE, num_workers=num_workers)
-    )
-    while control.recv():
-        iterator: Iterator[Any] = iter(loader if loader is not None else [])
-        for _ in range(WARM_STEPS):
-            work.do()
-            next(iterator, None)
-        work_s = next_s = on_cpu_s = 0.0
-        started = mark = time.perf_counter()
-        for _ in range(TIMED_STEPS):
-            work.do()
-            asked = time.perf_counter()
-            work_s += asked - mark
-            if loader is not None:
-                cpu_before = time.thread_time()
-                touch(next(iterator))
-                on_cpu_s += time.thread_time() - cpu_before
-            mark = time.perf_counter()
-            next_s += mark - asked
-        seconds = mark - started
-        for _ in iterator:
-            pass
-        control.send(Loop(seconds, work_s, next_s, max(0.0, next_s - on_cpu_s)))
-    if loader is not None:
-        close(loader)
+    before = [loop(work, None) for _ in range(TURNS)]
+    loader = make_loader(peer, dataset, batch_size=BATCH_SIZE, num_workers=num_workers)
+    loop(work, loader)  # its start-up
+    at_work: list[Loop] = []
+    at_rest: list[Loop] = []
+    for turn in range(TURNS):
+        # There and back, so that a steady drift favours nobody.
+        loops = [(at_work, loader), (at_rest, None)]
+        for kind, fed_by in loops if turn % 2 == 0 else reversed(loops):
+            time.sleep(SETTLE_S)
+            kind.append(loop(work, fed_by))
+    close(loader)
+    control.send(Round(before, at_work, at_rest))
+
+
+def loop(work: Work, loader: Iterable[Any] | None) -> Loop:
+    """Time one loop; what is left of the epoch is read afterwards."""
+    iterator: Iterator[Any] = iter(loader if loader is not None else [])
+    for _ in range(WARM_STEPS):
+        work.do()
+        next(iterator, None)
+    work_s = next_s = on_cpu_s = 0.0
+    started = mark = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        work.do()
+        asked = time.perf_counter()
+        work_s += asked - mark
+        if loader is not None:
+            cpu_before = time.thread_time()
+            touch(next(iterator))
+            on_cpu_s += time.thread_time() - cpu_before
+        mark = time.perf_counter()
+        next_s += mark - asked
+    seconds = mark - started
+    for _ in iterator:
+        pass
+    return Loop(seconds, work_s, next_s, max(0.0, next_s - on_cpu_s))
+
+
+def run_round(peer: str, work: Work, num_workers: int) -> Round:
+    """Run one round in a new process."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=train, args=(peer, work, num_workers, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result: Round = ours.recv()
+        return result
+    finally:
+        process.join(30)
+
+
+def active(rounds: Sequence[Round]) -> list[float]:
+    """Give the time of each loop that a loader feeds, over its neighbour's beside one at rest."""
+    return [
+        mine.seconds / rest.seconds
+        for one in rounds
+        for mine, rest in zip(one.at_work, one.at_rest, strict=True)
+    ]
+
+
+def present(rounds: Sequence[Round]) -> list[float]:
+    """Give the time of the loops beside a loader at rest over that before there was one."""
+    return [
+        statistics.median(loop.seconds for loop in one.at_rest)
+        / statistics.median(loop.seconds for loop in one.before)
+        for one in rounds
+    ]
+
+
+def slowdowns(rounds: Sequence[Round]) -> list[float]:
+    """Give the share by which each fed loop is slower than one without a loader."""
+    presence = statistics.median(present(rounds))
+    return [ratio * presence - 1 for ratio in active(rounds)]
 
 
 def main() -> None:
@@ -162,47 +227,25 @@ def main() -> None:
         "timed_steps": TIMED_STEPS,
         "batches_per_s": 1 / STEP_S,
     }
-    spawn = multiprocessing.get_context("spawn")
-    trainers: dict[str, tuple[Any, Connection]] = {}
-    for peer in ("none", *options.peers):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=train, args=(peer, work, options.workers, theirs))
-        process.start()
-        theirs.close()
-        trainers[peer] = (process, ours)
+    rounds: dict[str, list[Round]] = {peer: [] for peer in options.peers}
+    for number in range(options.rounds):
+        for peer, its_rounds in rounds.items():
+            its_rounds.append(run_round(peer, work, options.workers))
+            ratio = statistics.median(slowdowns(its_rounds[-1:]))
+            say(f"tax round {number + 1}/{options.rounds}, {peer}: {ratio:+.1%}")
 
-    def run(peer: str) -> Loop:
-        time.sleep(SETTLE_S)
-        control = trainers[peer][1]
-        control.send(True)
-        loop: Loop = control.recv()
-        return loop
-
-    try:
-        for peer in trainers:
-            say(f"tax start-up {peer}: {run(peer).seconds:.2f} s")
-        runs: dict[str, list[Loop]] = {peer: [] for peer in trainers}
-        for turn in range(options.rounds * TURNS_PER_ROUND):
-            # There and back, so that a steady drift favours nobody.
-            for peer in runs if turn % 2 == 0 else reversed(runs):
-                runs[peer].append(run(peer))
-            times = ", ".join(f"{peer} {loops[-1].seconds:.3f}" for peer, loops in runs.items())
-            say(f"tax round {turn // TURNS_PER_ROUND + 1}/{options.rounds}, s: {times}")
-    finally:
-        for process, control in trainers.values():
-            if process.is_alive():
-                control.send(False)
-            process.join(30)
-
-    record["runs"] = {peer: [asdict(loop) for loop in loops] for peer, loops in runs.items()}
-    for figure in ("slowdown", "slowdown_of_best", "next_share", "waiting_share"):
+    record["rounds"] = {peer: [asdict(r) for r in rounds[peer]] for peer in rounds}
+    for figure in (*FIGURES, "next_share", "waiting_share"):
         record[figure] = {}
-    for peer in options.peers:
-        pairs = list(zip(runs[peer], runs["none"], strict=True))
-        record["slowdown"][peer] = summarise([a.seconds / b.seconds - 1 for a, b in pairs])
-        # On a noisy machine the best loops of each are the ones that nobody else slowed.
-        best, best_alone = (min(loop.seconds for loop in runs[name]) for name in (peer, "none"))
-        record["slowdown_of_best"][peer] = best / best_alone - 1
+    for peer, its_rounds in rounds.items():
+        record["slowdown"][peer] = summarise(slowdowns(its_rounds))
+        record["at_work_over_at_rest"][peer] = summarise(active(its_rounds))
+        record["at_rest_over_before"][peer] = summarise(present(its_rounds))
+        pairs = [
+            (mine, rest)
+            for one in its_rounds
+            for mine, rest in zip(one.at_work, one.at_rest, strict=True)
+        ]
         record["next_share"][peer] = summarise([a.next_s / b.seconds for a, b in pairs])
         record["waiting_share"][peer] = summarise([a.blocked_s / b.seconds for a, b in pairs])
         if record["waiting_share"][peer]["median"] > BLOCKED_TOO_MUCH:

@@ -346,13 +346,14 @@ def rates_table(records: Iterable[Mapping[str, Any]]) -> str:
 def taxes_table(records: Iterable[Mapping[str, Any]]) -> str:
     """Lay out what loaders cost the training loop beside them, one row a loader."""
     head = [
-        "| beside the training loop | slower by, median [range] | best against best "
-        "| inside next() | of it blocked |",
-        "|---|---|---|---|---|",
+        "| beside the training loop | slower by, median [range] | at work / at rest "
+        "| at rest / before | inside next() | of it blocked |",
+        "|---|---|---|---|---|---|",
     ]
     rows = [
         f"| {peer} | {spread(record['slowdown'][peer], '.1%')} "
-        f"| {record['slowdown_of_best'][peer]:.1%} "
+        f"| {spread(record['at_work_over_at_rest'][peer])} "
+        f"| {spread(record['at_rest_over_before'][peer])} "
         f"| {record['next_share'][peer]['median']:.1%} "
         f"| {record['waiting_share'][peer]['median']:.1%} |"
         for record in records
