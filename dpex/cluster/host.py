@@ -27,6 +27,8 @@ __all__ = ["Reply", "get_host"]
 
 _QUIET_WAIT_S = 1.0
 _MAX_RECENT = 10_000
+# What Ray does not take back from a task that waits for an answer, as it does its CPUs.
+_HELD_WHILE_WAITING = frozenset({"num_gpus", "resources", "memory", "accelerator_type"})
 
 
 @dataclass
@@ -60,7 +62,11 @@ class _Lane:
         self.broken = False
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
-        self.turns = Turns(loop, on_wanted=lambda: self.execution.wake())
+        self.turns = Turns(
+            loop,
+            on_wanted=lambda: self.execution.wake(),
+            holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
+        )
         self._serve(run)
         self.execution = StandingExecution(
             lambda tables: build(tables, pipeline),

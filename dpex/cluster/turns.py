@@ -21,7 +21,7 @@ _CONTENDED_TURN_S = 1.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
-# A task that waits holds no CPU of the cluster's.
+# A task that waits holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
 # Turns that are over are kept, for Ray starts a task again if what it made is lost.
@@ -74,14 +74,22 @@ class Turns:
     Args:
         loop: The event loop that all methods are called in, unless they say otherwise.
         on_wanted: Called when there may be work for another task.
+        holds_resources: Whether a task that waits keeps others from running.
 
     Attributes:
         parallel: Number of tasks that may be at work at once.
         in_run: Whether an iteration goes on.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_wanted: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_wanted: Callable[[], None],
+        *,
+        holds_resources: bool = False,
+    ) -> None:
         self._loop = loop
+        self._between_runs_s = _IDLE_S if holds_resources else _BETWEEN_RUNS_S
         self._on_wanted = on_wanted
         # Of what the executor's thread reads or writes too.
         self._lock = threading.Lock()
@@ -154,7 +162,7 @@ class Turns:
         idle_since = time.monotonic()
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
-            patience_s = _IDLE_S if self.in_run else _BETWEEN_RUNS_S
+            patience_s = _IDLE_S if self.in_run else self._between_runs_s
             with self._lock:
                 if name in self._idle and time.monotonic() - idle_since >= patience_s:
                     del self._idle[name]
