@@ -295,6 +295,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 continue
             if self._draw_ahead(waiting=True):
                 continue  # there is nothing better to do with the time
+            if deadline is not None:
+                wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
             arrived = self._run.receiver.wait(wait_s, self._quiet_seen)
             if not arrived and deadline is None and not noted:
                 noted = True

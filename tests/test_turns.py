@@ -129,6 +129,17 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
     play(scenario)
 
 
+def test_tasks_that_fail_before_they_ask_use_up_the_chunks() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1", b"2")
+        for left in (1, 0):
+            turns.started(turns.wanted(0) - left)
+        assert turns.wanted(0) == 0
+        assert turns.all_ended() == 3
+
+    play(scenario)
+
+
 def test_nothing_is_quiet_while_chunks_wait() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0")

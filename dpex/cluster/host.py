@@ -66,6 +66,7 @@ class _Lane:
             loop,
             on_wanted=lambda: self.execution.wake(),
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
+            claims_cpus=pipeline.claims_cpus,
         )
         self._serve(run)
         self.execution = StandingExecution(
@@ -117,9 +118,12 @@ class _Lane:
         """Remember what made a task fail for good."""
         with self._lock:
             self._errors.append(text)
-        # What is lost is known when no task runs.
-        self._loop.call_soon_threadsafe(self.turns.release)
+        self.release()
         self._signal()
+
+    def release(self) -> None:
+        """Let waiting tasks end: what is lost is known when no task runs."""
+        self._loop.call_soon_threadsafe(self.turns.release)
 
     def _take_blocks(self, blocks: list[tuple[ray.ObjectRef, int]]) -> None:
         with self._lock:
@@ -276,8 +280,11 @@ class _Host:
 
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
-            if opening.done() and not opening.exception() and opening.result().turns.at_work:
-                opening.result().note_error(text)
+            if opening.done() and not opening.exception():
+                if opening.result().turns.at_work:
+                    opening.result().note_error(text)
+                else:  # it may have been one that waits here
+                    opening.result().release()
 
 
 @dataclass

@@ -328,10 +328,11 @@ class StandingExecution:
     def _run_in_turn(self) -> None:
         try:
             while not self._closed:
-                tasks = self._turns.wanted(0)
-                if not tasks:
+                if not self._turns.wanted(0):
                     self._note_quiet()
                     continue
+                # More cannot be started until these have ended.
+                tasks = self._turns.parallel
                 self._turns.started(tasks)
                 for bundle in self._dataset_of([self._source] * tasks).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))

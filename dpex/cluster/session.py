@@ -158,7 +158,13 @@ class Session:
         assert self._stored is not None
         if self._host.lost:
             self._start()
-        pipeline = Pipeline(self._stored.refs, job_key, self._host.name, options=self._options)
+        pipeline = Pipeline(
+            self._stored.refs,
+            job_key,
+            self._host.name,
+            claims_cpus=self.claims_cpus,
+            options=self._options,
+        )
         try:
             lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
         except ray.exceptions.RayActorError:

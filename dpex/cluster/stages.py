@@ -23,6 +23,8 @@ from dpex.cluster.memory import shared_memory
 from dpex.cluster.private import private_mappings
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import ray.data
 
     from dpex.cluster.turns import Assignment
@@ -69,6 +71,7 @@ class Pipeline:
         job_key: Digest of the job's bytes.
         host_name: Name of the host actor, asked whether a chunk is still wanted.
         lane_key: The lane that its tasks belong to.
+        claims_cpus: Whether its tasks share the CPUs with others'.
         options: Ray options of one worker.
     """
 
@@ -76,6 +79,7 @@ class Pipeline:
     job_key: str
     host_name: str
     lane_key: str = ""
+    claims_cpus: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -186,8 +190,8 @@ class _Asking:
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host."""
-        deadline = time.monotonic() + _HOST_AWAY_S
-        while time.monotonic() < deadline:
+        give_up_at: float | None = None
+        while give_up_at is None or time.monotonic() < give_up_at:
             self.ask()
             if self._answer is None:
                 return None
@@ -197,6 +201,7 @@ class _Asking:
                 return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
                 self._answer = None
+                give_up_at = give_up_at or time.monotonic() + _HOST_AWAY_S
                 time.sleep(_ANSWER_S)
             else:
                 self._answer = None
@@ -294,7 +299,7 @@ class _Interest:
         self._host_name = host_name
         self._lane_key = lane_key
         self._run = ""
-        self._over: ray.ObjectRef | None = None
+        self._over: Future[None] | None = None
         self._next_look = 0.0
 
     def in_run(self, run: str) -> None:
@@ -312,10 +317,12 @@ class _Interest:
         self._next_look = now + _CANCEL_CHECK_S
         try:
             if self._over is None:
-                self._over = _host(self._host_name).over.remote(self._lane_key, self._run)
-            if not ray.wait([self._over], timeout=0)[0]:
+                # A future: ray.wait would tell the node each time that this task waits.
+                over = _host(self._host_name).over.remote(self._lane_key, self._run)
+                self._over = cast("Future[None]", over.future())
+            if not self._over.done():
                 return False
-            ray.get(self._over)
+            self._over.result()
         except (ValueError, ray.exceptions.ActorDiedError):
             return True  # a host that has gone wants nothing any more
         except ray.exceptions.RayError:  # not to be reached at this moment

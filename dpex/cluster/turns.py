@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["Assignment", "Turns"]
 
-# Where other tasks wait for a CPU it is theirs soon.
 _TURN_S = 30.0
-_CONTENDED_TURN_S = 1.0
+# Where other tasks may wait for a CPU it is theirs soon.
+_SHARED_TURN_S = 2.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
@@ -75,6 +75,7 @@ class Turns:
         loop: The event loop that all methods are called in, unless they say otherwise.
         on_wanted: Called when there may be work for another task.
         holds_resources: Whether a task that waits keeps others from running.
+        claims_cpus: Whether others may wait for the CPUs of these tasks.
 
     Attributes:
         parallel: Number of tasks that may be at work at once.
@@ -87,9 +88,12 @@ class Turns:
         on_wanted: Callable[[], None],
         *,
         holds_resources: bool = False,
+        claims_cpus: bool = False,
     ) -> None:
         self._loop = loop
-        self._between_runs_s = _IDLE_S if holds_resources else _BETWEEN_RUNS_S
+        # A task that goes on after it has waited has its CPU again, free or not.
+        self._between_runs_s = _IDLE_S if holds_resources or claims_cpus else _BETWEEN_RUNS_S
+        self._turn_s = _SHARED_TURN_S if claims_cpus else _TURN_S
         self._on_wanted = on_wanted
         # Of what the executor's thread reads or writes too.
         self._lock = threading.Lock()
@@ -100,7 +104,6 @@ class Turns:
         self._closed = False
         self._begun = 0
         self._started = 0
-        self._starting_since = 0.0
         self._active = 0
         self.parallel = 1
         self.in_run = True
@@ -117,7 +120,8 @@ class Turns:
             self._waiting.append((payload, alone))
             while self._waiting and self._idle:
                 _, turn = self._idle.popitem(last=False)
-                self._advance(turn)
+                if not turn.over:
+                    self._advance(turn)
                 self._tell(turn)
             wanted = bool(self._waiting)
         if wanted:
@@ -171,10 +175,7 @@ class Turns:
 
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
-        now = time.monotonic()
-        contended = self._begun < self._started and now - self._starting_since > _CONTENDED_TURN_S
-        limit_s = _CONTENDED_TURN_S if contended else _TURN_S
-        late = turn.given > 0 and now - turn.began >= limit_s
+        late = turn.given > 0 and time.monotonic() - turn.began >= self._turn_s
         if self._closed or turn.alone or late or self._active > self.parallel:
             turn.over = True
         elif self._waiting:
@@ -246,7 +247,11 @@ class Turns:
         with self._lock:
             self._active = active
             if not active:
-                self._started = self._begun  # some may have failed before they asked
+                # A task that failed before it asked takes a chunk with it, as if it had been given
+                # it: what is lost is tried again in the end, or is an error.
+                for _ in range(min(self._started - self._begun, len(self._waiting))):
+                    self._waiting.popleft()
+                self._started = self._begun
             not_begun = self._started - self._begun
             return max(0, min(self.parallel - active, len(self._waiting) - not_begun))
 
@@ -261,8 +266,6 @@ class Turns:
     def started(self, tasks: int = 1) -> None:
         """Note that tasks were started."""
         with self._lock:
-            if self._started == self._begun:
-                self._starting_since = time.monotonic()
             self._started += tasks
 
     def all_ended(self) -> int | None:
@@ -276,6 +279,8 @@ class Turns:
                 return None
             for turn in self._turns.values():
                 turn.over = True
+            idle, self._idle = self._idle, OrderedDict()
             fed = self._fed
-        self._loop.call_soon_threadsafe(self.release)
+        for turn in idle.values():
+            self._loop.call_soon_threadsafe(self._tell, turn)
         return fed
