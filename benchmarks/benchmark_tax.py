@@ -49,7 +49,6 @@ TURNS = 3
 SPARE_BATCHES = 20
 BLOCKED_TOO_MUCH = 0.01
 GOAL_PERCENT = 3.0
-FIGURES = ("slowdown", "at_work_over_at_rest", "at_rest_over_before")
 
 
 @dataclass(frozen=True)
@@ -190,13 +189,14 @@ def run_round(peer: str, work: Work, num_workers: int) -> Round:
         process.join(30)
 
 
+def neighbours(rounds: Sequence[Round]) -> list[tuple[Loop, Loop]]:
+    """Pair each loop that a loader feeds with its neighbour beside one at rest."""
+    return [pair for one in rounds for pair in zip(one.at_work, one.at_rest, strict=True)]
+
+
 def active(rounds: Sequence[Round]) -> list[float]:
-    """Give the time of each loop that a loader feeds, over its neighbour's beside one at rest."""
-    return [
-        mine.seconds / rest.seconds
-        for one in rounds
-        for mine, rest in zip(one.at_work, one.at_rest, strict=True)
-    ]
+    """Give the time of each loop that a loader feeds, over its neighbour's."""
+    return [fed.seconds / rest.seconds for fed, rest in neighbours(rounds)]
 
 
 def present(rounds: Sequence[Round]) -> list[float]:
@@ -235,17 +235,19 @@ def main() -> None:
             say(f"tax round {number + 1}/{options.rounds}, {peer}: {ratio:+.1%}")
 
     record["rounds"] = {peer: [asdict(r) for r in rounds[peer]] for peer in rounds}
-    for figure in (*FIGURES, "next_share", "waiting_share"):
+    for figure in (
+        "slowdown",
+        "at_work_over_at_rest",
+        "at_rest_over_before",
+        "next_share",
+        "waiting_share",
+    ):
         record[figure] = {}
     for peer, its_rounds in rounds.items():
         record["slowdown"][peer] = summarise(slowdowns(its_rounds))
         record["at_work_over_at_rest"][peer] = summarise(active(its_rounds))
         record["at_rest_over_before"][peer] = summarise(present(its_rounds))
-        pairs = [
-            (mine, rest)
-            for one in its_rounds
-            for mine, rest in zip(one.at_work, one.at_rest, strict=True)
-        ]
+        pairs = neighbours(its_rounds)
         record["next_share"][peer] = summarise([a.next_s / b.seconds for a, b in pairs])
         record["waiting_share"][peer] = summarise([a.blocked_s / b.seconds for a, b in pairs])
         if record["waiting_share"][peer]["median"] > BLOCKED_TOO_MUCH:

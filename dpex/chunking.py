@@ -15,7 +15,7 @@ __all__ = ["ChunkPlanner"]
 
 _CHUNK_SECONDS = 1.0
 _MOST_CHUNK_SECONDS = 5.0
-_TASKS_PER_SECOND = 20
+_CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
 # From one round of chunks to the next, one chunk per task, they grow by this factor.
 _GROWTH = 4
@@ -109,7 +109,7 @@ class ChunkPlanner:
         grown = _GROWTH ** min(10, self._issued // parallel)
         sizes = [self.window // (2 * parallel), int(grown * (1 + (_GROWTH - 1) * spread))]
         if self._observed:
-            seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _TASKS_PER_SECOND))
+            seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _CHUNKS_PER_SECOND))
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:

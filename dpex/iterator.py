@@ -30,11 +30,13 @@ __all__ = ["ClusterIter"]
 
 logger = logging.getLogger("dpex")
 
-# Chunks drawn in one call of next(): sampling must not make one step of training much longer.
+# Chunks drawn in one call of next(), and the time for each: sampling must not make one step of
+# training much longer.
 _CHUNKS_PER_STEP = 2
 _DRAW_S = 0.01
 # What comes sooner than this is waited for with nothing else in mind.
 _PROMPT_S = 0.05
+# Chunks that are drawn within this time go in one message.
 _GATHER_S = 0.002
 _SLOW_WAIT_S = 10.0
 # Places in the epoch that a batch of unknown length takes.
@@ -141,7 +143,8 @@ class ClusterIter(_BaseDataLoaderIter):
     def _fill(self) -> None:
         """Draw and send as far ahead as torch does."""
         while not self._exhausted and not self._draining and self._under_way < self._guaranteed:
-            self._draw_next(self._guaranteed - self._under_way)
+            size = self._planner.size(remaining=self._remaining)
+            self._draw_next(min(size, self._guaranteed - self._under_way))
         self._flush()
 
     def _draw_ahead(self, *, waiting: bool = False) -> bool:
@@ -184,14 +187,13 @@ class ClusterIter(_BaseDataLoaderIter):
         """How many batches the sampler has left, where it says so."""
         return None if self._length is None else max(1, self._length - self._drawn)
 
-    def _draw_next(self, most: int, enough: Callable[[], bool] = lambda: False) -> None:
+    def _draw_next(self, size: int, enough: Callable[[], bool] = lambda: False) -> None:
         """Draw the next chunk's indices.
 
         Args:
-            most: Batches at the most.
+            size: Batches, if the sampler has as many.
             enough: Asked after each; if it says so, the chunk has no more.
         """
-        size = min(most, self._planner.size(remaining=self._remaining))
         batches: list[Any] = []
         positions: list[int] = []
         try:
@@ -261,7 +263,8 @@ class ClusterIter(_BaseDataLoaderIter):
         self._delivered += 1
         self._fill()
         for _ in range(_CHUNKS_PER_STEP):
-            self._draw_ahead()
+            if not self._draw_ahead():
+                break
         if failed:
             value.reraise()
         return value
@@ -291,13 +294,12 @@ class ClusterIter(_BaseDataLoaderIter):
             assert self._run is not None
             if self._waiting and self._run.receiver.ended:
                 self._fail(self._run.failure())
-            if self._run.receiver.wait(min(wait_s, _PROMPT_S), self._quiet_seen):
+            prompt_s = min(wait_s, _PROMPT_S)
+            if self._run.receiver.wait(prompt_s, self._quiet_seen):
                 continue
             if self._draw_ahead(waiting=True):
                 continue  # there is nothing better to do with the time
-            if deadline is not None:
-                wait_s = min(wait_s, max(0.0, deadline - time.monotonic()))
-            arrived = self._run.receiver.wait(wait_s, self._quiet_seen)
+            arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
             if not arrived and deadline is None and not noted:
                 noted = True
                 logger.warning("%s", self._session.waiting_text())

@@ -77,7 +77,7 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
     with workplace() as place:
         trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
         assert trainer.stdout is not None
-        assert "outcome: true" in trainer.stdout.readline()
+        assert trainer.stdout.readline() == "outcome: true\n"
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")

@@ -433,19 +433,10 @@ class StandingExecution:
 
 
 def _forget_finished(op: Any) -> None:
-    """Drop what an operator keeps for each finished task: an endless execution never ends."""
+    """Drop what an operator keeps for a summary at the end: an endless execution never ends."""
     stats = getattr(op, "_output_blocks_stats", None)
     if stats is not None:
-        stats.clear()  # for a summary at the end
-    queue = getattr(op, "_output_queue", None)
-    tasks = getattr(queue, "_inner", None)
-    current = getattr(queue, "_current_key", None)
-    if isinstance(tasks, dict) and isinstance(current, int):
-        for key in [key for key in tasks if key < current]:
-            del tasks[key]  # an empty queue
-        getattr(queue, "_finalized_keys", set()).difference_update(
-            [key for key in getattr(queue, "_finalized_keys", ()) if key < current]
-        )
+        stats.clear()
 
 
 def _source_bundle(table: pa.Table) -> Callable[[], Any]:

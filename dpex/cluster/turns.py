@@ -60,8 +60,8 @@ class _Turn:
     """
 
     began: float
-    chunks: deque[bytes] = field(default_factory=deque)
-    blocks: deque[int] = field(default_factory=deque)
+    chunks: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     given: int = 0
     alone: bool = False
     over: bool = False
@@ -99,7 +99,7 @@ class Turns:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[bytes, bool]] = deque()
         self._fed = 0
-        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._turns: dict[str, _Turn] = {}
         self._idle: OrderedDict[str, _Turn] = OrderedDict()
         self._closed = False
         self._begun = 0
@@ -120,8 +120,7 @@ class Turns:
             self._waiting.append((payload, alone))
             while self._waiting and self._idle:
                 _, turn = self._idle.popitem(last=False)
-                if not turn.over:
-                    self._advance(turn)
+                self._advance(turn)
                 self._tell(turn)
             wanted = bool(self._waiting)
         if wanted:
@@ -188,9 +187,6 @@ class Turns:
                 turn.blocks.append(0)
                 turn.given += 1
                 turn.alone = alone
-                if len(turn.chunks) > _KEPT_CHUNKS:
-                    turn.chunks.popleft()
-                    turn.blocks.popleft()
         else:
             return False
         return True
