@@ -7,6 +7,7 @@ way to the workers, and batches on their way back.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import io
 import pickle
@@ -30,6 +31,8 @@ __all__ = ["Pickled", "dump", "dump_in_band", "load", "local_modules_by_value", 
 
 # A smaller buffer stays in the stream: one more out-of-band buffer costs more than its copy.
 _OUT_OF_BAND_BYTES = 2048
+# Of a list of a million small objects, about.
+_LARGE_STREAM_BYTES = 16 << 20
 _TENSOR_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -91,26 +94,37 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the bytes of plain CPU tensors out of band."""
+class _Buffers:
+    """The large buffers of one pickle.
 
-    def __init__(self, file: io.BytesIO, out_of_band_bytes: float) -> None:
+    Apart from the pickler, which would refer to itself through its callback and so keep a batch's
+    memory until the next garbage collection.
+    """
+
+    def __init__(self, out_of_band_bytes: float) -> None:
         self._out_of_band_bytes = out_of_band_bytes
-        self.buffers: list[np.ndarray[Any, Any]] = []
+        self.kept: list[np.ndarray[Any, Any]] = []
         self.tensor_slots: set[int] = set()
-        self._tensor_buffer: pickle.PickleBuffer | None = None
-        super().__init__(file, protocol=5, buffer_callback=self._take)
+        self.tensor_buffer: pickle.PickleBuffer | None = None
 
-    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Keep a large buffer; send a small one with the stream (says so by True)."""
         raw = buffer.raw()
         if raw.nbytes < self._out_of_band_bytes:
             return True
-        if buffer is self._tensor_buffer:
-            self.tensor_slots.add(len(self.buffers))
-            self._tensor_buffer = None
-        self.buffers.append(np.frombuffer(raw, dtype=np.uint8))
+        if buffer is self.tensor_buffer:
+            self.tensor_slots.add(len(self.kept))
+            self.tensor_buffer = None
+        self.kept.append(np.frombuffer(raw, dtype=np.uint8))
         return False
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with the bytes of plain CPU tensors out of band."""
+
+    def __init__(self, file: io.BytesIO, buffers: _Buffers) -> None:
+        self._buffers = buffers
+        super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce exact, strided CPU tensors; leave everything else to cloudpickle."""
@@ -137,7 +151,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             data.stride(),
             tensor.requires_grad,
         )
-        self._tensor_buffer = view
+        self._buffers.tensor_buffer = view
         return _rebuild_tensor, arguments
 
 
@@ -176,9 +190,9 @@ def _dump_or_explain(obj: Any, what: str, out_of_band_bytes: float) -> Pickled:
 
 def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
     file = io.BytesIO()
-    pickler = _Pickler(file, out_of_band_bytes)
-    pickler.dump(obj)
-    return Pickled(file.getvalue(), pickler.buffers, frozenset(pickler.tensor_slots))
+    buffers = _Buffers(out_of_band_bytes)
+    _Pickler(file, buffers).dump(obj)
+    return Pickled(file.getvalue(), buffers.kept, frozenset(buffers.tensor_slots))
 
 
 Bytes = np.ndarray[Any, Any]
@@ -201,7 +215,21 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
         own = (take or own_copy)(buffer)
         in_tensor = slot in pickled.tensor_slots
         buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
-    return pickle.loads(pickled.head, buffers=buffers)
+    value = pickle.loads(pickled.head, buffers=buffers)
+    if len(pickled.head) >= _LARGE_STREAM_BYTES:
+        _give_back_memory()
+    return value
+
+
+def _give_back_memory() -> None:
+    """Have the C library keep nothing of what it has free.
+
+    Unpickling millions of objects takes a table of them all, which is larger than anything that
+    comes after it.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 def own_copy(buffer: Bytes) -> Bytes:

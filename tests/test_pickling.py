@@ -1,17 +1,20 @@
-"""The user's own modules travel by value to nodes that lack their files."""
+"""Pickles: own modules travel by value to nodes that lack their files; no memory is kept."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import cloudpickle
+import numpy as np
 import pytest
 
-from dpex.pickling import dump_in_band, local_modules_by_value
+from dpex.pickling import dump, dump_in_band, local_modules_by_value
 
 HELPER = """
 import numpy
@@ -64,3 +67,17 @@ def test_installed_modules_stay_references(own_module: object) -> None:
         name.partition(".")[0] for name in registered
     }
     assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:
+    """Not by the next garbage collection, until which every worker would hold many batches."""
+    batch = np.ones(1_000_000, dtype=np.uint8)
+    alive = weakref.ref(batch)
+    gc.disable()
+    try:
+        pickled = dump([batch], "batch")
+        assert pickled.buffers
+        del batch, pickled
+        assert alive() is None
+    finally:
+        gc.enable()
