@@ -19,6 +19,7 @@ BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 
@@ -53,13 +54,17 @@ bench: $(addprefix bench-,$(BENCH_SHORT)) ## The short benchmarks, dpex against 
 .PHONY: bench-all
 bench-all: BENCH_OUT = benchmarks/results
 bench-all: BENCH_ARGS = --all-peers
-bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (< 45 minutes)
+bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (an hour)
 	$(RUN) -m benchmarks.report
 
 # One case: `make bench-jpeg`. Never two at once, also under `make -j`.
 .PHONY: $(addprefix bench-,$(BENCH_ALL))
 $(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
 	$(RUN) -m benchmarks.benchmark_$* --out $(BENCH_OUT)/$*.json $(BENCH_ARGS)
+
+.PHONY: soak
+soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
+	$(RUN) tests/soak.py $(SOAK_ARGS)
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports

@@ -1,7 +1,8 @@
 """The report: goals, rates and figures of all records, written into the documentation.
 
 ``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
-between the markers of ``docs/benchmarks.md`` and of ``README.md``. Nothing in it is typed by hand.
+between the markers of ``docs/benchmarks.md``, ``docs/scaling.md`` and ``README.md``. Nothing in it
+is typed by hand.
 """
 
 import json
@@ -13,6 +14,7 @@ from benchmarks.goals import goals_of, goals_table
 from benchmarks.harness import comparisons, spread
 from benchmarks.peers import TURN_ORDER
 from benchmarks.plots import overview
+from benchmarks.scaling_model import scaling_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,11 +30,15 @@ def main() -> None:
     overview(records, RESULTS / OVERVIEW)
     fill(ROOT / "docs" / "benchmarks.md", "goals", full_report(records, "../benchmarks/results"))
     fill(ROOT / "README.md", "figures", short_report(records, "benchmarks/results"))
+    by_case = {record["case"]: record for record in records}
+    fill(ROOT / "docs" / "scaling.md", "scale", goals_table([by_case["scale"]]))
+    fill(ROOT / "docs" / "scaling.md", "model", scaling_table(by_case))
 
 
 def load(folder: Path) -> list[Record]:
     """Read all records, the best-known cases first."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    records = [record for record in records if isinstance(record, dict)]  # faults.json is a list
     rank = {case: place for place, case in enumerate(FIRST_CASES)}
     return sorted(records, key=lambda record: rank.get(record["case"], len(rank)))
 

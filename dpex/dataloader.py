@@ -12,6 +12,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
 from dpex.cluster.connect import connect, parse_address
+from dpex.epochs import SamplerEpochs
 from dpex.fetch import Job
 from dpex.iterator import ClusterIter, Generations
 from dpex.pickling import Pickled, dump
@@ -150,6 +151,7 @@ class DpexDataLoader(DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        self._sampler_epochs = SamplerEpochs(self)
         if distribute_mode and num_workers == 0:
             _warn_once(
                 "num_workers",
@@ -189,7 +191,9 @@ class DpexDataLoader(DataLoader[T_co]):
             )
             state = self._cluster = _ClusterState(self, session)
         job_key = state.session.store(pickle_job)
-        return ClusterIter(self, job_key, state.session, state.planner, state.generations)
+        return ClusterIter(
+            self, job_key, state.session, state.planner, state.generations, self._sampler_epochs
+        )
 
     def _job(self) -> Job:
         return Job(

@@ -7,13 +7,14 @@ Between the two stands the cluster: chunks go in, blocks come back.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -25,6 +26,7 @@ from dpex.fetch import Chunk, Run
 if TYPE_CHECKING:
     from dpex.cluster.session import RemoteRun, Session
     from dpex.dataloader import DpexDataLoader
+    from dpex.epochs import SamplerEpochs
 
 __all__ = ["ClusterIter"]
 
@@ -39,6 +41,8 @@ _PROMPT_S = 0.05
 # Chunks that are drawn within this time go in one message.
 _GATHER_S = 0.002
 _SLOW_WAIT_S = 10.0
+# Pipelines lost one after the other, before a batch arrives.
+_MOST_LOSSES = 3
 # Places in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
 
@@ -52,6 +56,7 @@ class ClusterIter(_BaseDataLoaderIter):
         session: Its part of the cluster.
         planner: Sizes the chunks; knows what batches cost in earlier iterations.
         generations: Counts dataset copies, and knows the oldest one still in use.
+        epochs: The epochs that its samplers are in.
 
     Source:
         torch's ``_MultiProcessingDataLoaderIter``: order of draws, reset, life cycle.
@@ -64,11 +69,13 @@ class ClusterIter(_BaseDataLoaderIter):
         session: Session,
         planner: ChunkPlanner,
         generations: Generations,
+        epochs: SamplerEpochs,
     ) -> None:
         super().__init__(loader)
         self._session = session
         self._planner = planner
         self._generations = generations
+        self._sampler_epochs = epochs
         self._loader_options = _Options(loader)
         self._epoch = -1
         self._job_key = job_key
@@ -113,14 +120,18 @@ class ClusterIter(_BaseDataLoaderIter):
         self._waiting: dict[int, _Sent] = {}
         self._stash: dict[int, tuple[bool, Any]] = {}
         self._errors: list[str] = []
-        self._run = self._session.open(run, self._job_key, pin_memory=self._pin_memory)
-        # Whatever becomes of this object, the workers stop.
-        self._finalizer = weakref.finalize(self, self._run.end)
-        self._finalizer.atexit = False
+        self._losses = 0
+        self._open_run()
         # As many as torch draws in iter(); more follow with every next().
         self._fill()
         # Read now: some samplers count their epochs themselves, when they are iterated.
-        self._epoch_drawn_for = self._loader_options.sampler_epoch()
+        self._epoch_drawn_for = self._sampler_epochs.now
+
+    def _open_run(self) -> None:
+        self._run = self._session.open(self._run_spec, self._job_key, pin_memory=self._pin_memory)
+        # Whatever becomes of this object, the workers stop.
+        self._finalizer = weakref.finalize(self, self._run.end)
+        self._finalizer.atexit = False
 
     def _end_run(self) -> None:
         if self._run is not None:
@@ -254,10 +265,12 @@ class ClusterIter(_BaseDataLoaderIter):
             raise self._failure
         if self._run is None:
             raise StopIteration
-        if self._delivered == 0 and self._loader_options.sampler_epoch() != self._epoch_drawn_for:
-            # set_epoch() between iter() and the first next(): what was drawn is for another epoch.
-            self._sampler_iter = iter(self._index_sampler)
-            self._begin()
+        if self._delivered == 0:
+            if self._sampler_epochs.now != self._epoch_drawn_for:
+                # set_epoch() between iter() and the first next(): what was drawn is for another.
+                self._sampler_iter = iter(self._index_sampler)
+                self._begin()
+            self._sampler_epochs.begin()
         self._fill()
         failed, value = self._wait_for_batch()
         self._delivered += 1
@@ -285,6 +298,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._shutdown_workers()
                 else:
                     self._end_run()
+                self._sampler_epochs.end()
                 raise StopIteration
             wait_s = _SLOW_WAIT_S
             if deadline is not None:
@@ -293,7 +307,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     raise RuntimeError(self._timeout_text())
             assert self._run is not None
             if self._waiting and self._run.receiver.ended:
-                self._fail(self._run.failure())
+                self._go_on_elsewhere()
             prompt_s = min(wait_s, _PROMPT_S)
             if self._run.receiver.wait(prompt_s, self._quiet_seen):
                 continue
@@ -323,6 +337,7 @@ class ClusterIter(_BaseDataLoaderIter):
         # Read first: what is known to be done by now has arrived below.
         quiet_at = receiver.quiet_at
         while (arrival := receiver.take()) is not None:
+            self._losses = 0
             frame = arrival.frame
             sent = self._waiting.get(frame.chunk)
             if frame.run != self._run_spec.key or sent is None:
@@ -360,29 +375,77 @@ class ClusterIter(_BaseDataLoaderIter):
         self._errors = []
         again: list[Chunk] = []
         for sent in lost.values():
-            for batch in sorted(sent.missing):
-                place = batch - sent.chunk.first_batch
-                if sent.alone:
-                    self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
-                    continue
-                again.append(
-                    replace(
-                        sent.chunk,
-                        number=self._sent + len(again),
-                        first_batch=batch,
-                        batches=[sent.chunk.batches[place]],
-                        positions=[sent.chunk.positions[place]],
-                    )
-                )
+            if not sent.alone:
+                again.extend(self._missing(sent, most=1))
+                continue
+            for batch in sent.missing:
+                self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
         if again:
             logger.warning(
                 "workers died on %d batches (%s); they are tried again one by one",
                 len(again),
                 reason,
             )
-            self._send(again, alone=True)
+            self._send_again(again, alone=True)
 
-    def _fail(self, cause: BaseException | None) -> None:
+    def _go_on_elsewhere(self) -> None:
+        """Have a new pipeline make the batches under way, where the old one was lost.
+
+        Raises:
+            ChunkLostError: It was not lost, but ended; or a third one was lost before anything
+                had arrived from it.
+        """
+        assert self._run is not None
+        failure = self._run.failure()
+        if not self._run.lost or not self._session.alive or self._losses == _MOST_LOSSES:
+            self._fail(failure)
+        self._losses += 1
+        lost, self._waiting = self._waiting, {}
+        logger.warning(
+            "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
+            failure,
+            self._delivered,
+        )
+        self._end_run()
+        self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
+        self._sent = 0
+        self._draining = False
+        self._errors = []
+        self._open_run()
+        for alone in (False, True):
+            sent_so = [sent for sent in lost.values() if sent.alone == alone]
+            self._send_again([c for sent in sent_so for c in self._missing(sent)], alone=alone)
+
+    def _missing(self, sent: _Sent, most: int = sys.maxsize) -> Iterator[Chunk]:
+        """Yield chunks of what has not arrived of a chunk.
+
+        Args:
+            sent: The chunk.
+            most: Batches in each at the most.
+        """
+        chunk, missing = sent.chunk, sorted(sent.missing)
+        while missing:
+            first = missing[0]
+            count = next((n for n, batch in enumerate(missing) if batch != first + n), len(missing))
+            count = min(count, most)
+            place = first - chunk.first_batch
+            yield replace(
+                chunk,
+                first_batch=first,
+                batches=chunk.batches[place : place + count],
+                positions=chunk.positions[place : place + count],
+            )
+            del missing[:count]
+
+    def _send_again(self, chunks: list[Chunk], *, alone: bool) -> None:
+        if chunks:
+            numbered = [
+                replace(chunk, run=self._run_spec, number=number)
+                for number, chunk in enumerate(chunks, self._sent)
+            ]
+            self._send(numbered, alone=alone)
+
+    def _fail(self, cause: BaseException | None) -> NoReturn:
         """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
         self._end_run()
         where = f"with {self._under_way} batches outstanding; the next one is {self._delivered}"
@@ -486,10 +549,3 @@ class _Options:
     def __init__(self, loader: DpexDataLoader[Any]) -> None:
         self.in_order = loader.in_order
         self.worker_init_fn: Callable[[int], None] | None = loader.worker_init_fn
-        batch_sampler = loader.batch_sampler
-        inner = getattr(batch_sampler, "sampler", None)
-        self._samplers = [s for s in (loader.sampler, batch_sampler, inner) if s is not None]
-
-    def sampler_epoch(self) -> tuple[Any, ...]:
-        """Return the epochs that the samplers say they are in."""
-        return tuple(getattr(sampler, "epoch", None) for sampler in self._samplers)

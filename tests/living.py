@@ -72,6 +72,18 @@ class AlwaysKills(Plain):
         return super().__getitem__(index)
 
 
+class KillsHost(Plain):
+    """Every sample kills what runs the pipelines of its process."""
+
+    def __getitem__(self, index: int) -> Any:
+        import ray
+
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["name"].startswith("dpex-host-"):
+                ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+        return super().__getitem__(index)
+
+
 class Hangs(Plain):
     """One sample never comes; one that is marked tells that it was begun."""
 

@@ -1,7 +1,6 @@
 """Two ranks of torchrun: each gets its own shard, as with torch's loader, from one shared Ray."""
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import environment, processes_in, spawn, wait_until, workplace
+from cluster_programs import processes_in, torchrun, wait_until, workplace
 from ddp_program import BATCH_SIZE, EPOCHS, LENGTHS
 
 pytestmark = [
@@ -27,21 +26,9 @@ GONE_SECONDS = 60
 def reports() -> Iterator[list[dict[str, Any]]]:
     """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
     with workplace() as place:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        process = spawn(
-            [
-                *torchrun,
-                f"--nproc-per-node={RANKS}",
-                str(Path(__file__).with_name("ddp_program.py")),
-                str(place),
-            ],
-            place,
-            env=environment(place, OMP_NUM_THREADS="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+        program = Path(__file__).with_name("ddp_program.py")
+        run = torchrun(program, str(place), ranks=RANKS, place=place, seconds=120)
+        assert run.returncode == 0, run.stdout
         yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
         wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
 

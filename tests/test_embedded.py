@@ -294,3 +294,39 @@ def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_it_imports_neither_ray_nor_torch() -> None:
     program = "import sys, dpex.cluster.connect; assert not {'ray', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("mode", ["disabled", None])
+def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> None:
+    owner = Driver(place, **({"RAY_AUTH_MODE": mode} if mode else {}))
+    address = owner.ask("connect", head_address="auto")["address"]
+    token = place / "home" / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+    with workplace() as elsewhere:
+        without = Driver(elsewhere, RAY_AUTH_MODE="disabled")
+        without.send("init", address=address)
+        with pytest.raises(DriverError, match=r"(?i)auth"):
+            without.receive(seconds=90)
+        another = Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+        another.send("init", address=address)
+        with pytest.raises(DriverError, match=r"(?i)auth"):
+            another.receive(seconds=90)
+    owner.ask("task")
+    assert owner.end() == 0
+
+
+def test_without_a_home_the_token_lies_elsewhere(place: Path) -> None:
+    variables = {"HOME": "/proc/nowhere", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        Driver(place, RANK=str(n), LOCAL_RANK=str(n), MASTER_PORT="29999", **variables)
+        for n in range(2)
+    ]
+    for driver in ranks:
+        driver.send("connect", head_address="auto")
+    assert len({driver.receive()["address"] for driver in ranks}) == 1
+    for driver in ranks:
+        driver.ask("task")
+        assert driver.end() == 0
+    token = place / f"dpex-{os.getuid()}" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600

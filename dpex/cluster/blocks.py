@@ -14,8 +14,9 @@ import ray.data
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
+from dpex.cluster.client import fetched
 from dpex.cluster.embedded import settled
-from dpex.cluster.private import bundle_iterator, leak_free_batch_iterator, ref_bundle
+from dpex.cluster.private import Block, bundle_iterator, leak_free_batch_iterator, ref_bundle
 from dpex.frame import Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
@@ -61,29 +62,11 @@ class _HostedBlocks(ray.data.DataIterator):
         The contract of ``ray.data.DataIterator``, as Ray's own split iterator meets it.
     """
 
-    def __init__(self, host: Any, lane_key: str, run: str, receiver: Receiver) -> None:
-        self._host = host
-        self._lane_key = lane_key
-        self._run = run
-        self._receiver = receiver
+    def __init__(self, replies: Iterator[list[Block]]) -> None:
+        self._replies = replies
 
     def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
-        return bundle_iterator(self._bundles())
-
-    def _bundles(self) -> Iterator[Any]:
-        count = 0
-        request = self._host.take.remote(self._lane_key, self._run)
-        while True:
-            reply = ray.get(request)
-            if not reply.ended:
-                # Asked ahead, so that the answer is on its way while these blocks are read.
-                request = self._host.take.remote(self._lane_key, self._run)
-            count += len(reply.blocks)
-            self._receiver.note(count, reply.quiet_at, reply.errors)
-            for block in reply.blocks:
-                yield ref_bundle(block)
-            if reply.ended:
-                return
+        return bundle_iterator(ref_bundle(block) for blocks in self._replies for block in blocks)
 
     def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         return leak_free_batch_iterator(super()._create_batch_iterator(*args, **kwargs))
@@ -101,9 +84,19 @@ class _HostedBlocks(ray.data.DataIterator):
 
 
 class Receiver:
-    """Reads one run's blocks in a thread and keeps the decoded batches for the training loop."""
+    """Reads one run's blocks in a thread and keeps the decoded batches for the training loop.
 
-    def __init__(self, host: Any, lane_key: str, run: str, *, pin_memory: bool) -> None:
+    Args:
+        host: Handle of the host actor.
+        lane_key: The lane that serves the run.
+        run: The run.
+        pin_memory: Whether batches go to page-locked memory.
+        through_client: Whether this process is a Ray Client.
+    """
+
+    def __init__(
+        self, host: Any, lane_key: str, run: str, *, pin_memory: bool, through_client: bool
+    ) -> None:
         self._changed = threading.Condition()
         self._arrivals: deque[Arrival] = deque()
         self._read = 0
@@ -113,24 +106,44 @@ class Receiver:
         self._failure: BaseException | None = None
         self._ended = False
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
-        blocks = _HostedBlocks(host, lane_key, run, self)
-        batches = blocks.iter_torch_batches(
-            batch_size=None,
-            prefetch_batches=0,
-            collate_fn=_Decode(run, pin_memory, device_index),
-        )
+        decode_block = _Decode(run, pin_memory, device_index)
+        replies = self._replies(host, lane_key, run)
+        arrivals: Iterator[Arrival]
+        if through_client:  # where Ray Data does not work
+            arrivals = map(decode_block, fetched(replies))
+        else:
+            arrivals = iter(
+                _HostedBlocks(replies).iter_torch_batches(
+                    batch_size=None, prefetch_batches=0, collate_fn=decode_block
+                )
+            )
         self._thread = threading.Thread(
-            target=self._receive, args=(iter(batches),), name="dpex-receive", daemon=True
+            target=self._receive, args=(arrivals,), name="dpex-receive", daemon=True
         )
         self._thread.start()
+
+    def _replies(self, host: Any, lane_key: str, run: str) -> Iterator[list[Block]]:
+        """Ask the host for news until there is no more; yields the blocks of each reply."""
+        count = 0
+        request = host.take.remote(lane_key, run)
+        while True:
+            reply = ray.get(request)
+            if not reply.ended:
+                # Asked ahead, so that the answer is on its way while these blocks are read.
+                request = host.take.remote(lane_key, run)
+            count += len(reply.blocks)
+            self._note(count, reply.quiet_at, reply.errors)
+            yield reply.blocks
+            if reply.ended:
+                return
 
     def join(self, timeout: float) -> None:
         """Wait until the reading thread has ended."""
         self._thread.join(timeout)
 
-    def _receive(self, batches: Iterator[Arrival]) -> None:
+    def _receive(self, arrivals: Iterator[Arrival]) -> None:
         try:
-            for arrival in batches:
+            for arrival in arrivals:
                 settled.set()
                 with self._changed:
                     self._read += 1
@@ -144,7 +157,7 @@ class Receiver:
                 self._ended = True
                 self._changed.notify_all()
 
-    def note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
+    def _note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
         """Take what the host says beside the blocks.
 
         Args:

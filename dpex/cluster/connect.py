@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpex.cluster import embedded, forkserver, keeper, versions
+from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.local_nodes import (
     HOST_PORT,
     Raylet,
@@ -27,6 +28,7 @@ from dpex.cluster.local_nodes import (
     same_endpoint,
     split,
 )
+from dpex.cluster.tokens import require_token
 from dpex.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -53,12 +55,12 @@ class Connection:
         kind: ``"existing"``, connected before dpex came; ``"cluster"``, connected by dpex;
             ``"embedded"``, started by dpex for this process or this host's ranks.
         address: Where the cluster's head answers, ``"ip:port"``.
-        single_host: Whether every node that is alive is on this host.
+        single_host: Whether every node that is alive is on this process's host.
         runtime_env: What tasks and actors must carry so that nodes can import dpex; ``None``
             where they can.
     """
 
-    kind: Literal["existing", "cluster", "embedded"]
+    kind: Literal["existing", "cluster", "embedded", "client"]
     address: str
     single_host: bool
     runtime_env: dict[str, Any] | None
@@ -68,7 +70,8 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
     """Connect this process to the Ray that ``head_address`` names, unless it is already.
 
     Args:
-        head_address: ``"auto"``, ``"local"`` or ``"host:port"``; see ``DpexDataLoader``.
+        head_address: ``"auto"``, ``"local"``, ``"host:port"`` or ``"ray://host:port"``; see
+            ``DpexDataLoader``.
         bequest: Pickles a job that the workers of an embedded Ray inherit, as forks of this
             process; None if they must not be that.
 
@@ -100,25 +103,17 @@ def parse_address(value: str, name: str) -> str:
         name: Where it comes from, for the errors.
 
     Raises:
-        ClusterError: It is one for Ray Client.
         ValueError: It has none of the forms.
     """
     if isinstance(value, str):
         if value in {"auto", "local"}:
             return value
-        if value.startswith("ray://"):
-            raise ClusterError(
-                f"{name}={value!r}: Ray Data, which dpex runs on, does not work in a Ray Client "
-                "driver. Start a node of the cluster on this host, `ray start "
-                "--address=HOST:PORT --num-cpus=0` (usually port 6379, not the client's 10001), "
-                "and pass head_address='HOST:PORT'"
-            )
-        match = HOST_PORT.fullmatch(value)
+        match = HOST_PORT.fullmatch(value.removeprefix(SCHEME))
         if match and 0 < int(match["port"]) < 65536:
             return value
     raise ValueError(
-        f"{name} must be 'auto', 'local' or 'host:port' (an IPv6 address in brackets, a port in "
-        f"[1, 65535]), {name} was {value!r}"
+        f"{name} must be 'auto', 'local', 'host:port' or 'ray://host:port' (an IPv6 address in "
+        f"brackets, a port in [1, 65535]), {name} was {value!r}"
     )
 
 
@@ -133,15 +128,10 @@ def _existing(request: str) -> Connection:
     """The connection this process has, if it is what is asked for."""
     import ray
 
-    if ray.util.client.ray.is_connected():
-        raise ClusterError(
-            "this process is connected through Ray Client (ray://), where Ray Data, which dpex "
-            "runs on, does not work. Start a node of the cluster on this host, `ray start "
-            "--address=HOST:PORT --num-cpus=0`, and call ray.init('HOST:PORT') instead"
-        )
     session = _session()
     known = _current[1] if _current is not None and _current[0] == session else None
     address = session[0]
+    through_client = ray.util.client.ray.is_connected()
     if request == "local":
         if known is None or known.kind != "embedded":
             raise ClusterError(
@@ -149,12 +139,14 @@ def _existing(request: str) -> Connection:
                 f"the Ray at {address}. Pass head_address='auto' to use that one, or call "
                 "ray.shutdown() first"
             )
+    elif through_client:
+        check_server(request)
     elif request != "auto" and not same_endpoint(request, address):
         raise ClusterError(
             f"head_address={request!r}, but this process is connected to the Ray at {address}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
-    return known or _checked("existing")
+    return known or _checked("client" if through_client else "existing")
 
 
 def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
@@ -168,16 +160,20 @@ def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
             request = _running_cluster() or "local"
     if request == "local":
         return _embedded(bequest)
-    _join(request, name)
+    through_client = request.startswith(SCHEME)
+    if through_client:
+        join_through_client(request, name)
+    else:
+        _join(request, name)
     try:
-        return _checked("cluster")
+        return _checked("client" if through_client else "cluster")
     except ClusterError:
         _disconnect()
         raise
 
 
-def _checked(kind: Literal["existing", "cluster"]) -> Connection:
-    single_host = _is_single_host()
+def _checked(kind: Literal["existing", "cluster", "client"]) -> Connection:
+    single_host = kind != "client" and _is_single_host()
     runtime_env = versions.check_nodes(single_host=single_host)
     return Connection(kind, _session()[0], single_host, runtime_env)
 
@@ -188,6 +184,7 @@ def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
         embedded.start(forkserver.address(bequest) if bequest is not None else None)
     else:
         variables = keeper.rank_environment()
+        require_token()
         _join(
             keeper.join_keeper(job),
             "the Ray that this host's ranks share",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex.cluster import forked_worker
+from dpex.cluster.tokens import require_token
 from dpex.errors import ClusterError
 
 __all__ = [
@@ -87,6 +88,7 @@ def start(fork_server: str | None = None) -> None:
     from dpex.cluster.private import lean_start
 
     settled.clear()
+    require_token()
     variables = {
         # One idle worker per logical CPU would be started at once.
         "RAY_prestart_worker_first_driver": "0",
@@ -120,7 +122,7 @@ def start(fork_server: str | None = None) -> None:
             raise ClusterError(
                 f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
                 "RAY_TMPDIR (else TMPDIR, else /tmp), which must be writable and shorter than 38 "
-                "characters; its token lies in ~/.ray (unless RAY_AUTH_MODE=disabled)"
+                "characters"
             ) from error
     _reap_after_us(context.address_info["session_dir"])
 

@@ -14,13 +14,13 @@ import os
 import selectors
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 from dpex.cluster.embedded import START_SECONDS, hold, start, start_detached
+from dpex.cluster.tokens import runtime_directory
 from dpex.errors import ClusterError
 
 __all__ = ["join_keeper", "keep", "rank_environment", "shared_job"]
@@ -75,7 +75,7 @@ def join_keeper(job: str) -> str:
     Raises:
         ClusterError: The keeper could not start Ray; says why and where its log is.
     """
-    stem = _runtime_directory() / hashlib.sha256(job.encode()).hexdigest()[:16]
+    stem = runtime_directory() / hashlib.sha256(job.encode()).hexdigest()[:16]
     deadline = time.monotonic() + START_SECONDS
     for _ in range(3):
         with contextlib.closing(_reach_keeper(stem, deadline)) as connection:
@@ -97,17 +97,6 @@ def join_keeper(job: str) -> str:
         "the process that should run the shared Ray of this host's ranks does not answer; "
         f"its log: {stem}.log"
     )
-
-
-def _runtime_directory() -> Path:
-    """A directory of this user alone, with a name short enough for the path of a socket."""
-    base = tempfile.gettempdir()
-    directory = Path(base if len(base) < 60 else "/tmp") / f"dpex-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
-        raise ClusterError(f"{directory} must be a directory that only this user can access")
-    return directory
 
 
 def _reach_keeper(stem: Path, deadline: float) -> socket.socket:

@@ -46,6 +46,7 @@ __all__ = [
     "Block",
     "StandingExecution",
     "bundle_iterator",
+    "client_server",
     "fast_executor_available",
     "leak_free_batch_iterator",
     "lean_start",
@@ -573,6 +574,13 @@ def upload_package(package: Path, kept_seconds: int) -> list[str]:
     for uri in uris:
         pin(uri, expiration_s=kept_seconds)
     return uris
+
+
+def client_server() -> str | None:
+    """Return ``"host:port"`` of the server that this Ray Client is connected to, if Ray tells."""
+    worker = getattr(ray.util.client.ray.get_context(), "client_worker", None)
+    address = getattr(worker, "_conn_str", None)
+    return address if isinstance(address, str) else None
 
 
 def reread_environment() -> None:

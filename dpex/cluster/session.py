@@ -172,7 +172,13 @@ class Session:
             self._start()
             pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
             lane = self._lanes.new(run, pipeline)
-        receiver = Receiver(self._host.actor, lane.key, run.key, pin_memory=pin_memory)
+        receiver = Receiver(
+            self._host.actor,
+            lane.key,
+            run.key,
+            pin_memory=pin_memory,
+            through_client=self._connection.kind == "client",
+        )
         return RemoteRun(self._host, lane, run.key, receiver)
 
     def _start(self) -> None:
@@ -287,6 +293,12 @@ class RemoteRun:
         if isinstance(failure, ray.exceptions.RayActorError):
             self._host.lost = True
         return failure
+
+    @property
+    def lost(self) -> bool:
+        """Whether the host, or blocks that it owned, died, so that a new pipeline can go on."""
+        died = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+        return isinstance(self.receiver.failure, died)
 
     def end(self) -> None:
         """Give the run up, finished or not; its pipeline is free for the next."""

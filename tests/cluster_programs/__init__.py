@@ -91,6 +91,22 @@ def run_program(
     )
 
 
+def torchrun(
+    program: Path, *arguments: str, ranks: int, place: Path, seconds: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in several ranks to their end; standard error is with the output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = spawn(
+        [*command, f"--nproc-per-node={ranks}", str(program), *arguments],
+        place,
+        env=environment(place, OMP_NUM_THREADS="1", **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = process.communicate(timeout=seconds)
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
 def processes_in(place: Path) -> dict[int, str]:
     """Pid and command line of every process, zombies aside, that works in a directory."""
     found = {}

@@ -1,0 +1,212 @@
+"""Samples per second as nodes join: four tasks on each, and samples that wait and compute nothing.
+
+The nodes are Ray nodes of this one machine, each with processes and an object store of its own, so
+what is measured is what dpex and Ray cost, not what a network costs. All of them share the
+machine's cores; where those are busy the rate is theirs, and the point is void.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+from torch.utils.data import Dataset, DistributedSampler
+
+from benchmarks.fresh import own_processes, run_fresh
+from benchmarks.goals import Goal
+from benchmarks.harness import arguments, describe_machine, say, summarise, write
+from benchmarks.plots import lines
+
+NODES = (1, 2, 4, 8)
+TASKS_PER_NODE = 4
+WAIT_S = 0.1
+BATCH_SIZE = 16
+# Of each task in an epoch. At its end tasks wait for the last one, up to a batch each.
+BATCHES_PER_TASK = 25
+EPOCHS = 2
+STORE_BYTES = 200 << 20
+SAMPLER_INDICES = 20_000_000
+VOID_PERCENT = 70.0
+GOAL_OF_LINEAR = 0.95
+GOAL_DRIVER = 1.2
+
+
+class Waiting(Dataset[int]):
+    """Samples that take a tenth of a second and no processor; each is its reader's pid.
+
+    Args:
+        length: How many.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(WAIT_S)
+        return os.getpid()
+
+
+def measure(nodes: int) -> list[dict[str, Any]]:
+    """Read epochs from a cluster of some nodes, the first one not counted.
+
+    Returns:
+        For each counted epoch ``samples_per_s``, ``readers`` (worker processes that delivered),
+        ``trainer_s`` and ``host_s`` (their processor seconds), ``batches``, and the machine's
+        ``busy_percent``.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from dpex import DpexDataLoader
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(nodes):
+        cluster.add_node(num_cpus=TASKS_PER_NODE, object_store_memory=STORE_BYTES)
+    tasks = TASKS_PER_NODE * nodes
+    loader = DpexDataLoader(
+        Waiting(tasks * BATCHES_PER_TASK * BATCH_SIZE),
+        batch_size=BATCH_SIZE,
+        num_workers=tasks,
+        persistent_workers=True,
+        distribute_mode=True,
+        head_address=cluster.address,
+    )
+    epochs = []
+    readers = set[int]()
+    while len(readers) < tasks:  # until all have started
+        readers = {pid for batch in loader for pid in batch.tolist()}
+    for _ in range(EPOCHS):
+        [host] = [p for p in own_processes() if p.cmdline()[:1] == ["ray::_Host"]]
+        psutil.cpu_percent()
+        trainer_s, host_s, began = time.process_time(), busy_s(host), time.perf_counter()
+        readers = {pid for batch in loader for pid in batch.tolist()}
+        seconds = time.perf_counter() - began
+        epochs.append(
+            {
+                "samples_per_s": tasks * BATCHES_PER_TASK * BATCH_SIZE / seconds,
+                "readers": len(readers),
+                "trainer_s": time.process_time() - trainer_s,
+                "host_s": busy_s(host) - host_s,
+                "batches": tasks * BATCHES_PER_TASK,
+                "busy_percent": psutil.cpu_percent(),
+            }
+        )
+    loader.close()
+    ray.shutdown()
+    cluster.shutdown()
+    return epochs
+
+
+def measure_sampler(indices: int) -> dict[str, float]:
+    """Return what one rank's shuffled ``DistributedSampler`` takes for each index of the dataset.
+
+    Returns:
+        ``s_per_index`` and ``bytes_per_index``.
+    """
+    sampler = DistributedSampler[int](range(indices), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    before = psutil.Process().memory_info().rss
+    began = time.perf_counter()
+    drawn = iter(sampler)
+    seconds = time.perf_counter() - began
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    next(drawn)
+    return {"s_per_index": seconds / indices, "bytes_per_index": grown / indices}
+
+
+def busy_s(process: psutil.Process) -> float:
+    """Return a process's processor seconds so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def main() -> None:
+    options = arguments(__doc__, "scale", ["--rounds", "2", *sys.argv[1:]])
+    record = describe_machine("scale")
+    record["settings"] = {
+        "nodes": NODES,
+        "tasks_per_node": TASKS_PER_NODE,
+        "wait_s": WAIT_S,
+        "batch_size": BATCH_SIZE,
+        "batches_per_task": BATCHES_PER_TASK,
+    }
+    runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for number in range(options.rounds):
+        for nodes in NODES:
+            runs[nodes] += run_fresh(measure, nodes=nodes)
+            last = runs[nodes][-1]
+            say(f"scale round {number + 1}/{options.rounds}, {nodes} nodes: {last}")
+    record["runs"] = runs
+    record["sampler"] = {
+        "indices": SAMPLER_INDICES,
+        **run_fresh(measure_sampler, indices=SAMPLER_INDICES),
+    }
+    record["samples_per_s"] = {n: summarise(figures(runs[n], "samples_per_s")) for n in NODES}
+    record["busy_percent"] = {n: summarise(figures(runs[n], "busy_percent")) for n in NODES}
+    for process in ("trainer", "host"):
+        record[f"{process}_ms_per_batch"] = {n: summarise(ms(runs[n], process)) for n in NODES}
+    ideal = BATCH_SIZE * TASKS_PER_NODE / (BATCH_SIZE * WAIT_S)
+    goals = []
+    for nodes in NODES:
+        shares = [rate / (nodes * ideal) for rate in figures(runs[nodes], "samples_per_s")]
+        busy = record["busy_percent"][nodes]["median"]
+        void = "; void, for the machine was busy" if busy > VOID_PERCENT else ""
+        goals.append(
+            Goal.of(
+                f"{nodes} nodes, {nodes * TASKS_PER_NODE} tasks: samples/s of what their waiting "
+                "allows",
+                shares,
+                ">=",
+                GOAL_OF_LINEAR,
+                "ratio",
+                f"machine {busy:.0f} % busy{void}",
+            )
+        )
+    least, most = ms(runs[NODES[0]], "trainer"), ms(runs[NODES[-1]], "trainer")
+    goals.append(
+        Goal.of(
+            f"trainer's processor time a batch, {NODES[-1]} nodes / {NODES[0]}",
+            [many / few for many, few in zip(most, least, strict=True)],
+            "<=",
+            GOAL_DRIVER,
+            "ratio",
+            f"{sum(least) / len(least):.2f} ms with {NODES[0]}",
+        )
+    )
+    record["goals"] = [asdict(goal) for goal in goals]
+    write(record, options.out)
+    lines(
+        options.out.with_suffix(".svg"),
+        "Samples that wait 0.1 s, 4 tasks a node",
+        NODES,
+        {
+            "dpex": [record["samples_per_s"][n]["median"] for n in NODES],
+            "what waiting allows": [n * ideal for n in NODES],
+        },
+        "nodes",
+        "samples/s",
+    )
+    for goal in goals:
+        print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+def figures(epochs: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Pick one figure of each epoch."""
+    return [float(epoch[name]) for epoch in epochs]
+
+
+def ms(epochs: Sequence[dict[str, Any]], process: str) -> list[float]:
+    """Give a process's processor milliseconds a batch in each epoch."""
+    return [1e3 * epoch[f"{process}_s"] / epoch["batches"] for epoch in epochs]
+
+
+if __name__ == "__main__":
+    main()

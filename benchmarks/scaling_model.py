@@ -1,0 +1,122 @@
+"""What a large cluster's parts would take for one epoch, from what they cost here.
+
+A model and no measurement: every line takes a cost that a benchmark measured and multiplies. What
+it leaves out is in the text around the table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SAMPLES = 1_000_000_000
+CPU_NODES = 1_000
+CORES_PER_NODE = 32
+GPUS = 256
+GPUS_PER_HOST = 8
+BATCH_SIZE = 256
+# Of a (3, 224, 224) image, as integers and as floats.
+BYTES = {"uint8": 3 * 224 * 224, "float32": 4 * 3 * 224 * 224}
+HOST_NIC_BYTES_PER_S = 12.5e9
+NODE_NIC_BYTES_PER_S = 3.125e9
+# What a GPU trains on, of a model of ResNet-50's size; not measured here.
+GPU_SAMPLES_PER_S = 3_000
+
+Records = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the cluster.
+
+    Attributes:
+        name: What it is.
+        samples_per_s: What all of its kind could do together.
+        source: Where the figure comes from.
+        remedy: What to do where it is the first to be full.
+    """
+
+    name: str
+    samples_per_s: float
+    source: str
+    remedy: str
+
+
+def parts(records: Records) -> list[Part]:
+    """List the parts, from the records of ``jpeg``, ``transport``, ``driver`` and ``scale``."""
+    jpeg, scale = records["jpeg"], records["scale"]
+    per_core = jpeg["limit_samples_per_s"] / jpeg["cores"]
+    transport = records["transport"]["gb_per_s"]["ready"]["dpex"]["median"] * 1e9
+    thread_us = records["driver"]["thread_us_per_batch"]["dpex"]["100000"]["median"]
+    host_ms = list(scale["host_ms_per_batch"].values())[-1]["median"]
+    hosts = GPUS // GPUS_PER_HOST
+    found = [
+        Part(
+            "GPUs",
+            GPUS * GPU_SAMPLES_PER_S,
+            f"{GPU_SAMPLES_PER_S:,} samples/s each, assumed",
+            "what one wants",
+        ),
+        Part(
+            "cores that decode and augment",
+            CPU_NODES * CORES_PER_NODE * per_core,
+            f"`jpeg`: {per_core:,.0f} samples/s a core",
+            "more nodes; cheaper decoding",
+        ),
+        Part(
+            "host actors, one for each rank",
+            GPUS * BATCH_SIZE * 1e3 / host_ms,
+            f"`scale`: {host_ms:.1f} ms of its processor a batch, one chunk each",
+            "larger batches; chunks hold more than one where batches are quick",
+        ),
+        Part(
+            "training loops' threads",
+            GPUS * BATCH_SIZE * 1e6 / thread_us,
+            f"`driver`: {thread_us:.0f} µs a batch",
+            "larger batches",
+        ),
+    ]
+    for kind, size in BYTES.items():
+        found += [
+            Part(
+                f"copies into the trainers, {kind}",
+                GPUS * transport / size,
+                f"`transport`: {transport / 1e9:.1f} GB/s for each rank",
+                "ship uint8, normalise on the GPU; `pin_memory=True` costs no further copy",
+            ),
+            Part(
+                f"network cards of {hosts} training hosts, {kind}",
+                hosts * HOST_NIC_BYTES_PER_S / size,
+                "100 Gbit/s each",
+                "ship uint8, normalise on the GPU; more cards",
+            ),
+            Part(
+                f"network cards of {CPU_NODES:,} CPU nodes, {kind}",
+                CPU_NODES * NODE_NIC_BYTES_PER_S / size,
+                "25 Gbit/s each",
+                "more nodes",
+            ),
+        ]
+    return sorted(found, key=lambda part: part.samples_per_s)
+
+
+def scaling_table(records: Records) -> str:
+    """Lay the parts out, the first to be full first, and what the sampler takes beside them."""
+    lines = [
+        "| part | samples/s | an epoch takes | from | if it is the first to be full |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {part.name} | {part.samples_per_s / 1e6:,.2f} million | "
+        f"{SAMPLES / part.samples_per_s / 60:,.0f} min | {part.source} | {part.remedy} |"
+        for part in parts(records)
+    ]
+    sampler = records["scale"]["sampler"]
+    seconds, size = (sampler[k] * SAMPLES for k in ("s_per_index", "bytes_per_index"))
+    lines += [
+        "",
+        f"Before all of that, torch's `DistributedSampler` with `shuffle=True` makes a list of all "
+        f"indices in every rank: for {SAMPLES:,} samples {seconds / 60:,.1f} minutes and "
+        f"{size / 1e9:,.0f} GB in each, {GPUS_PER_HOST * size / 1e9:,.0f} GB on a host (measured "
+        f"with {sampler['indices']:,}).",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""Ray Client: a trainer that is no node of the cluster, and the way its blocks come."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpex.cluster.embedded import init_ray
+from dpex.cluster.local_nodes import probe
+from dpex.errors import ClusterError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from dpex.cluster.private import Block
+
+__all__ = ["SCHEME", "check_server", "fetched", "join_through_client"]
+
+SCHEME = "ray://"
+_ANSWER_SECONDS = 15.0
+# The server starts a process of its own for each client, with Ray and what dpex imports.
+_JOIN_SECONDS = 90.0
+
+
+def join_through_client(address: str, name: str) -> None:
+    """Connect this process to a cluster that it is no node of.
+
+    dpex itself goes along, for the server's process for this client imports it.
+
+    Args:
+        address: ``"ray://host:port"``.
+        name: Where it comes from, for the errors.
+
+    Raises:
+        ClusterError: What it takes is not installed here, nobody answers, or the server refuses.
+    """
+    endpoint = address.removeprefix(SCHEME)
+    if importlib.util.find_spec("grpc") is None:
+        raise ClusterError(
+            f"{name}={address!r} needs Ray Client, which is not installed here: "
+            "pip install 'ray[client]'"
+        )
+    host, _, port = endpoint.rpartition(":")
+    try:
+        probe(endpoint, _ANSWER_SECONDS)
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray Client server answers at {name}={address!r} within {_ANSWER_SECONDS:g} s "
+            f"({error}). Start the cluster's head with `pip install 'ray[client]'` and `ray start "
+            f"--head --ray-client-server-port={port}` on {host}"
+        ) from error
+    try:
+        init_ray(_JOIN_SECONDS, address=address, runtime_env=_our_package())
+    except Exception as error:
+        raise ClusterError(
+            f"the Ray Client server at {name}={address!r} answers but cannot be joined: "
+            f"{str(error).rstrip('.')}. Client and cluster need the same Ray and the same minor "
+            "version of Python, and RAY_AUTH_MODE=token with the cluster's token if it uses one"
+        ) from error
+
+
+def _our_package() -> dict[str, Any]:
+    """The ``runtime_env`` by which all of this job's processes import this dpex."""
+    return {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["**/__pycache__"]}
+
+
+def check_server(request: str) -> None:
+    """Raise unless the server that this process is a client of is the one asked for.
+
+    Args:
+        request: ``"auto"`` or ``"ray://host:port"``.
+
+    Raises:
+        ClusterError: It is another one.
+    """
+    from dpex.cluster.private import client_server
+
+    connected = client_server()
+    if connected is not None and request not in {"auto", SCHEME + connected}:
+        raise ClusterError(
+            f"head_address={request!r}, but this process is connected to {SCHEME}{connected}. "
+            "Pass head_address='auto' to use that one, or call ray.shutdown() first"
+        )
+
+
+def fetched(blocks: Iterable[list[Block]]) -> Iterator[pa.Table]:
+    """Fetch blocks through Ray Client, all of a reply's at once.
+
+    Args:
+        blocks: The blocks of one reply after the other.
+
+    Yields:
+        The blocks' tables, in order.
+    """
+    for reply in blocks:
+        for arriving in [ref.future() for ref, _ in reply]:
+            yield arriving.result()

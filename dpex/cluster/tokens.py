@@ -1,0 +1,65 @@
+"""Token authentication, without which anybody who reaches a Ray's ports can run code in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+from dpex.errors import ClusterError
+
+__all__ = ["require_token", "runtime_directory"]
+
+
+def require_token() -> None:
+    """Have this process, and a Ray that it starts, deal only with who has this user's token.
+
+    Ray's ports are open on all interfaces, whatever address its nodes are given (2.60).
+
+    Source:
+        Ray's documentation of token authentication: ``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``,
+        ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token`` where neither of these is set.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        try:
+            _provide(Path.home() / ".ray" / "auth_token")
+        except (OSError, RuntimeError):  # no home, or not ours to write to
+            path = runtime_directory() / "auth_token"
+            _provide(path)
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    if "ray" in sys.modules:  # which reads its settings when it is imported
+        from dpex.cluster.private import reread_environment
+
+        reread_environment()
+
+
+def _provide(path: Path) -> None:
+    """See to it that there is a token, and that nobody else can read it (Ray's may be read)."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # readable by us alone
+            file.write(secrets.token_hex(32))
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.link(file.name, path)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+
+
+def runtime_directory() -> Path:
+    """A directory of this user alone, with a name short enough for the path of a socket.
+
+    Raises:
+        ClusterError: There is one by its name that others can access.
+    """
+    base = tempfile.gettempdir()
+    directory = Path(base if len(base) < 60 else "/tmp") / f"dpex-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
+        raise ClusterError(f"{directory} must be a directory that only this user can access")
+    return directory

@@ -1,0 +1,57 @@
+"""Which epoch a loader's samplers say it is, and whether somebody forgot to tell them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["SamplerEpochs"]
+
+# From here to the for loop of the user: begin, _next_data, __next__, the loop.
+_USERS_LOOP = 4
+
+
+class SamplerEpochs:
+    """The ``epoch`` attributes of one loader's samplers.
+
+    Args:
+        loader: Whose.
+
+    Source:
+        torch's ``DistributedSampler``: without ``set_epoch`` every epoch has the same order.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batch_sampler = loader.batch_sampler
+        inner = getattr(batch_sampler, "sampler", None)
+        self._samplers = [s for s in (loader.sampler, batch_sampler, inner) if s is not None]
+        self._finished: tuple[Any, ...] | None = None
+        self._warned = False
+
+    @property
+    def now(self) -> tuple[Any, ...]:
+        """The epochs that the samplers say they are in."""
+        return tuple(getattr(sampler, "epoch", None) for sampler in self._samplers)
+
+    def begin(self) -> None:
+        """Note the first ``next()`` of an epoch; warns once if ``set_epoch`` was forgotten."""
+        if self._finished != self.now or self._warned:
+            return
+        for sampler in self._samplers:
+            if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+                self._warned = True
+                if sampler.rank == 0:
+                    warnings.warn(
+                        f"a second epoch begins with DistributedSampler.epoch={sampler.epoch}, as "
+                        "the one before: every rank gets the same samples in the same order. Call "
+                        "sampler.set_epoch(epoch) before each epoch",
+                        stacklevel=_USERS_LOOP,
+                    )
+                return
+
+    def end(self) -> None:
+        """Note that an epoch has been read to its end."""
+        self._finished = self.now

@@ -1,0 +1,51 @@
+"""A model split over two devices and fed by one loader.
+
+Run it with ``python examples/two_devices.py``. With fewer than two GPUs both halves are on the CPU.
+"""
+
+import argparse
+
+import torch
+from mnist import Net, accuracy, make_loaders, train_epoch
+
+
+class SplitNet(Net):
+    """The network of the MNIST programs, its features on one device, the classifier on another.
+
+    Args:
+        first: Where the features are; batches go there.
+        second: Where the classifier is; the logits come back to ``first``.
+    """
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.features.to(first)
+        self.classifier.to(second)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.classifier(self.features(images).to(self.second))
+        return logits.to(self.first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="MNIST with a model on two devices.")
+    parser.add_argument("--data", default="data")
+    parser.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
+
+    names = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "cpu")
+    first, second = map(torch.device, names)
+    train_loader, test_loader = make_loaders(options.data, first)
+    model = SplitNet(first, second)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    print(f"features on {first}, classifier on {second}")
+    for epoch in range(options.epochs):
+        loss, samples = train_epoch(model, train_loader, optimizer, first)
+        right = accuracy(model, test_loader, first)
+        print(f"epoch {epoch}: {samples} samples, loss {loss:.3f}, accuracy {right:.2%}")
+
+
+if __name__ == "__main__":
+    main()

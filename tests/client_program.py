@@ -1,0 +1,94 @@
+"""A trainer that reaches its cluster through Ray Client, for ``test_client.py``.
+
+Usage: client_program.py ray://HOST:PORT FILE
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import beside_the_script  # which no node of the cluster has
+import ray
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dpex import DpexDataLoader
+
+
+class Numbers(Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([index, beside_the_script.double(index)]), os.getpid()
+
+
+class Draws(Numbers):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(2), os.getpid()
+
+
+class Large(Numbers):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((5_000_000,), index), os.getpid()
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor(1 / (index - 30)), os.getpid()
+
+
+def make(loader_type: Any, dataset: Any, num_workers: int = 2, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return loader_type(
+        dataset, batch_size=4, generator=generator, num_workers=num_workers, **options
+    )
+
+
+def main() -> None:
+    ours = {"distribute_mode": True, "head_address": sys.argv[1]}
+
+    def epochs(loader: Any) -> list[list[Any]]:
+        return [[numbers.tolist() for numbers, _ in loader] for _ in range(2)]
+
+    def outcome(batches: Iterator[Any]) -> str:
+        try:
+            while True:
+                next(batches)
+        except (ZeroDivisionError, StopIteration) as error:
+            return f"{type(error).__name__}: {error}"
+
+    loader = make(DpexDataLoader, Numbers(), shuffle=True, persistent_workers=True, **ours)
+    report = {
+        "dpex": epochs(loader),
+        "torch": epochs(make(DataLoader, Numbers(), shuffle=True)),
+        "draws": [
+            epochs(make(DpexDataLoader, Draws(), num_workers, **ours)) for num_workers in (1, 3)
+        ],
+        "large": [
+            [int(numbers.min()), int(numbers.max()), numbers.numel()]
+            for numbers, _ in make(DpexDataLoader, Large(), **ours)
+        ],
+        "failing": outcome(iter(make(DpexDataLoader, Failing(), **ours))),
+        "client": ray.util.client.ray.is_connected(),
+        "pid": os.getpid(),
+    }
+    pids: set[int] = set()
+    for step, (_, batch_pids) in enumerate(loader):  # given up early, and begun again
+        pids.update(batch_pids.tolist())
+        if step == 2:
+            break
+    report["again"] = sum(len(numbers) for numbers, _ in loader)
+    report["pids"] = sorted(pids)
+    loader.close()
+    Path(sys.argv[2]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A cluster of several nodes, all of them on this machine, which come and go."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster_programs import environment, processes_in, start_node, wait_until
+from cluster_programs.links import Network
+
+# Of the head, which is the trainer's node too.
+_HEAD = ("--head", "--num-cpus=0", "--include-dashboard=false")
+
+
+class Cluster:
+    """A head without CPUs, and the nodes that are added to it.
+
+    Args:
+        place: Directory of the cluster's processes.
+        network: Where each node gets an address and a link of its own; the head is this host.
+        **variables: Environment of its nodes.
+
+    Attributes:
+        head: Id of the head's node.
+        address: The head's, ``"ip:port"``.
+        links: The name of each node's link, by node id.
+    """
+
+    def __init__(self, place: Path, network: Network | None = None, **variables: str) -> None:
+        self.place = place
+        self.links: dict[str, str] = {}
+        self.network = network
+        self._variables = {"RAY_AUTH_MODE": "disabled", **variables}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        own = (f"--node-ip-address={network.here}",) if network else ()
+        self.head = self._start(*_HEAD, f"--port={port}", *own)
+        [command] = self.raylets().values()
+        self.address = _flag(command, "gcs-address")
+
+    def raylets(self) -> dict[str, str]:
+        """The command line of each node's raylet, by node id."""
+        commands = processes_in(self.place).values()
+        return {_flag(c, "node_id"): c for c in commands if "/raylet --" in c}
+
+    def _start(self, *options: str, under: tuple[str, ...] = ()) -> str:
+        before = self.raylets().keys()
+        start_node(self.place, *options, under=under, **self._variables)
+        [started] = self.raylets().keys() - before
+        return started
+
+    def add(self, *options: str) -> str:
+        """Add a node of one CPU, unless the options say otherwise; returns its id."""
+        cpus = () if any(o.startswith("--num-cpus") for o in options) else ("--num-cpus=1",)
+        joining = (f"--address={self.address}", *cpus, *options)
+        if self.network is None:
+            return self._start(*joining)
+        name, address = self.network.attach()
+        under = ("ip", "netns", "exec", name)
+        node = self._start(*joining, f"--node-ip-address={address}", under=under)
+        self.links[node] = name
+        return node
+
+    def signal(self, node: str, what: signal.Signals) -> None:
+        """Send a signal to a node's raylet."""
+        [pid] = [p for p, c in processes_in(self.place).items() if f"--node_id={node}" in c]
+        os.kill(pid, what)
+
+    def drain(self, node: str, seconds: int) -> None:
+        """Announce that a node will be taken away."""
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+                *(f"--address={self.address}", f"--node-id={node}"),
+                *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"),
+                f"--deadline-remaining-seconds={seconds}",
+            ],
+            cwd=self.place,
+            env=environment(self.place, **self._variables),
+            check=True,
+            timeout=60,
+        )
+
+    def wait_until_gone(self, node: str, seconds: float = 60) -> None:
+        """Wait until a node's raylet has ended."""
+        wait_until(lambda: node not in self.raylets(), seconds, f"end of node {node}")
+
+
+def _flag(command: str, name: str) -> str:
+    found = re.search(rf"--{name}=(\S+)", command)
+    assert found, command
+    return found[1]

@@ -1,0 +1,81 @@
+"""Nodes with addresses and links of their own: network namespaces on one bridge.
+
+It takes root and the ``ip`` command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+
+
+class Network:
+    """A bridge with an address of this host, and what hangs on it.
+
+    Attributes:
+        here: This host's address on it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._bridge = f"dpex{number}"
+        self._subnet = f"10.213.{number}"
+        self._names: list[str] = []
+        self.here = f"{self._subnet}.1"
+
+    def attach(self) -> tuple[str, str]:
+        """Make one more namespace with a link to the bridge; returns its name and address."""
+        place = len(self._names) + 2
+        name, address = f"{self._bridge}n{place}", f"{self._subnet}.{place}"
+        _ip("netns", "add", name)
+        self._names.append(name)
+        link = ("type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("link", "add", name, *link)
+        _ip("link", "set", name, "master", self._bridge, "up")
+        for command in (
+            ("address", "add", f"{address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+            ("link", "set", "lo", "up"),
+        ):
+            _ip("-netns", name, *command)
+        return name, address
+
+    def cut(self, name: str) -> None:
+        """Take a namespace's link down."""
+        _ip("link", "set", name, "down")
+
+    def mend(self, name: str) -> None:
+        """Bring a namespace's link up again."""
+        _ip("link", "set", name, "up")
+
+    def _open(self) -> None:
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("address", "add", f"{self.here}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+
+    def _close(self) -> None:
+        for name in self._names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "delete", self._bridge)
+
+
+@contextlib.contextmanager
+def network() -> Iterator[Network]:
+    """Make a network of one's own.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: This user or kernel cannot.
+    """
+    made = Network(os.getpid() % 250)
+    try:
+        made._open()
+        yield made
+    finally:
+        made._close()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)

@@ -1,0 +1,110 @@
+"""A trainer on a cluster whose nodes come and go, for ``test_nodes.py`` and the soak.
+
+Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
+
+It prints the number of each batch, and waits for a line at each that is in ``pauses``. In the end
+it writes every sample's index, draw and node to ``out``, when each batch came (``times``, in
+seconds of the host's monotonic clock) and how long it was waited for (``waits``).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from dpex import DpexDataLoader
+
+
+class Located:
+    """Samples that know where they were made; what they draw must not depend on it.
+
+    Args:
+        length: How many.
+        seconds: How long each takes.
+        floats: How many each draws.
+        deadly: ``[index, signal, mark]``: the sample with this index sends its worker the signal,
+            unless there is a file called mark.
+    """
+
+    def __init__(
+        self, length: int, seconds: float, floats: int, deadly: tuple[int, int, str] | None
+    ) -> None:
+        self.length = length
+        self.seconds = seconds
+        self.floats = floats
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, str]:
+        import ray
+
+        if self.deadly is not None and index == self.deadly[0]:
+            kill_once(*self.deadly[1:])
+        time.sleep(self.seconds)
+        return index, torch.rand(self.floats), ray.get_runtime_context().get_node_id()
+
+
+class Collate:
+    """torch's, which may send its worker a signal, as ``Located`` does."""
+
+    def __init__(self, deadly: tuple[int, int, str] | None) -> None:
+        self.deadly = deadly
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self.deadly is not None and any(sample[0] == self.deadly[0] for sample in samples):
+            kill_once(*self.deadly[1:])
+        return default_collate(samples)
+
+
+def kill_once(what: int, mark: str) -> None:
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.Signals(what))
+
+
+def main() -> None:
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    dataset = Located(
+        given["length"],
+        given.get("seconds", 0.01),
+        given.get("floats", 2),
+        given.get("deadly_read"),
+    )
+    loader: DpexDataLoader[Any] = DpexDataLoader(
+        dataset,
+        batch_size=given.get("batch_size", 10),
+        shuffle=True,
+        num_workers=given.get("num_workers", 4),
+        collate_fn=Collate(given.get("deadly_collate")),
+        generator=torch.Generator().manual_seed(given.get("seed", 5)),
+        distribute_mode=True,
+        head_address=given["address"],
+        worker_options=given.get("worker_options"),
+        prefetch_bytes=given.get("prefetch_bytes", 0),
+    )
+    samples, times, waits = [], [], []
+    asked = time.monotonic()
+    for number, (indices, draws, nodes) in enumerate(loader):
+        times.append(time.monotonic())
+        waits.append(times[-1] - asked)
+        rows = zip(indices.tolist(), draws.double().sum(1).tolist(), nodes, strict=True)
+        samples += list(rows)
+        print("batch", number, flush=True)
+        if number in given.get("pauses", ()):
+            sys.stdin.readline()
+        asked = time.monotonic()
+    report = {"samples": samples, "times": times, "waits": waits}
+    Path(given["out"]).write_text(json.dumps(report))
+    loader.close()
+
+
+if __name__ == "__main__":
+    main()

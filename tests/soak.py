@@ -1,0 +1,245 @@
+"""Faults, each many times at moments drawn at random, and what they changed: ``make soak``.
+
+Every run is a trainer on a cluster of its own, in the middle of whose epoch something dies, stops
+or fills up. Its batches are compared, in order and to the bit, with those of a run that nothing
+befell. The table goes into ``docs/faults.md``, every run into ``benchmarks/results/faults.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_programs import ROOT, processes_in, workplace
+from cluster_programs.clusters import Cluster
+from cluster_programs.links import network
+from cluster_programs.trainers import LENGTH, Trainer, drawn
+
+BATCHES = LENGTH // 10
+MARKERS = "<!-- faults: begin -->", "<!-- faults: end -->"
+STOPPED_S = 20
+# Four batches of 38 MB do not fit into such a store.
+SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One disturbed run.
+
+    Attributes:
+        fault: What happened.
+        seed: Of the moment, and of the shuffle.
+        batches: Compared with the undisturbed run.
+        lost: Samples that did not come.
+        doubled: Samples that came again.
+        changed: Samples that were not what they are in the undisturbed run, or not in their place.
+        recovery_s: The longest wait for a batch, less that of the undisturbed run.
+    """
+
+    fault: str
+    seed: int
+    batches: int
+    lost: int
+    doubled: int
+    changed: int
+    recovery_s: float
+
+
+Disturb = Callable[[Cluster, Trainer, random.Random], None]
+
+
+def kill_process(title: str) -> Disturb:
+    """Make a fault that kills one of the cluster's processes."""
+
+    def disturb(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+        found = [p for p, c in processes_in(cluster.place).items() if c.startswith(title)]
+        os.kill(chance.choice(sorted(found)), signal.SIGKILL)
+
+    return disturb
+
+
+def kill_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+    others = sorted(cluster.raylets().keys() - {cluster.head})
+    cluster.signal(chance.choice(others), signal.SIGKILL)
+
+
+def stop_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+    """A node that is silent for a while, as behind a link that is down."""
+    node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
+    cluster.signal(node, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    cluster.signal(node, signal.SIGCONT)
+
+
+def drain_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+    cluster.drain(chance.choice(sorted(cluster.raylets().keys() - {cluster.head})), seconds=3)
+
+
+def cut_link(seconds: float | None) -> Disturb:
+    """Make a fault that takes a node's link down, for some seconds or for good."""
+
+    def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+        assert cluster.network is not None
+        link = chance.choice(sorted(cluster.links.values()))
+        cluster.network.cut(link)
+        trainer.go()
+        if seconds is not None:
+            time.sleep(seconds)
+            cluster.network.mend(link)
+
+    return disturb
+
+
+def stop_trainer(_: Cluster, trainer: Trainer, __: random.Random) -> None:
+    trainer.process.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    trainer.process.send_signal(signal.SIGCONT)
+
+
+def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
+    """What befalls such a run is in its options."""
+
+
+def deadly(where: str, what: signal.Signals) -> Callable[[random.Random, Path], dict[str, Any]]:
+    """Make the options of a trainer one of whose samples kills its worker."""
+
+    def options(chance: random.Random, place: Path) -> dict[str, Any]:
+        mark = place / f"mark-{chance.random()}"
+        return {f"deadly_{where}": [chance.randrange(LENGTH), int(what), str(mark)]}
+
+    return options
+
+
+def none(_: random.Random, __: Path) -> dict[str, Any]:
+    """Give no options."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault.
+
+    Attributes:
+        name: As the table has it.
+        disturb: What happens in mid-epoch.
+        options: Of the disturbed trainer.
+        both: Options of both trainers.
+        node: Options of the nodes.
+        linked: Whether the nodes need links of their own.
+    """
+
+    name: str
+    disturb: Disturb = nothing
+    options: Callable[[random.Random, Path], dict[str, Any]] = none
+    both: tuple[tuple[str, Any], ...] = ()
+    node: tuple[str, ...] = ()
+    linked: bool = False
+
+
+FAULTS = (
+    Fault("worker killed in a read", options=deadly("read", signal.SIGKILL)),
+    Fault("worker killed in collate_fn", options=deadly("collate", signal.SIGKILL)),
+    Fault("a sample that segfaults, once", options=deadly("read", signal.SIGSEGV)),
+    Fault("worker killed at any moment", kill_process("ray::MapBatches")),
+    Fault("host of the pipelines killed", kill_process("ray::_Host")),
+    Fault("node killed", kill_node),
+    Fault(f"node silent for {STOPPED_S} s", stop_node),
+    Fault("node drained", drain_node),
+    Fault("a node's link cut for 5 s", cut_link(5), linked=True),
+    Fault("a node's link cut for 30 s", cut_link(30), linked=True),
+    Fault("a node's link cut for good", cut_link(None), linked=True),
+    Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer),
+    Fault(
+        "object store of 80 MB, batches of 38 MB",
+        both=tuple(SMALL_STORE.items()),
+        node=("--object-store-memory=80000000",),
+    ),
+)
+
+
+def run(fault: Fault, seed: int) -> Outcome:
+    """Run one epoch with a fault and one without, on a cluster of their own."""
+    chance = random.Random(f"{fault.name} {seed}")
+    with contextlib.ExitStack() as stack:
+        links = stack.enter_context(network()) if fault.linked else None
+        place = stack.enter_context(workplace())
+        cluster = Cluster(place, links)
+        for _ in range(2):
+            cluster.add(*fault.node)
+        both = {"seed": seed, **dict(fault.both)}
+        expected = Trainer(place, cluster.address, **both).finish()
+        moment = chance.randrange(1, BATCHES * 3 // 4)
+        pauses = () if fault.disturb is nothing else (moment,)
+        trainer = Trainer(
+            place, cluster.address, pauses=pauses, **both, **fault.options(chance, place)
+        )
+        if pauses:
+            trainer.until(moment)
+            fault.disturb(cluster, trainer, chance)
+            trainer.go()  # unless it has been told to
+        found = trainer.finish(300)
+    indices = [index for index, _ in drawn(found)]
+    return Outcome(
+        fault.name,
+        seed,
+        len(expected["times"]),
+        len({index for index, _ in drawn(expected)} - set(indices)),
+        len(indices) - len(set(indices)),
+        sum(a != b for a, b in zip(drawn(expected), drawn(found), strict=False)),
+        # The first batch waits for the start of everything.
+        max(0.0, max(found["waits"][1:]) - max(expected["waits"][1:])),
+    )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Lay the outcomes out, a line for each fault."""
+    lines = [
+        "| fault | runs | batches compared | lost | doubled | changed | recovery, median (most) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(outcome.fault for outcome in outcomes):
+        runs = [outcome for outcome in outcomes if outcome.fault == name]
+        waits = sorted(outcome.recovery_s for outcome in runs)
+        sums = [sum(getattr(o, k) for o in runs) for k in ("batches", "lost", "doubled", "changed")]
+        lines.append(
+            f"| {name} | {len(runs)} | "
+            + " | ".join(f"{total:,}" for total in sums)
+            + f" | {waits[len(waits) // 2]:.1f} s ({waits[-1]:.1f} s) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults, each many times.")
+    parser.add_argument("--runs", type=int, default=10, help="of each fault")
+    parser.add_argument("--only", default="", help="faults whose names contain this")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
+    options = parser.parse_args()
+    outcomes: list[Outcome] = []
+    for seed in range(options.runs):
+        for fault in FAULTS:
+            if options.only in fault.name:
+                outcomes.append(run(fault, seed))
+                print(outcomes[-1], flush=True)
+    options.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    print(table(outcomes))
+    if not options.only:
+        page = ROOT / "docs" / "faults.md"
+        before, _, rest = page.read_text().partition(MARKERS[0])
+        after = rest.partition(MARKERS[1])[2]
+        page.write_text(f"{before}{MARKERS[0]}\n\n{table(outcomes)}\n\n{MARKERS[1]}{after}")
+    if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):
+        raise SystemExit("an epoch was not what it is without the fault")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Ray Client: a trainer that is no node of the cluster gets the same batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_programs import Driver, DriverError, run_program, start_node, workplace
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+PROGRAM = Path(__file__).with_name("client_program.py")
+HELPER = "def double(number):\n    return 2 * number\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Address of the Ray Client server of a cluster of 2 CPUs."""
+    with workplace() as directory:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        start_node(
+            directory,
+            "--head",
+            "--port=0",
+            "--num-cpus=2",
+            "--include-dashboard=false",
+            f"--ray-client-server-port={port}",
+            RAY_AUTH_MODE="disabled",
+        )
+        yield f"ray://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def report(server: str) -> Iterator[dict[str, Any]]:
+    """What a program on another machine saw: one that has its own files, and no Ray node."""
+    with workplace() as laptop:
+        program = shutil.copy(PROGRAM, laptop)
+        (laptop / "beside_the_script.py").write_text(HELPER)
+        out = laptop / "report.json"
+        done = run_program(
+            Path(program), server, str(out), place=laptop, seconds=200, RAY_AUTH_MODE="disabled"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        yield json.loads(out.read_text())
+
+
+def test_the_stream_is_torchs(report: dict[str, Any]) -> None:
+    assert report["client"]
+    assert report["dpex"] == report["torch"]
+
+
+def test_samples_draw_the_same_however_many_workers(report: dict[str, Any]) -> None:
+    one, three = report["draws"]
+    assert one == three
+    assert one[0] != one[1]
+
+
+def test_batches_of_many_megabytes_arrive_whole(report: dict[str, Any]) -> None:
+    assert report["large"] == [[0, 3, 20_000_000]]
+
+
+def test_errors_arrive_as_they_are(report: dict[str, Any]) -> None:
+    assert report["failing"].startswith("ZeroDivisionError: ")
+    assert "dataset index 30, batch 7" in report["failing"]
+
+
+def test_workers_are_on_the_cluster_and_a_break_leaves_them_usable(report: dict[str, Any]) -> None:
+    assert report["pid"] not in report["pids"]
+    assert report["again"] == 50
+
+
+def test_another_server_than_the_connected_one_is_refused(server: str) -> None:
+    with workplace() as laptop:
+        driver = Driver(laptop, RAY_AUTH_MODE="disabled")
+        connection = driver.ask("connect", head_address=server)
+        assert connection["kind"] == "client"
+        assert not connection["single_host"]
+        for same in ("auto", server):
+            assert driver.ask("connect", head_address=same)["kind"] == "client"
+        with pytest.raises(DriverError, match=rf"ClusterError: .*ray://other:10001.*{server}"):
+            driver.ask("connect", head_address="ray://other:10001")
+        assert driver.end() == 0
+
+
+def test_no_server_says_how_to_start_one() -> None:
+    with workplace() as laptop, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        driver = Driver(laptop)
+        with pytest.raises(
+            DriverError, match=rf"no Ray Client server.*--ray-client-server-port={port}"
+        ):
+            driver.ask("connect", head_address=f"ray://127.0.0.1:{port}")

@@ -1,0 +1,188 @@
+"""Every program in examples/ runs, and does what it says."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster_programs import (
+    ROOT,
+    processes_in,
+    run_program,
+    spawn,
+    torchrun,
+    wait_until,
+    workplace,
+)
+from idx_files import TRAINING, digits, write_idx
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+EXAMPLES = ROOT / "examples"
+SECONDS = 120
+GONE_SECONDS = 60
+# What others import, and what .ci/run itself runs.
+NOT_HERE = {"mnist", "vectors", "demo"}
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as directory:
+        yield directory
+        wait_until(lambda: not processes_in(directory), GONE_SECONDS, "end of the program's Ray")
+
+
+def run(name: str, *arguments: str, place: Path) -> str:
+    done = run_program(EXAMPLES / f"{name}.py", *arguments, place=place, seconds=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_ranks(name: str, *arguments: str, place: Path, **variables: str) -> str:
+    program = EXAMPLES / f"{name}.py"
+    done = torchrun(program, *arguments, ranks=2, place=place, seconds=SECONDS, **variables)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def accuracy_in(output: str) -> float:
+    """The last accuracy that a program printed, in per cent."""
+    return float(re.findall(r"accuracy ([\d.]+)%", output)[-1])
+
+
+def test_every_program_is_tested_here() -> None:
+    source = Path(__file__).read_text()
+    programs = {path.stem for path in EXAMPLES.glob("*.py")} - NOT_HERE
+    assert programs == set(re.findall(r'run(?:_ranks)?\(\s*"(\w+)"', source))
+
+
+def test_quickstart(place: Path) -> None:
+    steps = run("quickstart", place=place).splitlines()
+    assert [step.partition(":")[0] for step in steps] == [
+        f"epoch {epoch}, step {step}" for epoch in range(3) for step in (0, 10)
+    ]
+
+
+def test_single_device_trains_to_the_same_model_as_with_torchs_loader(place: Path) -> None:
+    write_idx(place / "data", "FashionMNIST")
+    arguments = ("--epochs", "2", "--num-workers", "2")
+    ours = run("single_device", *arguments, place=place)
+    torchs = run("single_device", *arguments, "--no-distribute-mode", place=place)
+    figures = re.compile(r"loss ([\d.]+), accuracy ([\d.]+)%")
+    assert len(figures.findall(ours)) == 2
+    assert figures.findall(ours) == figures.findall(torchs)
+
+
+def test_data_parallel(place: Path) -> None:
+    output = run("data_parallel", place=place)
+    assert "in the model: (30, 5) -> (30, 2)" in output or torch.cuda.device_count() > 1
+    assert "outside: input (30, 5), output (30, 2)" in output
+
+
+def test_ddp(place: Path) -> None:
+    output = run_ranks("ddp", "--samples", "301", place=place)
+    for rank in range(2):
+        assert f"rank {rank} of 2, epoch 0: 151 steps" in output
+
+
+def test_bad_samples(place: Path) -> None:
+    output = run("bad_samples", place=place)
+    assert "dataset index 5, batch 2" in output
+    assert re.search(r"caught: Caught ZeroDivisionError in DataLoader worker process 0 ", output)
+    # The batches before and after it.
+    for batch in ("[-0.2, -0.25]", "[-0.333, -0.5]", "[1.0, 0.5]", "[0.333, 0.25]"):
+        assert batch in output
+    assert re.findall(r" s: (\[.*\])", output) == [f"[{i}, {i + 1}]" for i in range(0, 16, 2)]
+
+
+def test_two_loaders(place: Path) -> None:
+    steps = run("two_loaders", place=place).splitlines()
+    assert steps == [
+        f"attempt {attempt}, step {step}: {list(range(10 * step, 10 * step + 10))} and "
+        f"{list(range(10_000 + 10 * step, 10_010 + 10 * step))}"
+        for attempt in range(3)
+        for step in range(5)
+    ]
+
+
+def test_pinned_memory(place: Path) -> None:
+    output = run("pinned_memory", "--pictures", "100", place=place)
+    pinned = "yes" if torch.cuda.is_available() else "no"
+    assert output.count(f"batches pinned: {pinned}") == 2
+
+
+def test_mnist_data_parallel(place: Path) -> None:
+    write_idx(place / "data", "MNIST")
+    output = run("mnist_data_parallel", "--epochs", "4", place=place)
+    assert f"epoch 3: {TRAINING} samples" in output
+    assert accuracy_in(output) > 60
+
+
+def test_two_devices(place: Path) -> None:
+    write_idx(place / "data", "MNIST")
+    output = run("two_devices", "--epochs", "4", place=place)
+    assert f"epoch 3: {TRAINING} samples" in output
+    assert accuracy_in(output) > 60
+
+
+def test_mnist_ddp_under_torchrun(place: Path) -> None:
+    write_idx(place / "data", "MNIST")
+    assert_ranks_shared(run_ranks("mnist_ddp", "--epochs", "4", place=place))
+
+
+def test_mnist_ddp_spawns_its_ranks(place: Path) -> None:
+    write_idx(place / "data", "MNIST")
+    assert_ranks_shared(run("mnist_ddp", "--epochs", "4", "--spawn", "2", place=place))
+
+
+def assert_ranks_shared(output: str) -> None:
+    half = TRAINING // 2
+    assert f"{TRAINING} samples in shares of [{half}, {half}]: 0 left out, 0 twice" in output
+    for rank in range(2):
+        assert f"rank {rank}, epoch 3: {half} samples" in output
+    assert accuracy_in(output) > 60
+
+
+def test_mnist_object_store(place: Path) -> None:
+    store = place / "store"
+    (store / "bucket" / "mnist").mkdir(parents=True)
+    for name, part in (("training", "train"), ("test", "t10k")):
+        torch.save(digits()[part], store / "bucket" / "mnist" / f"{name}.pt")
+    log = place / "store.log"
+    server = spawn(
+        [
+            *(str(Path(sys.executable).with_name("rclone")), "serve", "s3", "--addr=127.0.0.1:0"),
+            *("--auth-key=someone,secret", "-vv", f"--log-file={log}", str(store)),
+        ],
+        place,
+    )
+    try:
+        listening = r"Starting s3 server on \[http://([\d.:]+)"
+        [address] = wait_until(
+            lambda: log.exists() and re.findall(listening, log.read_text()), 30, "object store"
+        )
+        output = run_ranks(
+            "mnist_object_store",
+            "bucket/mnist",
+            "--epochs=4",
+            place=place,
+            AWS_ACCESS_KEY_ID="someone",
+            AWS_SECRET_ACCESS_KEY="secret",
+            AWS_ENDPOINT_URL=f"http://{address}",
+        )
+    finally:
+        server.kill()
+        server.wait()
+    for rank in range(2):
+        assert f"rank {rank}, epoch 3: {TRAINING // 2} samples" in output
+    assert "epoch 3: 100%" in output  # the bar
+    assert accuracy_in(output) > 60
+    assert "secret" not in output

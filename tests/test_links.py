@@ -1,0 +1,61 @@
+"""Nodes behind links of their own, which are cut in the middle of an epoch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from cluster_programs import workplace
+from cluster_programs.clusters import Cluster
+from cluster_programs.links import Network, network
+from cluster_programs.trainers import Trainer, drawn, nodes_in
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),
+]
+
+CUT_SECONDS = 5
+
+
+@pytest.fixture(scope="module")
+def links() -> Iterator[Network]:
+    try:
+        with network() as made:
+            yield made
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs root and the ip command: {error}")
+
+
+@pytest.fixture(scope="module")
+def cluster(links: Network) -> Iterator[Cluster]:
+    with workplace() as place:
+        cluster = Cluster(place, links)
+        cluster.add()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[tuple[int, float]]:
+    return drawn(Trainer(cluster.place, cluster.address).finish())
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["5 s", "for good"])
+def test_a_link_that_is_cut_changes_nothing(
+    cluster: Cluster, links: Network, undisturbed: list[tuple[int, float]], for_good: bool
+) -> None:
+    behind = cluster.add()
+    trainer = Trainer(cluster.place, cluster.address, pauses=(20,))
+    trainer.until(20)
+    links.cut(cluster.links[behind])
+    trainer.go()
+    if not for_good:
+        time.sleep(CUT_SECONDS)  # is what is tested
+        links.mend(cluster.links[behind])
+    result = trainer.finish(200)
+    assert drawn(result) == undisturbed
+    assert behind in nodes_in(result)

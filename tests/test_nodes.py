@@ -1,0 +1,127 @@
+"""Several nodes: where batches are made, and what an epoch loses when nodes come and go."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_programs import workplace
+from cluster_programs.clusters import Cluster
+from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with workplace() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path) -> Cluster:
+    """A head without CPUs, a node that stays, and whatever else tests leave of theirs."""
+    cluster = Cluster(place)
+    cluster.add("--labels=kind=lasting", '--resources={"lasting": 100}')
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[tuple[int, float]]:
+    result = Trainer(cluster.place, cluster.address).finish()
+    stream = drawn(result)
+    assert sorted(index for index, _ in stream) == list(range(LENGTH))
+    assert len({draw for _, draw in stream}) == LENGTH
+    assert cluster.head not in nodes_in(result), "the trainer's node has no CPU to give"
+    return stream
+
+
+def test_a_node_that_is_killed_changes_nothing(
+    cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    victim = cluster.add()
+    trainer = Trainer(cluster.place, cluster.address, pauses=(20,))
+    trainer.until(20)
+    cluster.signal(victim, signal.SIGKILL)
+    cluster.wait_until_gone(victim)
+    trainer.go()
+    result = trainer.finish()
+    assert drawn(result) == undisturbed
+    assert victim in nodes_in(result)
+
+
+def test_a_node_that_joins_is_used_in_the_same_epoch(
+    cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    trainer = Trainer(cluster.place, cluster.address, pauses=(10,))
+    trainer.until(10)
+    added = cluster.add("--num-cpus=2")
+    trainer.go()
+    result = trainer.finish()
+    assert drawn(result) == undisturbed
+    assert added not in nodes_in(result, until=100)
+    assert added in nodes_in(result)
+    cluster.signal(added, signal.SIGTERM)
+    cluster.wait_until_gone(added)
+
+
+def test_a_node_that_is_drained_changes_nothing(
+    cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    leaving = cluster.add()
+    trainer = Trainer(cluster.place, cluster.address, pauses=(20,))
+    trainer.until(20)
+    cluster.drain(leaving, seconds=5)
+    trainer.go()
+    result = trainer.finish()
+    assert drawn(result) == undisturbed
+    assert leaving in nodes_in(result)
+    cluster.wait_until_gone(leaving)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_selector": {"kind": "lasting"}}, {"resources": {"lasting": 1}}],
+    ids=["label", "resource"],
+)
+def test_nodes_are_chosen_by_label_or_resource(
+    cluster: Cluster, undisturbed: list[tuple[int, float]], options: dict[str, object]
+) -> None:
+    other = cluster.add("--num-cpus=4")
+    result = Trainer(cluster.place, cluster.address, worker_options=options).finish()
+    assert drawn(result) == undisturbed
+    assert nodes_in(result).isdisjoint({other, cluster.head})
+    cluster.signal(other, signal.SIGTERM)
+    cluster.wait_until_gone(other)
+
+
+def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
+    cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    trainers = [Trainer(cluster.place, cluster.address) for _ in range(2)]
+    for trainer in trainers:
+        assert drawn(trainer.finish()) == undisturbed
+
+
+def test_ranks_that_want_more_cpus_than_there_are_progress_evenly(
+    cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    trainers = [
+        Trainer(cluster.place, cluster.address, pauses=(2,), num_workers=8) for _ in range(4)
+    ]
+    for trainer in trainers:
+        trainer.until(2)  # what they need to start is not the point here
+    for trainer in trainers:
+        trainer.go()
+    results = [trainer.finish() for trainer in trainers]
+    assert all(drawn(result) == undisturbed for result in results)
+    first_end = min(result["times"][-1] for result in results)
+    done = [sum(time <= first_end for time in result["times"]) for result in results]
+    assert min(done) > LENGTH // 10 // 2, f"batches of each when the first had all: {done}"
