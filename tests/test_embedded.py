@@ -316,6 +316,17 @@ def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> No
     assert owner.end() == 0
 
 
+def test_nobody_else_can_enter_its_directories(place: Path) -> None:
+    variables = environment(place)
+    del variables["RAY_TMPDIR"]
+    program = spawn([sys.executable, "-c", QUIET_PROGRAM], place, env=variables)
+    assert program.wait(100) == 0
+    directory = place / f"dpex-{os.getuid()}"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert list(directory.glob("ray/session_*/sockets"))
+    assert not (place / "ray").exists()
+
+
 def test_without_a_home_the_token_lies_elsewhere(place: Path) -> None:
     variables = {"HOME": "/proc/nowhere", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex.cluster import forked_worker
-from dpex.cluster.tokens import require_token
+from dpex.cluster.tokens import require_token, runtime_directory
 from dpex.errors import ClusterError
 
 __all__ = [
@@ -105,6 +105,9 @@ def start(fork_server: str | None = None) -> None:
     }
     # Of an outer trainer, whose worker this process may be, nothing is to be had.
     os.environ.pop(forked_worker.SERVER, None)
+    if "RAY_TMPDIR" not in os.environ and hasattr(os, "getuid"):  # not on Windows
+        # Ray lets everybody write to the directories of its sockets.
+        variables["RAY_TMPDIR"] = str(runtime_directory())
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
@@ -121,8 +124,8 @@ def start(fork_server: str | None = None) -> None:
         except Exception as error:
             raise ClusterError(
                 f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
-                "RAY_TMPDIR (else TMPDIR, else /tmp), which must be writable and shorter than 38 "
-                "characters"
+                "RAY_TMPDIR, which must be writable and shorter than 38 characters (if it is not "
+                "set: in a directory of this user alone in TMPDIR or /tmp)"
             ) from error
     _reap_after_us(context.address_info["session_dir"])
 

@@ -13,6 +13,9 @@ from dpex.errors import ClusterError
 
 __all__ = ["require_token", "runtime_directory"]
 
+# A socket's path has 107 at the most; Ray adds some 70.
+_MOST_CHARACTERS = 37
+
 
 def require_token() -> None:
     """Have this process, and a Ray that it starts, deal only with who has this user's token.
@@ -51,13 +54,14 @@ def _provide(path: Path) -> None:
 
 
 def runtime_directory() -> Path:
-    """A directory of this user alone, with a name short enough for the path of a socket.
+    """A directory of this user alone, with a name short enough for the sockets of a Ray in it.
 
     Raises:
         ClusterError: There is one by its name that others can access.
     """
-    base = tempfile.gettempdir()
-    directory = Path(base if len(base) < 60 else "/tmp") / f"dpex-{os.getuid()}"
+    directory = Path(tempfile.gettempdir(), f"dpex-{os.getuid()}")
+    if len(str(directory)) > _MOST_CHARACTERS:
+        directory = Path("/tmp", directory.name)
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
