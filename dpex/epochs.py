@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -25,11 +26,21 @@ class SamplerEpochs:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        batch_sampler = loader.batch_sampler
-        inner = getattr(batch_sampler, "sampler", None)
-        self._samplers = [s for s in (loader.sampler, batch_sampler, inner) if s is not None]
+        # An iterator, which has this, may outlive the loader.
+        self._loader = weakref.ref(loader)
+        self._known: list[Any] = []
         self._finished: tuple[Any, ...] | None = None
         self._warned = False
+
+    @property
+    def _samplers(self) -> list[Any]:
+        """The loader's samplers, which frameworks replace."""
+        loader = self._loader()
+        if loader is not None:
+            inner = getattr(loader.batch_sampler, "sampler", None)
+            found = (loader.sampler, loader.batch_sampler, inner)
+            self._known = [sampler for sampler in found if sampler is not None]
+        return self._known
 
     @property
     def now(self) -> tuple[Any, ...]:

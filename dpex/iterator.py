@@ -392,29 +392,35 @@ class ClusterIter(_BaseDataLoaderIter):
         """Have a new pipeline make the batches under way, where the old one was lost.
 
         Raises:
-            ChunkLostError: It was not lost, but ended; or a third one was lost before anything
-                had arrived from it.
+            ChunkLostError: It was not lost, but ended; or it was the third one that was lost, and
+                nothing had arrived from any of them.
         """
         assert self._run is not None
         failure = self._run.failure()
+        self._losses += 1
         if not self._run.lost or not self._session.alive or self._losses == _MOST_LOSSES:
             self._fail(failure)
-        self._losses += 1
-        lost, self._waiting = self._waiting, {}
         logger.warning(
             "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
             failure,
             self._delivered,
         )
-        self._end_run()
-        self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
-        self._sent = 0
-        self._draining = False
-        self._errors = []
-        self._open_run()
-        for alone in (False, True):
-            sent_so = [sent for sent in lost.values() if sent.alone == alone]
-            self._send_again([c for sent in sent_so for c in self._missing(sent)], alone=alone)
+        lost, self._waiting = list(self._waiting.values()), {}
+        try:
+            self._end_run()
+            self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
+            self._sent = 0
+            self._draining = False
+            self._errors = []
+            self._open_run()
+            for alone in (False, True):
+                sent_so = [sent for sent in lost if sent.alone == alone]
+                self._send_again([c for sent in sent_so for c in self._missing(sent)], alone=alone)
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # an interrupt, after which these batches would be left out
+            self._give_up(None)
+            raise
 
     def _missing(self, sent: _Sent, most: int = sys.maxsize) -> Iterator[Chunk]:
         """Yield chunks of what has not arrived of a chunk.
@@ -447,6 +453,10 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _fail(self, cause: BaseException | None) -> NoReturn:
         """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
+        raise self._give_up(cause) from cause
+
+    def _give_up(self, cause: BaseException | None) -> ChunkLostError:
+        """Return what every further ``next()`` raises."""
         self._end_run()
         where = f"with {self._under_way} batches outstanding; the next one is {self._delivered}"
         if self._session.alive:
@@ -455,7 +465,7 @@ class ClusterIter(_BaseDataLoaderIter):
         else:
             text = f"the loader was closed, or Ray was shut down, {where}"
         self._failure = ChunkLostError(text)
-        raise self._failure from cause
+        return self._failure
 
     def _timeout_text(self) -> str:
         at = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import join_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
@@ -24,13 +25,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    device = join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
     dataset = RandomVectors(options.samples)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     loader = DpexDataLoader(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mnist import Net, accuracy, train_epoch
+from ranks import join_group
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
@@ -38,11 +39,7 @@ def main() -> None:
 
 def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
     """Be one rank from beginning to end."""
-    use_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if use_gpu else "gloo", rank=rank, world_size=ranks)
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count()) if use_gpu else torch.device("cpu")
-    )
+    device = join_group(rank, ranks)
     to_tensor = transforms.ToTensor()
     if rank == 0:
         datasets.MNIST(options.data, download=True)
@@ -56,7 +53,7 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
         sampler=sampler,
         num_workers=2,
         persistent_workers=True,
-        pin_memory=use_gpu,
+        pin_memory=device.type == "cuda",
         distribute_mode=True,
     )
     torch.manual_seed(0)

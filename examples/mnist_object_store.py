@@ -18,6 +18,7 @@ import pyarrow.fs
 import torch
 import torch.distributed as dist
 from mnist import Net, accuracy, train_epoch
+from ranks import join_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -76,10 +77,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
 
-    use_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if use_gpu else "gloo")
+    device = join_group()
     rank = dist.get_rank()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpu else torch.device("cpu")
     train_set = StoredMnist(f"{options.folder}/training.pt")
     sampler: DistributedSampler[Any] = DistributedSampler(train_set)
     loader = DpexDataLoader(
@@ -88,7 +87,7 @@ def main() -> None:
         sampler=sampler,
         num_workers=2,
         persistent_workers=True,
-        pin_memory=use_gpu,
+        pin_memory=device.type == "cuda",
         distribute_mode=True,
     )
     torch.manual_seed(0)

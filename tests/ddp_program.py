@@ -39,6 +39,22 @@ def epochs_of(loader_type: Any, length: int, drop_last: bool, **ours: Any) -> li
     return epochs
 
 
+def after_breaks(loader_type: Any, **ours: Any) -> list[Any]:
+    """An epoch that comes after one that each rank gives up elsewhere, and each at its own time."""
+    dataset = TensorDataset(torch.arange(48))
+    sampler = DistributedSampler(dataset, shuffle=False)
+    loader = loader_type(dataset, BATCH_SIZE, sampler=sampler, num_workers=2, **ours)
+    batches = []
+    for turn in range(dist.get_world_size()):
+        if turn == dist.get_rank():
+            for number, _ in enumerate(loader):
+                if number == turn:
+                    break
+            batches = [indices.tolist() for (indices,) in loader]
+        dist.barrier()
+    return batches
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -54,6 +70,10 @@ def main() -> None:
         for length in LENGTHS
         for drop_last in (False, True)
     ]
+    given_up = {
+        "torch": after_breaks(DataLoader),
+        "dpex": after_breaks(DpexDataLoader, distribute_mode=True),
+    }
     context = ray.get_runtime_context()
     report = {
         "rank": rank,
@@ -62,6 +82,7 @@ def main() -> None:
         "node": context.get_node_id(),
         "job": context.get_job_id(),
         "streams": streams,
+        "after_breaks": given_up,
     }
     Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

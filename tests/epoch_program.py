@@ -2,9 +2,10 @@
 
 Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
 
-It prints the number of each batch, and waits for a line at each that is in ``pauses``. In the end
-it writes every sample's index, draw and node to ``out``, when each batch came (``times``, in
-seconds of the host's monotonic clock) and how long it was waited for (``waits``).
+It prints the number of each batch and the nodes that made it, and waits for a line before it reads
+the next; after "go", or when its standard input ends, it does not stop any more. In the end it
+writes every sample's index, draw and node to ``out``, when each batch came (``times``, in seconds
+of the host's monotonic clock) and how long it was waited for (``waits``).
 """
 
 import json
@@ -75,7 +76,8 @@ def main() -> None:
     dataset = Located(
         given["length"],
         given.get("seconds", 0.01),
-        given.get("floats", 2),
+        # Enough that a batch lies in its node's object store, and not with its owner.
+        given.get("floats", 5_000),
         given.get("deadly_read"),
     )
     loader: DpexDataLoader[Any] = DpexDataLoader(
@@ -91,15 +93,16 @@ def main() -> None:
         prefetch_bytes=given.get("prefetch_bytes", 0),
     )
     samples, times, waits = [], [], []
+    stepping = True
     asked = time.monotonic()
     for number, (indices, draws, nodes) in enumerate(loader):
         times.append(time.monotonic())
         waits.append(times[-1] - asked)
         rows = zip(indices.tolist(), draws.double().sum(1).tolist(), nodes, strict=True)
         samples += list(rows)
-        print("batch", number, flush=True)
-        if number in given.get("pauses", ()):
-            sys.stdin.readline()
+        if stepping:
+            print(number, *sorted(set(nodes)), flush=True)
+            stepping = sys.stdin.readline() == "next\n"
         asked = time.monotonic()
     report = {"samples": samples, "times": times, "waits": waits}
     Path(given["out"]).write_text(json.dumps(report))

@@ -15,7 +15,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Outcome:
         doubled: Samples that came again.
         changed: Samples that were not what they are in the undisturbed run, or not in their place.
         recovery_s: The longest wait for a batch, less that of the undisturbed run.
+        error: What came instead of an epoch.
     """
 
     fault: str
@@ -52,6 +53,7 @@ class Outcome:
     doubled: int
     changed: int
     recovery_s: float
+    error: str = ""
 
 
 Disturb = Callable[[Cluster, Trainer, random.Random], None]
@@ -60,27 +62,33 @@ Disturb = Callable[[Cluster, Trainer, random.Random], None]
 def kill_process(title: str) -> Disturb:
     """Make a fault that kills one of the cluster's processes."""
 
-    def disturb(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+    def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+        trainer.go()
         found = [p for p, c in processes_in(cluster.place).items() if c.startswith(title)]
         os.kill(chance.choice(sorted(found)), signal.SIGKILL)
 
     return disturb
 
 
-def kill_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+def kill_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """The raylet of a node, and with it all its processes."""
+    trainer.go()
     others = sorted(cluster.raylets().keys() - {cluster.head})
     cluster.signal(chance.choice(others), signal.SIGKILL)
 
 
-def stop_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
-    """A node that is silent for a while, as behind a link that is down."""
+def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """A raylet that does nothing for a while."""
+    trainer.go()
     node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
     cluster.signal(node, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     cluster.signal(node, signal.SIGCONT)
 
 
-def drain_node(cluster: Cluster, _: Trainer, chance: random.Random) -> None:
+def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """A node that is about to be taken away, as a cloud announces it."""
+    trainer.go()
     cluster.drain(chance.choice(sorted(cluster.raylets().keys() - {cluster.head})), seconds=3)
 
 
@@ -100,6 +108,8 @@ def cut_link(seconds: float | None) -> Disturb:
 
 
 def stop_trainer(_: Cluster, trainer: Trainer, __: random.Random) -> None:
+    """A trainer that does nothing for a while."""
+    trainer.go()
     trainer.process.send_signal(signal.SIGSTOP)
     time.sleep(STOPPED_S)
     trainer.process.send_signal(signal.SIGCONT)
@@ -140,7 +150,7 @@ class Fault:
     name: str
     disturb: Disturb = nothing
     options: Callable[[random.Random, Path], dict[str, Any]] = none
-    both: tuple[tuple[str, Any], ...] = ()
+    both: dict[str, Any] = field(default_factory=dict)
     node: tuple[str, ...] = ()
     linked: bool = False
 
@@ -160,7 +170,7 @@ FAULTS = (
     Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer),
     Fault(
         "object store of 80 MB, batches of 38 MB",
-        both=tuple(SMALL_STORE.items()),
+        both=SMALL_STORE,
         node=("--object-store-memory=80000000",),
     ),
 )
@@ -175,17 +185,12 @@ def run(fault: Fault, seed: int) -> Outcome:
         cluster = Cluster(place, links)
         for _ in range(2):
             cluster.add(*fault.node)
-        both = {"seed": seed, **dict(fault.both)}
+        both = {"seed": seed, **fault.both}
         expected = Trainer(place, cluster.address, **both).finish()
-        moment = chance.randrange(1, BATCHES * 3 // 4)
-        pauses = () if fault.disturb is nothing else (moment,)
-        trainer = Trainer(
-            place, cluster.address, pauses=pauses, **both, **fault.options(chance, place)
-        )
-        if pauses:
-            trainer.until(moment)
+        trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place))
+        if fault.disturb is not nothing:
+            trainer.until(chance.randrange(1, BATCHES * 3 // 4))
             fault.disturb(cluster, trainer, chance)
-            trainer.go()  # unless it has been told to
         found = trainer.finish(300)
     indices = [index for index, _ in drawn(found)]
     return Outcome(
@@ -227,10 +232,15 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for seed in range(options.runs):
         for fault in FAULTS:
-            if options.only in fault.name:
+            if options.only not in fault.name:
+                continue
+            try:
                 outcomes.append(run(fault, seed))
-                print(outcomes[-1], flush=True)
-    options.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+            except Exception as error:  # the others are not to be lost for it
+                outcomes.append(Outcome(fault.name, seed, BATCHES, LENGTH, 0, 0, 0.0, repr(error)))
+            print(outcomes[-1], flush=True)
+            records = [asdict(outcome) for outcome in outcomes]
+            options.out.write_text(json.dumps(records, indent=1) + "\n")
     print(table(outcomes))
     if not options.only:
         page = ROOT / "docs" / "faults.md"

@@ -1,4 +1,4 @@
-"""Two ranks of torchrun: each gets its own shard, as with torch's loader, from one shared Ray."""
+"""Ranks of torchrun: each gets its own shard, as with torch's loader, from one shared Ray."""
 
 import json
 import sys
@@ -13,23 +13,23 @@ from cluster_programs import processes_in, torchrun, wait_until, workplace
 from ddp_program import BATCH_SIZE, EPOCHS, LENGTHS
 
 pytestmark = [
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(180),
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-RANKS = 2
 GONE_SECONDS = 60
 
 
-@pytest.fixture(scope="module")
-def reports() -> Iterator[list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
     with workplace() as place:
+        ranks = request.param
         program = Path(__file__).with_name("ddp_program.py")
-        run = torchrun(program, str(place), ranks=RANKS, place=place, seconds=120)
+        run = torchrun(program, str(place), ranks=ranks, place=place, seconds=140)
         assert run.returncode == 0, run.stdout
-        yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+        yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
 
 
@@ -43,10 +43,16 @@ def case(report: dict[str, Any], length: int, drop_last: bool) -> dict[str, Any]
 
 
 def test_ranks_share_one_ray(reports: list[dict[str, Any]]) -> None:
-    assert len({report["pid"] for report in reports}) == RANKS
+    ranks = len(reports)
+    assert len({report["pid"] for report in reports}) == ranks
     assert len({report["address"] for report in reports}) == 1
     assert len({report["node"] for report in reports}) == 1
-    assert len({report["job"] for report in reports}) == RANKS
+    assert len({report["job"] for report in reports}) == ranks
+
+
+def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["after_breaks"]["dpex"] == report["after_breaks"]["torch"]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -65,6 +71,7 @@ def test_every_rank_gets_what_torch_gives_it(
 def test_shards_are_disjoint_and_complete(
     reports: list[dict[str, Any]], length: int, drop_last: bool
 ) -> None:
+    ranks = len(reports)
     orders = []
     for epoch in range(EPOCHS):
         shards = [
@@ -76,12 +83,12 @@ def test_shards_are_disjoint_and_complete(
         assert set(counts) <= set(range(length))
         if drop_last:
             # What divides neither by ranks nor by batches is left out, and nothing comes twice.
-            assert len(shards[0]) == length // RANKS // BATCH_SIZE * BATCH_SIZE
+            assert len(shards[0]) == length // ranks // BATCH_SIZE * BATCH_SIZE
             assert max(counts.values(), default=1) == 1
         else:
             # A rank that would come short gets one sample of another one's.
             assert set(counts) == set(range(length))
-            assert counts.total() == -(-length // RANKS) * RANKS
+            assert counts.total() == -(-length // ranks) * ranks
         orders.append(shards)
-    if length // RANKS >= BATCH_SIZE:
+    if length // ranks >= BATCH_SIZE:
         assert orders[0] != orders[1], "set_epoch changed nothing"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from pathlib import Path
@@ -75,23 +77,60 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
     assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
 
 
-def test_a_host_that_dies_changes_nothing() -> None:
+@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"persistent_workers": True}, {"in_order": False}, {"timeout": 60}],
+    ids=str,
+)
+def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bool) -> None:
     import ray
 
-    def epoch(deaths: set[int]) -> list[Any]:
+    def epochs(deaths: set[int]) -> list[Any]:
         generator = torch.Generator().manual_seed(3)
-        loader = loader_of(Draws(2000), collate_fn=list, generator=generator, prefetch_bytes=0)
-        batches = []
-        for step, batch in enumerate(loader):
-            batches.append(batch)
-            if step in deaths:
+        loader = loader_of(
+            Draws(500), collate_fn=list, generator=generator, prefetch_bytes=0, **options
+        )
+        killed: list[Any] = []
+        streams = []
+        for _ in range(2):
+            batches = []
+            for step, batch in enumerate(loader):
+                batches.append(batch)
                 assert loader._cluster is not None
-                ray.kill(loader._cluster.session._host.actor)
-        return batches
+                host = loader._cluster.session._host.actor
+                if step in deaths and host not in killed:
+                    killed.append(host)
+                    if by_signal:
+                        os.kill(host_pid(), signal.SIGKILL)
+                    else:
+                        ray.kill(host)
+            streams.append(batches if options != {"in_order": False} else sorted(batches))
+        assert len(killed) >= 2 * len(deaths) - 2
+        return streams
 
-    undisturbed = epoch(set())
-    assert len(undisturbed) == 200
-    assert epoch({0, 1, 90, 180}) == undisturbed
+    undisturbed = epochs(set())
+    assert [len(batches) for batches in undisturbed] == [50, 50]
+    assert epochs({0, 30}) == undisturbed
+
+
+def host_pid() -> int:
+    """The process that runs the pipelines of this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and (entry / "cmdline").read_bytes()[:10] == b"ray::_Host":
+                found.append(int(entry.name))
+    [pid] = [pid for pid in found if os.getpid() in ancestors(pid)]
+    return pid
+
+
+def ancestors(pid: int) -> set[int]:
+    above: set[int] = set()
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        above.add(pid)
+    return above
 
 
 def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader() -> None:

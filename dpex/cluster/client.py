@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ SCHEME = "ray://"
 _ANSWER_SECONDS = 15.0
 # The server starts a process of its own for each client, with Ray and what dpex imports.
 _JOIN_SECONDS = 90.0
+_FETCHES = 4
 
 
 def join_through_client(address: str, name: str) -> None:
@@ -86,7 +88,7 @@ def check_server(request: str) -> None:
 
 
 def fetched(blocks: Iterable[list[Block]]) -> Iterator[pa.Table]:
-    """Fetch blocks through Ray Client, all of a reply's at once.
+    """Fetch blocks through Ray Client, some at a time.
 
     Args:
         blocks: The blocks of one reply after the other.
@@ -94,6 +96,8 @@ def fetched(blocks: Iterable[list[Block]]) -> Iterator[pa.Table]:
     Yields:
         The blocks' tables, in order.
     """
-    for reply in blocks:
-        for arriving in [ref.future() for ref, _ in reply]:
-            yield arriving.result()
+    import ray
+
+    with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
+        for reply in blocks:
+            yield from pool.map(ray.get, [ref for ref, _ in reply])

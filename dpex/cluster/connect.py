@@ -28,7 +28,7 @@ from dpex.cluster.local_nodes import (
     same_endpoint,
     split,
 )
-from dpex.cluster.tokens import require_token
+from dpex.cluster.tokens import require_token, stop_requiring_token
 from dpex.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -146,7 +146,9 @@ def _existing(request: str) -> Connection:
             f"head_address={request!r}, but this process is connected to the Ray at {address}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
-    return known or _checked("client" if through_client else "existing")
+    if known is not None:
+        return known
+    return _checked_client(ours=False) if through_client else _checked("existing")
 
 
 def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
@@ -160,22 +162,44 @@ def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
             request = _running_cluster() or "local"
     if request == "local":
         return _embedded(bequest)
-    through_client = request.startswith(SCHEME)
-    if through_client:
-        join_through_client(request, name)
-    else:
-        _join(request, name)
+    stop_requiring_token()
     try:
-        return _checked("client" if through_client else "cluster")
+        if request.startswith(SCHEME):
+            join_through_client(request, name)
+            return _checked_client(ours=True)
+        _join(request, name)
+        return _checked("cluster")
     except ClusterError:
-        _disconnect()
+        _disconnect()  # also from a client's server that refused us
         raise
 
 
-def _checked(kind: Literal["existing", "cluster", "client"]) -> Connection:
-    single_host = kind != "client" and _is_single_host()
+def _checked(kind: Literal["existing", "cluster"]) -> Connection:
+    single_host = _is_single_host()
     runtime_env = versions.check_nodes(single_host=single_host)
     return Connection(kind, _session()[0], single_host, runtime_env)
+
+
+def _checked_client(*, ours: bool) -> Connection:
+    """The connection of a Ray Client, whose job must have dpex: its server's process needs it.
+
+    Args:
+        ours: Whether dpex was sent along when it was made.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    lacking = versions.check_nodes(single_host=False, including=context.get_node_id())
+    if lacking is not None and not ours:
+        package = str(Path(__file__).parents[1])
+        raise ClusterError(
+            "this process was connected through Ray Client (ray://) without this dpex, which the "
+            "cluster lacks too. Connect with "
+            f"ray.init('ray://...', runtime_env={{'py_modules': [{package!r}]}}), or call "
+            "ray.shutdown() and pass head_address='ray://...'"
+        )
+    modules = list(context.runtime_env.get("py_modules") or [])
+    return Connection("client", _session()[0], False, {"py_modules": modules} if modules else None)
 
 
 def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:

@@ -304,9 +304,14 @@ class HostHandle:
     lost: bool = False
 
     @property
+    def connected(self) -> bool:
+        """Whether the Ray it was started in is still this process's Ray."""
+        return ray.is_initialized() and self.driver == _driver()
+
+    @property
     def alive(self) -> bool:
-        """Whether it runs, and the Ray it was started in is still this process's Ray."""
-        return not self.lost and ray.is_initialized() and self.driver == _driver()
+        """Whether it runs, as far as is known, in this process's Ray."""
+        return not self.lost and self.connected
 
 
 def _driver() -> tuple[str, str]:

@@ -85,7 +85,7 @@ class Session:
     @property
     def alive(self) -> bool:
         """Whether the session is open and its Ray is still this process's Ray."""
-        return self._release.alive and (self._host.lost or self._host.alive)
+        return self._release.alive and self._host.connected
 
     @property
     def claims_cpus(self) -> bool:

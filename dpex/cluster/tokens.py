@@ -11,7 +11,11 @@ from pathlib import Path
 
 from dpex.errors import ClusterError
 
-__all__ = ["require_token", "runtime_directory"]
+__all__ = ["require_token", "runtime_directory", "stop_requiring_token"]
+
+_MODE = "RAY_AUTH_MODE"
+# What stood there before, while ours stands there.
+_former_modes: list[str | None] = []
 
 # A socket's path has 107 at the most; Ray adds some 70.
 _MOST_CHARACTERS = 37
@@ -26,14 +30,35 @@ def require_token() -> None:
         Ray's documentation of token authentication: ``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``,
         ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token`` where neither of these is set.
     """
-    os.environ["RAY_AUTH_MODE"] = "token"
-    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+    if os.environ.get(_MODE) != "token":
+        _former_modes.append(os.environ.get(_MODE))
+    os.environ[_MODE] = "token"
+    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
         try:
-            _provide(Path.home() / ".ray" / "auth_token")
+            path = Path.home() / ".ray" / "auth_token"
+            _provide(path)
+            found_by_ray = "HOME" in os.environ
         except (OSError, RuntimeError):  # no home, or not ours to write to
             path = runtime_directory() / "auth_token"
             _provide(path)
+            found_by_ray = False
+        if not found_by_ray:
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    _tell_ray()
+
+
+def stop_requiring_token() -> None:
+    """Take ``require_token`` back: another Ray may do without tokens."""
+    while _former_modes:
+        mode = _former_modes.pop()
+        if mode is None:
+            os.environ.pop(_MODE, None)
+        else:
+            os.environ[_MODE] = mode
+        _tell_ray()
+
+
+def _tell_ray() -> None:
     if "ray" in sys.modules:  # which reads its settings when it is imported
         from dpex.cluster.private import reread_environment
 

@@ -24,7 +24,9 @@ _PACKAGE_KEPT_SECONDS = 60 * 86_400
 Versions = dict[str, str | None]
 
 
-def check_nodes(timeout_s: float = 10.0, *, single_host: bool) -> dict[str, Any] | None:
+def check_nodes(
+    timeout_s: float = 10.0, *, single_host: bool, including: str = ""
+) -> dict[str, Any] | None:
     """Compare Python, Ray, torch and dpex of the cluster's nodes with this process's.
 
     Every node with CPUs is asked by a task that claims none. A node that does not answer in time
@@ -34,6 +36,7 @@ def check_nodes(timeout_s: float = 10.0, *, single_host: bool) -> dict[str, Any]
         timeout_s: Bound on the whole wait.
         single_host: Whether all nodes are on this host; where no node answers at all, dpex is
             taken to be missing on others, but not on this host.
+        including: Id of a node that is asked even if it has no CPUs.
 
     Returns:
         The ``runtime_env`` that tasks must carry so that every node imports this dpex, or
@@ -45,7 +48,7 @@ def check_nodes(timeout_s: float = 10.0, *, single_host: bool) -> dict[str, Any]
     """
     probe = _make_probe()
     here = probe()
-    answers = _ask_nodes(probe, timeout_s)
+    answers = _ask_nodes(probe, timeout_s, including)
     faults = [fault for node, there in answers for fault in _faults(node, there, here)]
     if faults:
         raise ClusterError("The cluster cannot run this process's tasks: " + " ".join(faults))
@@ -108,13 +111,19 @@ def _make_probe() -> Callable[[], Versions]:
     return versions
 
 
-def _ask_nodes(probe: Callable[[], Versions], timeout_s: float) -> list[tuple[str, Versions]]:
+def _ask_nodes(
+    probe: Callable[[], Versions], timeout_s: float, including: str
+) -> list[tuple[str, Versions]]:
     """Pairs of a node's address and what it answered; nodes that did not are left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     deadline = time.monotonic() + timeout_s
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    nodes = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and (node["Resources"].get("CPU", 0) > 0 or node["NodeID"] == including)
+    ]
     if len(nodes) > _MAX_NODES_ASKED:
         logger.debug("asking %d of %d nodes for their versions", _MAX_NODES_ASKED, len(nodes))
     task = ray.remote(probe)

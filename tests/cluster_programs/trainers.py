@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, which the test stops at a batch to do something to it."""
+"""A trainer in a process of its own, which tests stop at a batch to do something to its cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import selectors
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,17 @@ LENGTH = 600
 
 
 class Trainer:
-    """A process of epoch_program.py.
+    """A process of epoch_program.py, which stops after each batch until it is told to go on.
 
     Args:
         place: Directory of the test's processes.
         address: The cluster's head.
-        pauses: Numbers of the batches at which it waits for ``go``.
         **options: What else the program takes.
     """
 
-    def __init__(
-        self, place: Path, address: str, *, pauses: tuple[int, ...] = (), **options: Any
-    ) -> None:
-        self._out = place / f"epoch-{id(self)}.json"
-        given = {"address": address, "out": str(self._out), "pauses": pauses, "length": LENGTH}
+    def __init__(self, place: Path, address: str, **options: Any) -> None:
+        self._out = place / f"epoch-{uuid.uuid4().hex}.json"
+        given = {"address": address, "out": str(self._out), "length": LENGTH}
         self.process = spawn(
             [sys.executable, str(PROGRAM), json.dumps({**given, **options})],
             place,
@@ -37,26 +35,44 @@ class Trainer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._stopped = False
 
-    def until(self, batch: int, seconds: float = 90) -> None:
-        """Wait until it has got a batch."""
+    def until(self, batch: int) -> None:
+        """Let it read on to a batch."""
+        while self._next()[0] < batch:
+            pass
+
+    def until_from(self, node: str) -> None:
+        """Let it read on to a batch that a node made, wholly or in part."""
+        while node not in self._next()[1]:
+            pass
+
+    def _next(self, seconds: float = 90) -> tuple[int, list[str]]:
+        """Let it read one more batch; returns its number and the nodes that made it."""
         assert self.process.stdout is not None
-        line = ""
-        while line != f"batch {batch}\n":
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.process.stdout, selectors.EVENT_READ)
-                assert selector.select(seconds), f"no batch {batch} within {seconds} s"
-            line = self.process.stdout.readline()
-            assert line, f"the trainer ended with {self.process.wait()}"
+        if self._stopped:
+            self._say("next")
+        # It writes one line and stops, so that no other one can be in Python's buffer.
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(seconds), f"no batch within {seconds} s"
+        line = self.process.stdout.readline()
+        assert line, f"the trainer ended with {self.process.wait()}"
+        self._stopped = True
+        number, *nodes = line.split()
+        return int(number), nodes
 
     def go(self) -> None:
-        """Let it go on from a pause."""
+        """Let it read to the end."""
+        self._say("go")
+
+    def _say(self, word: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
     def finish(self, seconds: float = 150) -> dict[str, Any]:
-        """Wait for its end; returns what it wrote."""
+        """Let it read to the end and wait for it; returns what it wrote."""
         self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0
         result: dict[str, Any] = json.loads(self._out.read_text())
@@ -68,6 +84,6 @@ def drawn(result: dict[str, Any]) -> list[tuple[int, float]]:
     return [(index, draw) for index, draw, _ in result["samples"]]
 
 
-def nodes_in(result: dict[str, Any], until: int | None = None) -> set[str]:
-    """The nodes that made an epoch's samples, or its first ones."""
-    return {node for _, _, node in result["samples"][:until]}
+def nodes_in(result: dict[str, Any]) -> set[str]:
+    """The nodes that made an epoch's samples."""
+    return {node for _, _, node in result["samples"]}
