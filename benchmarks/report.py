@@ -18,6 +18,7 @@ from benchmarks.scaling_model import scaling_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+EARLIER = RESULTS / "another_day"
 OVERVIEW = "overview.svg"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
@@ -83,6 +84,8 @@ def full_report(records: Sequence[Record], folder: str) -> str:
         "## Goals",
         f"{met} of {len(goals)} met. {settings(records)}",
         goals_table(records, folder),
+        "## The same on another day",
+        another_day(records, load(EARLIER)),
         "## Samples per second",
         peers_table(records),
         "\n".join(absentees(records)),
@@ -91,6 +94,30 @@ def full_report(records: Sequence[Record], folder: str) -> str:
         "\n\n".join(figures),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def another_day(records: Iterable[Record], earlier: Iterable[Record]) -> str:
+    """Lay each goal beside what an earlier record says of it.
+
+    Args:
+        records: The present ones.
+        earlier: Those of another day.
+
+    Returns:
+        Markdown, one row for each goal that both have.
+    """
+    before = {goal.what: goal for record in earlier for goal in goals_of(record)}
+    rows = ["| what | goal | then | now | verdict |", "|---|---|---|---|---|"]
+    for record in records:
+        for goal in goals_of(record):
+            if goal.what in before:
+                then = before[goal.what]
+                met = ["met" if one.met else "missed" for one in (then, goal)]
+                verdict = met[0] if met[0] == met[1] else f"**{met[0]}, then {met[1]}**"
+                rows.append(
+                    f"| {goal.what} | {goal.bound} | {then.figure} | {goal.figure} | {verdict} |"
+                )
+    return "\n".join(rows)
 
 
 def settings(records: Iterable[Record]) -> str:

@@ -67,7 +67,7 @@ def main() -> None:
     loader = make(DpexDataLoader, Numbers(), shuffle=True, persistent_workers=True, **ours)
     report = {
         "dpex": epochs(loader),
-        "torch": epochs(make(DataLoader, Numbers(), shuffle=True)),
+        "torch": epochs(make(DataLoader, Numbers(), shuffle=True, persistent_workers=True)),
         "draws": [
             epochs(make(DpexDataLoader, Draws(), num_workers, **ours)) for num_workers in (1, 3)
         ],
@@ -86,6 +86,12 @@ def main() -> None:
             break
     report["again"] = sum(len(numbers) for numbers, _ in loader)
     report["pids"] = sorted(pids)
+    survived = []
+    for step, (numbers, _) in enumerate(loader):
+        survived.append(numbers.tolist())
+        if step == 2:
+            ray.kill(loader._cluster.session._host.actor)
+    report["survived"] = sorted(number for batch in survived for number, _ in batch)
     loader.close()
     Path(sys.argv[2]).write_text(json.dumps(report))
 

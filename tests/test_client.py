@@ -81,6 +81,10 @@ def test_workers_are_on_the_cluster_and_a_break_leaves_them_usable(report: dict[
     assert report["again"] == 50
 
 
+def test_a_host_that_dies_changes_nothing(report: dict[str, Any]) -> None:
+    assert report["survived"] == list(range(50))
+
+
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:
     with workplace() as laptop:
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")

@@ -34,7 +34,7 @@ def test_a_forgotten_set_epoch_warns_once(
 ) -> None:
     with make_loader(sampler, persistent_workers=persistent_workers) as loader:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             first = [batch.tolist() for (batch,) in loader]
         with pytest.warns(UserWarning, match=r"epoch=0.*set_epoch\(epoch\)") as caught:
             second = [batch.tolist() for (batch,) in loader]
@@ -42,7 +42,7 @@ def test_a_forgotten_set_epoch_warns_once(
         [warning] = caught
         assert warning.filename == __file__
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("error", UserWarning)
             list(loader)
 
 
@@ -58,7 +58,7 @@ def test_one_in_a_batch_sampler_is_seen(sampler: DistributedSampler[Any]) -> Non
 
 def test_who_calls_set_epoch_hears_nothing(sampler: DistributedSampler[Any]) -> None:
     with make_loader(sampler) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         for epoch in range(3):
             sampler.set_epoch(epoch)
             list(loader)
@@ -69,7 +69,7 @@ def test_who_calls_set_epoch_hears_nothing(sampler: DistributedSampler[Any]) -> 
 
 def test_a_look_at_the_first_batch_is_no_epoch(sampler: DistributedSampler[Any]) -> None:
     with make_loader(sampler) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         next(iter(loader))
         list(loader)
 
@@ -77,7 +77,7 @@ def test_a_look_at_the_first_batch_is_no_epoch(sampler: DistributedSampler[Any])
 def test_without_shuffling_there_is_nothing_to_forget() -> None:
     sampler = DistributedSampler(DATASET, num_replicas=2, rank=0, shuffle=False)
     with make_loader(sampler) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         list(loader)
         list(loader)
 
@@ -85,6 +85,6 @@ def test_without_shuffling_there_is_nothing_to_forget() -> None:
 def test_one_rank_speaks_for_all() -> None:
     sampler = DistributedSampler(DATASET, num_replicas=2, rank=1)
     with make_loader(sampler) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         list(loader)
         list(loader)
