@@ -56,8 +56,10 @@ class Network:
 
     def _close(self) -> None:
         for name in self._names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
+            # The link first: a namespace lives as long as a process is in it.
+            for command in (("link", "delete", name), ("netns", "delete", name)):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _ip(*command)
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "delete", self._bridge)
 
