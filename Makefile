@@ -32,8 +32,12 @@ demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with 
 	$(RUN) examples/demo.py $(DEMO_ARGS)
 
 .PHONY: test
-test: check ## Everything CI runs: check, then the tests (TEST_ARGS="-k parity")
-	$(RUN) -m pytest $(TEST_ARGS)
+test: check ## check, then the tests (TEST_ARGS="-k parity")
+	$(RUN) -m pytest -m "not extended" $(TEST_ARGS)
+
+.PHONY: test-extended
+test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
+	$(RUN) -m pytest -m extended $(TEST_ARGS)
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict
@@ -68,7 +72,7 @@ soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; S
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports
-	$(OLDEST_VENV)/bin/python -m pytest $(TEST_ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(TEST_ARGS)
 
 .PHONY: clean
 clean: ## Remove caches and build outputs; the environments stay

@@ -23,6 +23,7 @@ from idx_files import TRAINING, digits, write_idx
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.multiprocess,
+    pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 

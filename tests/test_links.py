@@ -16,6 +16,7 @@ from cluster_programs.trainers import Trainer, drawn
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.multiprocess,
+    pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),
 ]
 

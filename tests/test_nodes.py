@@ -16,6 +16,7 @@ from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.multiprocess,
+    pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
@@ -116,22 +117,3 @@ def test_a_trainer_that_is_killed_takes_nothing_with_it(
         trainer.until(20)
     killed.process.kill()
     assert drawn(other.finish()) == undisturbed
-
-
-def test_ranks_that_want_more_cpus_than_there_are_progress_evenly(
-    cluster: Cluster,
-) -> None:
-    cluster.add()  # the second CPU
-    length = 4 * LENGTH
-    trainers = [
-        Trainer(cluster.place, cluster.address, num_workers=8, length=length) for _ in range(4)
-    ]
-    for trainer in trainers:
-        trainer.until(2)  # what they need to start is not the point here
-    for trainer in trainers:
-        trainer.go()
-    results = [trainer.finish() for trainer in trainers]
-    assert all(drawn(result) == drawn(results[0]) for result in results)
-    first_end = min(result["times"][-1] for result in results)
-    done = [sum(time <= first_end for time in result["times"]) for result in results]
-    assert min(done) > length // 10 // 2, f"batches of each when the first had all: {done}"
