@@ -17,8 +17,6 @@ _CHUNK_SECONDS = 1.0
 _MOST_CHUNK_SECONDS = 5.0
 _CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
-# One that starts, and one for a CPU that becomes free meanwhile.
-_QUEUED = 2
 # From one round of chunks to the next, one chunk per task, they grow by this factor.
 _GROWTH = 4
 # Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
@@ -85,11 +83,6 @@ class ChunkPlanner:
         if self._claims_cpus:
             return self._num_workers
         return min(self._num_workers, math.ceil(self._free_cores / self._share))
-
-    @property
-    def queued(self) -> int:
-        """Tasks that may wait for a CPU: no more than are free, where other loaders wait too."""
-        return max(_QUEUED, self._free_cores) if self._claims_cpus else self._num_workers
 
     @property
     def guaranteed(self) -> int:

@@ -247,7 +247,6 @@ class ClusterIter(_BaseDataLoaderIter):
                 chunks,
                 alone=alone,
                 parallel=self._planner.parallel,
-                queued=self._planner.queued,
                 hurried=not self._stash,
             )
         except SerializationError as error:

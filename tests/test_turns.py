@@ -15,7 +15,7 @@ Scenario = Callable[[Turns], Awaitable[None]]
 def play(scenario: Scenario) -> None:
     async def run() -> None:
         turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None)
-        turns.parallel = turns.queued = 4
+        turns.parallel = 4
         await scenario(turns)
 
     asyncio.run(asyncio.wait_for(run(), 30))
@@ -158,7 +158,7 @@ def test_a_task_too_many_ends() -> None:
         feed(turns, b"0", b"1", b"2")
         await turns.next_chunk("a", 0, 0)
         await turns.next_chunk("b", 0, 0)
-        turns.parallel = turns.queued = 1
+        turns.parallel = 1
         assert turns.wanted(2) == 0
         assert await turns.next_chunk("a", 1, 1) is None
         assert turns.wanted(1) == 0

@@ -202,7 +202,6 @@ class _Host:
         *,
         alone: bool,
         parallel: int,
-        queued: int,
         hurried: bool,
     ) -> None:
         """Append chunks to a run.
@@ -214,7 +213,6 @@ class _Host:
             payloads: Pickled chunks.
             alone: Whether each is to have a task of its own.
             parallel: Number of tasks to run at once.
-            queued: Number of tasks that may wait for a CPU.
             hurried: Whether the training loop waits, so that it pays to look often.
         """
         if lane_key in self._closed:
@@ -222,7 +220,6 @@ class _Host:
         lane = await self._opening(lane_key)
         if lane.run == run:
             lane.turns.parallel = parallel
-            lane.turns.queued = queued
             lane.execution.hurried = hurried
             lane.feed(number, payloads, alone=alone)
 

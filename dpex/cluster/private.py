@@ -26,7 +26,6 @@ import os
 import tempfile
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -63,7 +62,6 @@ __all__ = [
 Block = tuple[ray.ObjectRef, int]
 """A block's reference and its size in bytes."""
 
-_TASK_IDENTITY = uuid.uuid5(uuid.NAMESPACE_URL, "dpex")
 _BUSY_POLL_S = 0.01
 _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
@@ -378,10 +376,8 @@ class StandingExecution:
 
         plan, _ = get_execution_plan(dataset._logical_plan)
         first = plan.dag
-        _name_alike(first)
         while not isinstance(first.input_dependencies[0], InputDataBuffer):
             first = first.input_dependencies[0]
-            _name_alike(first)
         feed = Feed(dataset.context, input_data=[])
         feed._output_dependencies = [first]
         first.input_dependencies[0] = feed
@@ -435,17 +431,6 @@ class StandingExecution:
         # say, which no process recovers from. Tasks end by themselves, or with their process.
         self._executor.join(_KILL_AFTER_S)
         self._executor.shutdown(force=True)
-
-
-def _name_alike(op: Any) -> None:
-    """Give an operator's task the identity that it has in the hosts of all jobs.
-
-    By default each process draws one. Ray's nodes queue tasks by it, and when a CPU becomes free
-    they go through these queues in an order that stays the same: one job would get all of them.
-    """
-    task = getattr(op, "_map_task", None)
-    if task is not None and hasattr(task, "_uuid"):
-        task._uuid = _TASK_IDENTITY
 
 
 def _forget_finished(op: Any) -> None:

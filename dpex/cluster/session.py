@@ -274,15 +274,7 @@ class RemoteRun:
         self.receiver = receiver
         _open_runs.add(self)
 
-    def feed(
-        self,
-        chunks: Sequence[Chunk],
-        *,
-        alone: bool,
-        parallel: int,
-        queued: int,
-        hurried: bool,
-    ) -> None:
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.actor.feed.remote(
@@ -292,7 +284,6 @@ class RemoteRun:
             payloads,
             alone=alone,
             parallel=parallel,
-            queued=queued,
             hurried=hurried,
         )
 

@@ -51,7 +51,6 @@ _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
 _HOST_AWAY_S = 30.0
-_KEEPS_CPU_S = 0.1
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
@@ -93,9 +92,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     """
     import ray.data
 
-    # Where no memory is claimed, Ray Data claims what it has seen blocks take, which differs from
-    # job to job; nodes serve tasks in turn only if they claim the same.
-    options = {"num_cpus": 1, "memory": 0, "max_retries": _MAX_RETRIES, **pipeline.options}
+    options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
     dataset = ray.data.from_blocks(tables).map_batches(
         make_batches,
         batch_size=None,
@@ -105,7 +102,6 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
             "job_key": pipeline.job_key,
             "host_name": pipeline.host_name,
             "lane_key": pipeline.lane_key,
-            "claims_cpus": pipeline.claims_cpus,
         },
         **options,
     )
@@ -136,13 +132,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
 
 
 def make_batches(
-    _: pa.Table,
-    *,
-    job: list[ray.ObjectRef],
-    job_key: str,
-    host_name: str,
-    lane_key: str,
-    claims_cpus: bool,
+    _: pa.Table, *, job: list[ray.ObjectRef], job_key: str, host_name: str, lane_key: str
 ) -> Iterator[pa.Table]:
     """Make one chunk after the other: the function of the ``map_batches`` stage.
 
@@ -151,14 +141,13 @@ def make_batches(
         job_key: Digest of the job's bytes.
         host_name: Name of the host actor.
         lane_key: The lane that has the chunks.
-        claims_cpus: Whether others may wait for this task's CPU.
 
     Yields:
         Blocks of one row, as ``FrameWriter.table`` makes them.
     """
     from dpex.frame import FrameWriter
 
-    asking = _Asking(host_name, lane_key, claims_cpus=claims_cpus)
+    asking = _Asking(host_name, lane_key)
     interest = _Interest(host_name, lane_key)
     read_job = functools.partial(_read_job, job, job_key, host_name)
     while (assignment := asking.answer()) is not None:
@@ -179,26 +168,17 @@ def make_batches(
 class _Asking:
     """A task's questions to the host: what to do next.
 
-    Args:
-        host_name: Name of the host actor.
-        lane_key: The lane that has the chunks.
-        claims_cpus: Whether others may wait for this task's CPU.
-
     Attributes:
         blocks: How many blocks the task has made.
     """
 
-    def __init__(self, host_name: str, lane_key: str, *, claims_cpus: bool) -> None:
+    def __init__(self, host_name: str, lane_key: str) -> None:
         self._host_name = host_name
         self._lane_key = lane_key
-        # A task that waits in ray.get gives its CPU away, and takes it again, free or not, when it
-        # goes on: two tasks would then run on one. Where nobody else waits for it, it may.
-        self._keeps_cpu_s = None if claims_cpus else _KEEPS_CPU_S
         self._turn = ray.get_runtime_context().get_task_id()
         self._place = 0
         self.blocks = 0
         self._answer: ray.ObjectRef | None = None
-        self._arrival: Future[Assignment | None] | None = None
 
     def ask(self) -> None:
         """Ask, if that has not been done; ``answer`` has what comes of it."""
@@ -207,20 +187,16 @@ class _Asking:
                 self._answer = _host(self._host_name).next_chunk.remote(
                     self._lane_key, self._turn, self._place, self.blocks
                 )
-                self._arrival = cast("Future[Assignment | None]", self._answer.future())
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host."""
         give_up_at: float | None = None
         while give_up_at is None or time.monotonic() < give_up_at:
             self.ask()
-            if self._answer is None or self._arrival is None:
+            if self._answer is None:
                 return None
             try:
-                try:
-                    assignment = self._arrival.result(self._keeps_cpu_s)
-                except TimeoutError:
-                    assignment = cast("Assignment | None", ray.get(self._answer))
+                assignment = cast("Assignment | None", ray.get(self._answer))
             except ray.exceptions.ActorDiedError:
                 return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 __all__ = ["Assignment", "Turns"]
 
 _TURN_S = 30.0
-# Where other jobs' tasks may wait for a CPU it is theirs soon. Not too soon: the worker that has to
-# wait then is ended by its node, and the next turn begins with a new one and its imports.
-_SHARED_TURN_S = 5.0
+# Where other tasks may wait for a CPU it is theirs soon.
+_SHARED_TURN_S = 2.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
@@ -80,7 +79,6 @@ class Turns:
 
     Attributes:
         parallel: Number of tasks that may be at work at once.
-        queued: Number of tasks that may wait for a CPU; as many more may as are at work.
         in_run: Whether an iteration goes on.
     """
 
@@ -108,7 +106,6 @@ class Turns:
         self._started = 0
         self._active = 0
         self.parallel = 1
-        self.queued = 1
         self.in_run = True
 
     def feed(self, payload: bytes, *, alone: bool) -> None:
@@ -252,11 +249,7 @@ class Turns:
                     self._waiting.popleft()
                 self._started = self._begun
             not_begun = self._started - self._begun
-            # Ray hands CPUs out in the order in which they were asked for: whoever asks for many at
-            # once keeps the others waiting for as many turns.
-            may_queue = max(self.queued, active - not_begun)
-            room = min(self.parallel - active, may_queue - not_begun)
-            return max(0, min(room, len(self._waiting) - not_begun))
+            return max(0, min(self.parallel - active, len(self._waiting) - not_begun))
 
     def may_want(self, active: int) -> bool:
         """Tell whether a chunk that is fed now needs another task.
