@@ -32,8 +32,9 @@ def main() -> None:
     fill(ROOT / "docs" / "benchmarks.md", "goals", full_report(records, "../benchmarks/results"))
     fill(ROOT / "README.md", "figures", short_report(records, "benchmarks/results"))
     by_case = {record["case"]: record for record in records}
-    fill(ROOT / "docs" / "scaling.md", "scale", goals_table([by_case["scale"]]))
-    fill(ROOT / "docs" / "scaling.md", "model", scaling_table(by_case))
+    if "scale" in by_case:
+        fill(ROOT / "docs" / "scaling.md", "scale", goals_table([by_case["scale"]]))
+        fill(ROOT / "docs" / "scaling.md", "model", scaling_table(by_case))
 
 
 def load(folder: Path) -> list[Record]:
