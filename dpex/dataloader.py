@@ -151,7 +151,6 @@ class DpexDataLoader(DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._sampler_epochs = SamplerEpochs(self)
         if distribute_mode and num_workers == 0:
             _warn_once(
                 "num_workers",
@@ -192,7 +191,7 @@ class DpexDataLoader(DataLoader[T_co]):
             state = self._cluster = _ClusterState(self, session)
         job_key = state.session.store(pickle_job)
         return ClusterIter(
-            self, job_key, state.session, state.planner, state.generations, self._sampler_epochs
+            self, job_key, state.session, state.planner, state.generations, state.epochs
         )
 
     def _job(self) -> Job:
@@ -241,6 +240,7 @@ class _ClusterState:
         assert loader.prefetch_factor is not None
         self.session = session
         self.generations = Generations()
+        self.epochs = SamplerEpochs(loader)
         self.planner = ChunkPlanner(
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,

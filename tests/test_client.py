@@ -52,7 +52,6 @@ def report(server: str) -> Iterator[dict[str, Any]]:
             Path(program), server, str(out), place=laptop, seconds=200, RAY_AUTH_MODE="disabled"
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
         yield json.loads(out.read_text())
 
 

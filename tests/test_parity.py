@@ -846,13 +846,13 @@ def argument_makers(draw: st.DrawFn) -> Callable[[], Arguments]:
     indices = st.integers(0, max(0, length - 1))
     samplers: dict[str, Callable[[], Arguments]] = {
         "none": lambda: {},
-        "shuffle": lambda: {"shuffle": True},
         "eager": lambda: {"sampler": samples.EagerSampler(length)},
     }
     if length:
         chosen = draw(st.lists(indices, max_size=30), label="indices")
         count = draw(st.integers(1, 40), label="count")
         samplers |= {
+            "shuffle": lambda: {"shuffle": True},  # torch refuses to shuffle nothing
             "list": lambda: {"sampler": list(chosen)},
             "lazy": lambda: {"sampler": samples.LazySampler(length)},
             "counting": lambda: {"sampler": samples.CountingSampler(length, count)},
