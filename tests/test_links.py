@@ -27,6 +27,7 @@ CUT_SECONDS = 5
 def links() -> Iterator[Network]:
     try:
         with network() as made:
+            made.attach()  # where this works, so will the rest
             yield made
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs root and the ip command: {error}")
