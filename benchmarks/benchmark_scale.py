@@ -153,7 +153,7 @@ def main() -> None:
     record["busy_percent"] = {n: summarise(figures(runs[n], "busy_percent")) for n in NODES}
     for process in ("trainer", "host"):
         record[f"{process}_ms_per_batch"] = {n: summarise(ms(runs[n], process)) for n in NODES}
-    ideal = BATCH_SIZE * TASKS_PER_NODE / (BATCH_SIZE * WAIT_S)
+    ideal = TASKS_PER_NODE / WAIT_S
     goals = []
     for nodes in NODES:
         shares = [rate / (nodes * ideal) for rate in figures(runs[nodes], "samples_per_s")]

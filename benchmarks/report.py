@@ -40,7 +40,6 @@ def main() -> None:
 def load(folder: Path) -> list[Record]:
     """Read all records, the best-known cases first."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    records = [record for record in records if isinstance(record, dict)]  # faults.json is a list
     rank = {case: place for place, case in enumerate(FIRST_CASES)}
     return sorted(records, key=lambda record: rank.get(record["case"], len(rank)))
 

@@ -376,7 +376,7 @@ class ClusterIter(_BaseDataLoaderIter):
         again: list[Chunk] = []
         for sent in lost.values():
             if not sent.alone:
-                again.extend(self._missing(sent, most=1))
+                again.extend(sent.rest(most=1))
                 continue
             for batch in sent.missing:
                 self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
@@ -415,33 +415,12 @@ class ClusterIter(_BaseDataLoaderIter):
             self._open_run()
             for alone in (False, True):
                 sent_so = [sent for sent in lost if sent.alone == alone]
-                self._send_again([c for sent in sent_so for c in self._missing(sent)], alone=alone)
+                self._send_again([c for sent in sent_so for c in sent.rest()], alone=alone)
         except Exception as error:
             self._fail(error)
         except BaseException:  # an interrupt, after which these batches would be left out
             self._give_up(None)
             raise
-
-    def _missing(self, sent: _Sent, most: int = sys.maxsize) -> Iterator[Chunk]:
-        """Yield chunks of what has not arrived of a chunk.
-
-        Args:
-            sent: The chunk.
-            most: Batches in each at the most.
-        """
-        chunk, missing = sent.chunk, sorted(sent.missing)
-        while missing:
-            first = missing[0]
-            count = next((n for n, batch in enumerate(missing) if batch != first + n), len(missing))
-            count = min(count, most)
-            place = first - chunk.first_batch
-            yield replace(
-                chunk,
-                first_batch=first,
-                batches=chunk.batches[place : place + count],
-                positions=chunk.positions[place : place + count],
-            )
-            del missing[:count]
 
     def _send_again(self, chunks: list[Chunk], *, alone: bool) -> None:
         if chunks:
@@ -510,6 +489,26 @@ class _Sent:
         self.chunk = chunk
         self.alone = alone
         self.missing = set(range(chunk.first_batch, chunk.first_batch + len(chunk.batches)))
+
+    def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
+        """Yield chunks of what has not arrived.
+
+        Args:
+            most: Batches in each at the most.
+        """
+        missing = sorted(self.missing)
+        while missing:
+            first = missing[0]
+            count = next((n for n, batch in enumerate(missing) if batch != first + n), len(missing))
+            count = min(count, most)
+            place = first - self.chunk.first_batch
+            yield replace(
+                self.chunk,
+                first_batch=first,
+                batches=self.chunk.batches[place : place + count],
+                positions=self.chunk.positions[place : place + count],
+            )
+            del missing[:count]
 
 
 class _Raises:

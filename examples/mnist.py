@@ -52,6 +52,16 @@ class Net(nn.Module):
         return logits
 
 
+def train(model: nn.Module, folder: str, epochs: int, device: torch.device) -> None:
+    """Train in one process, and say after each epoch how well it reads."""
+    train_loader, test_loader = make_loaders(folder, device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    for epoch in range(epochs):
+        loss, samples = train_epoch(model, train_loader, optimizer, device)
+        right = accuracy(model, test_loader, device)
+        print(f"epoch {epoch}: {samples} samples, loss {loss:.3f}, accuracy {right:.2%}")
+
+
 def train_epoch(
     model: nn.Module,
     batches: Iterable[Any],

@@ -6,7 +6,7 @@ Run it with ``python examples/mnist_data_parallel.py``.
 import argparse
 
 import torch
-from mnist import Net, accuracy, make_loaders, train_epoch
+from mnist import Net, train
 from torch import nn
 
 
@@ -17,13 +17,8 @@ def main() -> None:
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_loader, test_loader = make_loaders(options.data, device)
     model = nn.DataParallel(Net()).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    for epoch in range(options.epochs):
-        loss, samples = train_epoch(model, train_loader, optimizer, device)
-        right = accuracy(model, test_loader, device)
-        print(f"epoch {epoch}: {samples} samples, loss {loss:.3f}, accuracy {right:.2%}")
+    train(model, options.data, options.epochs, device)
 
 
 if __name__ == "__main__":

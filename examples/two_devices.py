@@ -6,7 +6,7 @@ Run it with ``python examples/two_devices.py``. With fewer than two GPUs both ha
 import argparse
 
 import torch
-from mnist import Net, accuracy, make_loaders, train_epoch
+from mnist import Net, train
 
 
 class SplitNet(Net):
@@ -37,14 +37,9 @@ def main() -> None:
 
     names = ("cuda:0", "cuda:1") if torch.cuda.device_count() >= 2 else ("cpu", "cpu")
     first, second = map(torch.device, names)
-    train_loader, test_loader = make_loaders(options.data, first)
     model = SplitNet(first, second)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     print(f"features on {first}, classifier on {second}")
-    for epoch in range(options.epochs):
-        loss, samples = train_epoch(model, train_loader, optimizer, first)
-        right = accuracy(model, test_loader, first)
-        print(f"epoch {epoch}: {samples} samples, loss {loss:.3f}, accuracy {right:.2%}")
+    train(model, options.data, options.epochs, first)
 
 
 if __name__ == "__main__":

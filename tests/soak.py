@@ -2,7 +2,7 @@
 
 Every run is a trainer on a cluster of its own, in the middle of whose epoch something dies, stops
 or fills up. Its batches are compared, in order and to the bit, with those of a run that nothing
-befell. The table goes into ``docs/faults.md``, every run into ``benchmarks/results/faults.json``.
+befell. The table goes into ``docs/faults.md``, every run into ``docs/faults.json``.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def run(fault: Fault, seed: int) -> Outcome:
     return Outcome(
         fault.name,
         seed,
-        len(expected["times"]),
+        len(expected["waits"]),
         len({index for index, _ in drawn(expected)} - set(indices)),
         len(indices) - len(set(indices)),
         sum(a != b for a, b in zip(drawn(expected), drawn(found), strict=False)),
@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Faults, each many times.")
     parser.add_argument("--runs", type=int, default=10, help="of each fault")
     parser.add_argument("--only", default="", help="faults whose names contain this")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "faults.json")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     for seed in range(options.runs):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpex.cluster.embedded import init_ray
-from dpex.cluster.local_nodes import probe
+from dpex.cluster.local_nodes import probe, split
+from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def join_through_client(address: str, name: str) -> None:
             f"{name}={address!r} needs Ray Client, which is not installed here: "
             "pip install 'ray[client]'"
         )
-    host, _, port = endpoint.rpartition(":")
+    host, port = split(endpoint)
     try:
         probe(endpoint, _ANSWER_SECONDS)
     except OSError as error:
@@ -65,7 +65,7 @@ def join_through_client(address: str, name: str) -> None:
 
 def _our_package() -> dict[str, Any]:
     """The ``runtime_env`` by which all of this job's processes import this dpex."""
-    return {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["**/__pycache__"]}
+    return {"py_modules": [str(PACKAGE)], "excludes": ["**/__pycache__"]}
 
 
 def check_server(request: str) -> None:

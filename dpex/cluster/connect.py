@@ -191,11 +191,11 @@ def _checked_client(*, ours: bool) -> Connection:
     context = ray.get_runtime_context()
     lacking = versions.check_nodes(single_host=False, including=context.get_node_id())
     if lacking is not None and not ours:
-        package = str(Path(__file__).parents[1])
         raise ClusterError(
             "this process was connected through Ray Client (ray://) without this dpex, which the "
             "cluster lacks too. Connect with "
-            f"ray.init('ray://...', runtime_env={{'py_modules': [{package!r}]}}), or call "
+            "ray.init('ray://...', runtime_env={'py_modules': "
+            f"[{str(versions.PACKAGE)!r}]}}), or call "
             "ray.shutdown() and pass head_address='ray://...'"
         )
     modules = list(context.runtime_env.get("py_modules") or [])

@@ -11,7 +11,10 @@ from typing import Any, cast
 from dpex.cluster.embedded import quiet_ray
 from dpex.errors import ClusterError
 
-__all__ = ["check_nodes"]
+__all__ = ["PACKAGE", "check_nodes"]
+
+PACKAGE = Path(__file__).parents[1]
+"""The directory of this dpex, which is sent where it lacks."""
 
 logger = logging.getLogger("dpex")
 
@@ -192,17 +195,16 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
     """
     import ray
 
-    package = Path(__file__).parents[1]
     try:
         from dpex.cluster.private import upload_package
 
         with quiet_ray():
-            uris = upload_package(package, _PACKAGE_KEPT_SECONDS)
+            uris = upload_package(PACKAGE, _PACKAGE_KEPT_SECONDS)
     except (ImportError, AttributeError, TypeError) as error:
         raise ClusterError(
             f"dpex is missing, or another version, on {nodes}, and Ray {ray.__version__} offers "
             f"no way to send it ({error}). Install this dpex there, or connect first with "
-            f"ray.init(runtime_env={{'py_modules': [{str(package)!r}]}})."
+            f"ray.init(runtime_env={{'py_modules': [{str(PACKAGE)!r}]}})."
         ) from error
     inherited = ray.get_runtime_context().runtime_env.get("py_modules") or []
     return {"py_modules": [*uris, *(uri for uri in inherited if uri not in uris)]}
