@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import socket
 import sys
@@ -11,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import Driver, DriverError, run_program, start_node, workplace
+from cluster_programs import (
+    ROOT,
+    Driver,
+    DriverError,
+    run_program,
+    start_node,
+    wait_until,
+    workplace,
+)
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -19,26 +29,43 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
+# Without it the server's process for a client may die of a fork among gRPC's threads.
+HEAD = {"RAY_AUTH_MODE": "disabled", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 PROGRAM = Path(__file__).with_name("client_program.py")
 HELPER = "def double(number):\n    return 2 * number\n"
 
 
+def start_server(place: Path, **variables: str) -> str:
+    """Start a cluster of 2 CPUs with a Ray Client server; returns its address once it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_node(
+        place,
+        "--head",
+        "--port=0",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+        f"--ray-client-server-port={port}",
+        **HEAD,
+        **variables,
+    )
+
+    def listens() -> bool:
+        with (
+            contextlib.suppress(ConnectionRefusedError),
+            socket.create_connection(("127.0.0.1", port)),
+        ):
+            return True
+        return False
+
+    wait_until(listens, 30, "Ray Client server")
+    return f"ray://127.0.0.1:{port}"
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Address of the Ray Client server of a cluster of 2 CPUs."""
     with workplace() as directory:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        start_node(
-            directory,
-            "--head",
-            "--port=0",
-            "--num-cpus=2",
-            "--include-dashboard=false",
-            f"--ray-client-server-port={port}",
-            RAY_AUTH_MODE="disabled",
-        )
-        yield f"ray://127.0.0.1:{port}"
+        yield start_server(directory)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +109,32 @@ def test_workers_are_on_the_cluster_and_a_break_leaves_them_usable(report: dict[
 
 def test_a_host_that_dies_changes_nothing(report: dict[str, Any]) -> None:
     assert report["survived"] == list(range(50))
+
+
+# What Python runs as it starts: the server's first process for a client dies.
+FIRST_DIES = """
+import os, sys
+if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["DEATHS"]):
+    open(os.environ["DEATHS"], "x").close()
+    os.abort()
+"""
+
+
+@pytest.mark.extended
+def test_a_server_that_fails_once_is_asked_again() -> None:
+    with workplace() as head, workplace() as laptop:
+        (head / "sitecustomize.py").write_text(FIRST_DIES)
+        deaths = head / "deaths"
+        server = start_server(
+            head,
+            PYTHONPATH=os.pathsep.join([str(head), str(ROOT)]),
+            DEATHS=str(deaths),
+            RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="2",
+        )
+        driver = Driver(laptop, RAY_AUTH_MODE="disabled")
+        assert driver.ask("connect", head_address=server)["kind"] == "client"
+        assert deaths.exists()
+        assert driver.end() == 0
 
 
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:

@@ -23,6 +23,7 @@ SCHEME = "ray://"
 _ANSWER_SECONDS = 15.0
 # The server starts a process of its own for each client, with Ray and what dpex imports.
 _JOIN_SECONDS = 90.0
+_JOIN_TRIES = 3
 _FETCHES = 4
 
 
@@ -49,18 +50,31 @@ def join_through_client(address: str, name: str) -> None:
         probe(endpoint, _ANSWER_SECONDS)
     except OSError as error:
         raise ClusterError(
-            f"no Ray Client server answers at {name}={address!r} within {_ANSWER_SECONDS:g} s "
-            f"({error}). Start the cluster's head with `pip install 'ray[client]'` and `ray start "
+            f"no Ray Client server answers at {name}={address!r} ({error}). Start the cluster's "
+            "head with `pip install 'ray[client]'` and `GRPC_ENABLE_FORK_SUPPORT=0 ray start "
             f"--head --ray-client-server-port={port}` on {host}"
         ) from error
     try:
-        init_ray(_JOIN_SECONDS, address=address, runtime_env=_our_package())
+        _join(address)
     except Exception as error:
         raise ClusterError(
             f"the Ray Client server at {name}={address!r} answers but cannot be joined: "
             f"{str(error).rstrip('.')}. Client and cluster need the same Ray and the same minor "
-            "version of Python, and RAY_AUTH_MODE=token with the cluster's token if it uses one"
+            "version of Python, and RAY_AUTH_MODE=token with the cluster's token if it uses one; a "
+            "server that fails now and then needs GRPC_ENABLE_FORK_SUPPORT=0 on the head"
         ) from error
+
+
+def _join(address: str) -> None:
+    # The server forks among gRPC's threads; now and then the child dies of it (Ray's issue 63202).
+    for tries_left in reversed(range(_JOIN_TRIES)):
+        try:
+            init_ray(_JOIN_SECONDS, address=address, runtime_env=_our_package())
+        except ConnectionAbortedError:
+            if not tries_left:
+                raise
+        else:
+            return
 
 
 def _our_package() -> dict[str, Any]:
