@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, DistributedSampler
 
-from benchmarks.fresh import own_processes, run_fresh
+from benchmarks.fresh import run_fresh
 from benchmarks.goals import Goal
 from benchmarks.harness import arguments, describe_machine, say, summarise, write
 from benchmarks.plots import lines
@@ -84,8 +84,9 @@ def measure(nodes: int) -> list[dict[str, Any]]:
     readers = set[int]()
     while len(readers) < tasks:  # until all have started
         readers = {pid for batch in loader for pid in batch.tolist()}
+    actor = loader._cluster.session._host.actor
+    host = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
     for _ in range(EPOCHS):
-        [host] = [p for p in own_processes() if p.cmdline()[:1] == ["ray::_Host"]]
         psutil.cpu_percent()
         trainer_s, host_s, began = time.process_time(), busy_s(host), time.perf_counter()
         readers = {pid for batch in loader for pid in batch.tolist()}

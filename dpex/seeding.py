@@ -14,12 +14,14 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["Habits", "sample_seed", "seed_generators", "stream_key"]
+__all__ = ["Habits", "sample_seed", "seed_generators", "stage_key", "stream_key"]
+
+T = TypeVar("T")
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
@@ -35,6 +37,11 @@ def _mix(value: int) -> int:
 def stream_key(base_seed: int, epoch: int) -> int:
     """Return the 64-bit key of one epoch's stream of sample seeds."""
     return _mix((base_seed ^ _mix((epoch * _GOLDEN) & _MASK64)) & _MASK64)
+
+
+def stage_key(key: int, stage: int) -> int:
+    """Return the key of the seeds in a later stage of an epoch: each stage has a stream."""
+    return _mix(key ^ _mix((stage * _GOLDEN) & _MASK64))
 
 
 def sample_seed(key: int, position: int) -> int:
@@ -119,3 +126,30 @@ class Habits:
         as_known = self.check()
         self._learning = False
         return as_known
+
+    def reproducibly(
+        self, key: int, position: int, attempt: Callable[[Callable[[int], None]], T]
+    ) -> T:
+        """Make a batch so that it depends on its samples' seeds alone.
+
+        Args:
+            key: Key of the seeds.
+            position: Place in the epoch of the batch's first sample.
+            attempt: Makes the batch, perhaps more than once. It is given a function to call before
+                every sample, with the sample's place in the batch.
+        """
+
+        def before_sample(place: int) -> None:
+            if place and self.need_seeds:
+                self.seed(sample_seed(key, position + place))
+
+        while True:
+            self.begin(sample_seed(key, position))
+            try:
+                batch = attempt(before_sample)
+            except Exception:
+                if self.end_of_batch():
+                    raise
+            else:
+                if self.end_of_batch():
+                    return batch
