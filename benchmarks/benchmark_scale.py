@@ -84,6 +84,7 @@ def measure(nodes: int) -> list[dict[str, Any]]:
     readers = set[int]()
     while len(readers) < tasks:  # until all have started
         readers = {pid for batch in loader for pid in batch.tolist()}
+    assert loader._cluster is not None
     actor = loader._cluster.session._host.actor
     host = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
     for _ in range(EPOCHS):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ClusterError,
         DatasetTooLargeError,
         DpexError,
+        NodeDataError,
         SerializationError,
     )
 
@@ -29,6 +30,7 @@ __all__ = [
     "DatasetTooLargeError",
     "DpexDataLoader",
     "DpexError",
+    "NodeDataError",
     "SerializationError",
     "dataloader",
 ]

@@ -13,9 +13,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dpex.chunking import ChunkPlanner
 from dpex.cluster.connect import connect, parse_address
 from dpex.epochs import SamplerEpochs
-from dpex.fetch import Job
 from dpex.iterator import ClusterIter, Generations
+from dpex.jobs import LaterStage, divide
 from dpex.pickling import Pickled, dump
+from dpex.transforms.mapped import MappedDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from dpex.cluster.session import Session
+    from dpex.fetch import Job
 
 __all__ = ["DpexDataLoader"]
 
@@ -151,6 +153,8 @@ class DpexDataLoader(DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if isinstance(dataset, MappedDataset) and dataset.batched:
+            self.collate_fn = dataset.collate(self.collate_fn)
         if distribute_mode and num_workers == 0:
             _warn_once(
                 "num_workers",
@@ -174,9 +178,11 @@ class DpexDataLoader(DataLoader[T_co]):
         if not self._distributed:
             return super()._get_iterator()
 
+        job, later = self._jobs()
+
         @functools.cache
         def pickle_job() -> Pickled:
-            return dump(self._job(), "loader")
+            return dump(job, "loader")
 
         state = self._cluster
         if state is None or not state.session.alive:
@@ -187,18 +193,19 @@ class DpexDataLoader(DataLoader[T_co]):
                 connection,
                 worker_options=self.worker_options,
                 fork_workers=self._forks,
+                num_workers=self.num_workers,
             )
             state = self._cluster = _ClusterState(self, session)
-        job_key = state.session.store(pickle_job)
+        job_key = state.session.store(pickle_job, later)
         return ClusterIter(
             self, job_key, state.session, state.planner, state.generations, state.epochs
         )
 
-    def _job(self) -> Job:
-        return Job(
-            dataset=self.dataset,
-            collate_fn=self.collate_fn,
-            worker_init_fn=self.worker_init_fn,
+    def _jobs(self) -> tuple[Job, list[LaterStage]]:
+        return divide(
+            self.dataset,
+            self.collate_fn,
+            self.worker_init_fn,
             num_workers=self.num_workers,
             auto_collation=self._auto_collation,
         )

@@ -4,6 +4,7 @@
     ├── ChunkLostError        (RuntimeError)           workers died on these indices, every time
     ├── ClusterError          (ConnectionError)        no usable Ray at head_address
     ├── DatasetTooLargeError  (MemoryError)            the dataset does not fit the object store
+    ├── NodeDataError         (RuntimeError)           a node has not the files that others have
     └── SerializationError    (pickle.PicklingError)   something cannot travel to a worker
 
 What the user's own code raises in a worker keeps its type, as in torch.
@@ -18,6 +19,7 @@ __all__ = [
     "ClusterError",
     "DatasetTooLargeError",
     "DpexError",
+    "NodeDataError",
     "SerializationError",
 ]
 
@@ -36,6 +38,10 @@ class ClusterError(DpexError, ConnectionError):
 
 class DatasetTooLargeError(DpexError, MemoryError):
     """The pickled dataset is larger than Ray's object store."""
+
+
+class NodeDataError(DpexError, RuntimeError):
+    """A dataset is not the same on every node, or cannot be built where its length is asked for."""
 
 
 class SerializationError(DpexError, pickle.PicklingError):

@@ -12,7 +12,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from dpex.frame import Entry
 from dpex.pickling import dump
-from dpex.seeding import sample_seed, seed_generators, stream_key
+from dpex.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker import (
     At,
     Cancelled,
@@ -169,7 +169,8 @@ def _fetch(
         return collate(job.collate_fn, dataset[indices])
     if getattr(dataset, "__getitems__", None):
         seed_generators(sample_seed(key, position))
-        samples = dataset.__getitems__(indices)
+        with seeds_offered(key, position):
+            samples = dataset.__getitems__(indices)
         at.set("indices", indices)
         return collate(job.collate_fn, samples)
     indices = list(indices)  # they may be read twice

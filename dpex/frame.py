@@ -75,12 +75,23 @@ def _binary_column(data: Any, size: int) -> pa.Array:
 
 
 class FrameWriter:
-    """Collects the batches of one block."""
+    """Collects the batches of one block.
 
-    def __init__(self, run: str, chunk: int) -> None:
+    Args:
+        run: Identity of the iteration that they belong to.
+        chunk: Number of their chunk.
+        seconds: Wall time that they took before.
+        cpu_seconds: Processor time that they took before.
+    """
+
+    def __init__(
+        self, run: str, chunk: int, seconds: float = 0.0, cpu_seconds: float = 0.0
+    ) -> None:
         self._run = run
         self._chunk = chunk
         self._clear()
+        self._seconds = seconds
+        self._cpu_seconds = cpu_seconds
 
     def _clear(self) -> None:
         self._entries: list[Entry] = []

@@ -21,7 +21,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
 from dpex.errors import ChunkLostError, DpexError, SerializationError
-from dpex.fetch import Chunk, Run
+from dpex.fetch import Chunk
+from dpex.worker import Run
 
 if TYPE_CHECKING:
     from dpex.cluster.session import RemoteRun, Session

@@ -11,15 +11,24 @@ that samples do not draw from need not be seeded: ``Habits`` finds out which, an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["Habits", "sample_seed", "seed_generators", "stage_key", "stream_key"]
+__all__ = [
+    "Habits",
+    "begin_sample",
+    "sample_seed",
+    "seed_generators",
+    "seeds_offered",
+    "stage_key",
+    "stream_key",
+]
 
 T = TypeVar("T")
 
@@ -53,6 +62,31 @@ def seed_generators(seed: int) -> None:
     """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits."""
     for seed_one, _ in _GENERATORS:
         seed_one(seed)
+
+
+_seed_place: Callable[[int], None] | None = None
+
+
+@contextlib.contextmanager
+def seeds_offered(key: int, position: int) -> Iterator[None]:
+    """Let ``begin_sample`` seed the samples of a batch that are made in one call.
+
+    Args:
+        key: Key of the seeds.
+        position: Place in the epoch of the batch's first sample.
+    """
+    global _seed_place
+    _seed_place = lambda place: seed_generators(sample_seed(key, position + place))  # noqa: E731
+    try:
+        yield
+    finally:
+        _seed_place = None
+
+
+def begin_sample(place: int) -> None:
+    """Seed the generators for a batch's sample at ``place``, where dpex makes the batch."""
+    if _seed_place is not None:
+        _seed_place(place)
 
 
 def _numpy_state() -> bytes:

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate
 
-from dpex import fetch
-from dpex.fetch import Chunk, Job, Run, fetch_chunk
+from dpex import worker as worker_module
+from dpex.fetch import Chunk, Job, fetch_chunk
 from dpex.pickling import dump, load
+from dpex.worker import Run
 
 
 class Draws:
@@ -42,11 +43,11 @@ class Counts:
 def _clean_process() -> Any:
     """Leave this process as the test found it: fetch_chunk settles the process it runs in."""
     saved = (torch.get_num_threads(), torch.initial_seed, torch.random.initial_seed)
-    fetch._copies.clear()
+    worker_module._copies.clear()
     yield
     torch.set_num_threads(saved[0])
     torch.initial_seed, torch.random.initial_seed = saved[1], saved[2]
-    fetch._copies.clear()
+    worker_module._copies.clear()
 
 
 def make_run(**changes: Any) -> Run:
@@ -150,7 +151,7 @@ def test_copies_live_as_long_as_their_generation() -> None:
     assert read(Counts(), [[0], [0]]) == [[(1, None)], [(2, None)]]
     assert read(Counts(), [[0]]) == [[(3, None)]]
     assert read(Counts(), [[0]], run=make_run(generation=1, oldest_generation=1)) == [[(1, None)]]
-    assert [key[1] for key in fetch._copies] == [1]
+    assert [key[1] for key in worker_module._copies] == [1]
 
 
 def test_copies_never_cross_loaders() -> None:
@@ -163,7 +164,7 @@ def test_copies_in_use_outlive_others() -> None:
     for turn in range(20):
         read(Counts(), [[0]], run=make_run(loader=f"other {turn}"))
         assert read(Counts(), [[0]], run=make_run(loader="kept")) == [[(turn + 2, None)]]
-    assert len(fetch._copies) <= 8
+    assert len(worker_module._copies) <= 8
 
 
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:

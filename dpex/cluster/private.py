@@ -414,6 +414,9 @@ class StandingExecution:
             return
         if any(len(s.output_queue) for s in executor._topology.values()):
             return
+        # A stage whose workers have not started yet keeps its input to itself.
+        if any(op.internal_input_queue_num_blocks() for op in _stages_of(executor)):
+            return
         if any(op.has_next() for op in executor._topology):
             return
         # With nothing to wait for, Ray's loop would spin.
@@ -431,6 +434,10 @@ class StandingExecution:
         # say, which no process recovers from. Tasks end by themselves, or with their process.
         self._executor.join(_KILL_AFTER_S)
         self._executor.shutdown(force=True)
+
+
+def _stages_of(executor: Any) -> list[Any]:
+    return [op for op in executor._topology if hasattr(op, "internal_input_queue_num_blocks")]
 
 
 def _forget_finished(op: Any) -> None:

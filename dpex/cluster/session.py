@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import sys
 import threading
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +20,28 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
-from dpex.cluster.stages import Pipeline, store_job
-from dpex.errors import DatasetTooLargeError
-from dpex.fetch import Chunk, Run
-from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
+from dpex.cluster.stages import LaterStage, Pipeline, store_job
+from dpex.errors import ClusterError, DatasetTooLargeError
+from dpex.fetch import Chunk
+from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
+from dpex.worker import Run
 
 if TYPE_CHECKING:
     from dpex.cluster.blocks import Receiver
+    from dpex.jobs import LaterStage as StagePlan
+    from dpex.transforms.stage import Stage
 
 __all__ = ["RemoteRun", "Session"]
 
 _EXIT_WAIT_S = 2.0
+# A dataset that is larger is better built where it is read.
+_LARGE_BYTES = 100 << 20
 
 
 @dataclass
 class _Lane:
     key: str
-    job_key: str
+    pipeline_key: tuple[str, ...]
     busy: bool
 
 
@@ -46,11 +53,13 @@ class _StoredJob:
         key: Digest of its bytes.
         refs: Reference to them in the object store; none where workers inherit them.
         inherited: The bytes, where workers inherit them: views of the user's own memory.
+        later: What the later stages' workers can read.
     """
 
     key: str
     refs: list[ray.ObjectRef]
     inherited: Pickled | None
+    later: tuple[LaterStage, ...] = ()
 
 
 class Session:
@@ -60,16 +69,21 @@ class Session:
         connection: This process's Ray.
         worker_options: Ray options of one worker.
         fork_workers: Whether workers may be forks, where there is a server for them.
+        num_workers: How many workers a later stage has, unless it says so.
     """
+
+    _warned_of_size = False
 
     def __init__(
         self,
         connection: Connection,
         *,
+        num_workers: int,
         worker_options: dict[str, Any] | None,
         fork_workers: bool,
     ) -> None:
         self._connection = connection
+        self._num_workers = num_workers
         self._options = dict(worker_options or {})
         if self._connection.runtime_env:
             own = dict(self._options.get("runtime_env") or {})
@@ -100,16 +114,18 @@ class Session:
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 
-    def store(self, pickle_job: Callable[[], Pickled]) -> str:
-        """Put a loader's job where workers find it, unless the same bytes are there already.
+    def store(self, pickle_job: Callable[[], Pickled], later: Sequence[StagePlan] = ()) -> str:
+        """Put a loader's jobs where workers find them, unless the same bytes are there already.
 
         Args:
             pickle_job: Pickles a ``Job``.
+            later: The stages after it.
 
         Returns:
-            The digest of its bytes.
+            The digest of the job's bytes.
 
         Raises:
+            ClusterError: No node has what a worker of a later stage asks for.
             DatasetTooLargeError: The object store is smaller than the pickled job.
             SerializationError: Something in the job cannot be pickled.
         """
@@ -117,9 +133,18 @@ class Session:
         here_only = self._connection.single_host
         with contextlib.nullcontext() if here_only else local_modules_by_value():
             pickled = pickle_job()
+            pickled_stages = [dump(plan.job, "loader") for plan in later]
         key = pickled.digest
-        if self._stored is None or self._stored.key != key:
-            self._stored = self._place(key, pickled)
+        known = self._stored
+        if known is None or known.key != key:
+            known = self._place(key, pickled)
+        if [stage.job_key for stage in known.later] != [job.digest for job in pickled_stages]:
+            stages = [
+                self._later(number, plan.stage, job)
+                for number, (plan, job) in enumerate(zip(later, pickled_stages, strict=True), 1)
+            ]
+            known = replace(known, later=tuple(stages))
+        self._stored = known
         return key
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
@@ -132,7 +157,34 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
+        if pickled.size_bytes > _LARGE_BYTES and not Session._warned_of_size:
+            Session._warned_of_size = True
+            warnings.warn(
+                f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
+                "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
+                "instead, from its arguments",
+                stacklevel=2,
+            )
         return _StoredJob(key, [store_job(pickled)], None)
+
+    def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
+        at_once = _workers_at_once(number, stage)
+        options: dict[str, Any] = {"num_cpus": stage.num_cpus}
+        if stage.num_gpus:
+            options["num_gpus"] = stage.num_gpus
+        if stage.resources:
+            options["resources"] = dict(stage.resources)
+        if "runtime_env" in self._options:
+            options["runtime_env"] = self._options["runtime_env"]
+        most = stage.max_workers or self._num_workers
+        return LaterStage(
+            [store_job(pickled)],
+            pickled.digest,
+            options,
+            # A pool of processes waits until all of them have started.
+            min(most, at_once) if stage.num_gpus else most,
+            keeps_processes=bool(stage.num_gpus),
+        )
 
     def _inherited(self, key: str) -> bool:
         inherits = self._host.actor.inherits.remote(key)
@@ -164,9 +216,10 @@ class Session:
             self._host.name,
             claims_cpus=self.claims_cpus,
             options=self._options,
+            later=self._stored.later,
         )
         try:
-            lane = self._lanes.idle(run, job_key) or self._lanes.new(run, pipeline)
+            lane = self._lanes.idle(run, pipeline) or self._lanes.new(run, pipeline)
         except ray.exceptions.RayActorError:
             self._host.lost = True
             self._start()
@@ -190,7 +243,8 @@ class Session:
         self._release.atexit = False
         if self._stored is not None and self._stored.inherited is not None:
             # The host may have gone together with the fork server.
-            self._stored = self._place(self._stored.key, self._stored.inherited)
+            placed = self._place(self._stored.key, self._stored.inherited)
+            self._stored = replace(placed, later=self._stored.later)
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
@@ -210,15 +264,15 @@ class _Lanes:
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
 
-    def idle(self, run: Run, job_key: str) -> _Lane | None:
-        """Return a pipeline with nothing to do, made ready for ``run``, if there is one."""
+    def idle(self, run: Run, pipeline: Pipeline) -> _Lane | None:
+        """Return such a pipeline with nothing to do, made ready for ``run``, if there is one."""
         with self._lock:
             idle = [lane for lane in self._lanes if not lane.busy]
             for lane in idle:
                 lane.busy = True  # nobody else's
         found = None
         for lane in idle:
-            if found is None and lane.job_key == job_key and self._begin(lane, run):
+            if found is None and lane.pipeline_key == pipeline.key and self._begin(lane, run):
                 found = lane
             else:
                 self._drop(lane)
@@ -232,7 +286,7 @@ class _Lanes:
 
     def new(self, run: Run, pipeline: Pipeline) -> _Lane:
         """Start a pipeline that serves ``run`` first."""
-        lane = _Lane(uuid.uuid4().hex, pipeline.job_key, busy=True)
+        lane = _Lane(uuid.uuid4().hex, pipeline.key, busy=True)
         self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
         with self._lock:
             self._lanes.append(lane)
@@ -317,3 +371,26 @@ def _store_capacity() -> int:
         if node["NodeID"] == here:
             return int(node["Resources"].get("object_store_memory", 1 << 62))
     return 1 << 62
+
+
+def _workers_at_once(number: int, stage: Stage) -> int:
+    """Return how many workers of a stage the cluster's nodes have room for.
+
+    Raises:
+        ClusterError: None.
+    """
+    asked = {"GPU": stage.num_gpus, **(stage.resources or {})}
+    asked = {name: amount for name, amount in asked.items() if amount}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not asked:
+        return sys.maxsize
+    room = sum(
+        min(int(node.get(name, 0) / amount) for name, amount in asked.items()) for node in nodes
+    )
+    if not room:
+        most = {name: max(node.get(name, 0) for node in nodes) for name in asked}
+        raise ClusterError(
+            f"stage {number} ({stage!r}) asks for {asked} for each of its workers, but no node has "
+            f"more than {most}. Start a node that has it, or ask for less"
+        )
+    return room

@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from dpex.fetch import Chunk, Job
     from dpex.pickling import Pickled
 
-__all__ = ["NAMESPACE", "Pipeline", "TURN", "build", "make_batches", "store_job"]
+__all__ = [
+    "LaterStage",
+    "NAMESPACE",
+    "Pipeline",
+    "TURN",
+    "build",
+    "make_batches",
+    "store_job",
+    "transform_batches",
+]
 
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
@@ -62,6 +71,25 @@ _stored_jobs: OrderedDict[str, Pickled] = OrderedDict()
 
 
 @dataclass(frozen=True)
+class LaterStage:
+    """A stage after the one that reads, as the host builds it.
+
+    Attributes:
+        job: Reference to the pickled ``StageJob``, as in ``Pipeline``.
+        job_key: Digest of its bytes.
+        options: Ray options of one worker.
+        most_workers: How many work at once.
+        keeps_processes: Whether its workers keep their processes.
+    """
+
+    job: list[ray.ObjectRef]
+    job_key: str
+    options: dict[str, Any]
+    most_workers: int
+    keeps_processes: bool
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """What a loader's Ray Dataset is made from.
 
@@ -73,6 +101,7 @@ class Pipeline:
         lane_key: The lane that its tasks belong to.
         claims_cpus: Whether its tasks share the CPUs with others'.
         options: Ray options of one worker.
+        later: The stages after the first one.
     """
 
     job: list[ray.ObjectRef]
@@ -81,6 +110,12 @@ class Pipeline:
     lane_key: str = ""
     claims_cpus: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    later: tuple[LaterStage, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from a pipeline that does something else."""
+        return (self.job_key, *(stage.job_key for stage in self.later))
 
 
 def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
@@ -92,19 +127,34 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     """
     import ray.data
 
-    options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
+    first_options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
+    whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
     dataset = ray.data.from_blocks(tables).map_batches(
         make_batches,
         batch_size=None,
         batch_format="pyarrow",
-        fn_kwargs={
-            "job": pipeline.job,
-            "job_key": pipeline.job_key,
-            "host_name": pipeline.host_name,
-            "lane_key": pipeline.lane_key,
-        },
-        **options,
+        fn_kwargs={"job": pipeline.job, "job_key": pipeline.job_key, **whose},
+        **first_options,
     )
+    for number, stage in enumerate(pipeline.later, 1):
+        what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
+        options = dict(stage.options)
+        if stage.keeps_processes:
+            # A sample that kills its worker is lost in the end, as it is with tasks.
+            options |= {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}
+            options |= {"fn_constructor_kwargs": what}
+        else:
+            options |= {"max_retries": _MAX_RETRIES, "fn_kwargs": what}
+        if stage.keeps_processes or stage.options != first_options:
+            # One that asks for the same as the first is done in its tasks: Ray fuses the two.
+            options["concurrency"] = stage.most_workers
+        dataset = dataset.map_batches(
+            _Transforming if stage.keeps_processes else transform_batches,
+            # A block has one row. With GPUs Ray wants to be told.
+            batch_size=1 if stage.keeps_processes else None,
+            batch_format="pyarrow",
+            **options,
+        )
     context = dataset.context
     # Whoever reads the batches knows their order.
     context.execution_options.preserve_order = False
@@ -163,6 +213,55 @@ def make_batches(
                 # The answer comes while the block is stored.
                 asking.ask()
             yield table
+
+
+def transform_batches(
+    table: pa.Table,
+    *,
+    stage: int,
+    job: list[ray.ObjectRef],
+    job_key: str,
+    host_name: str,
+    lane_key: str,
+    kept: bool = False,
+) -> Iterator[pa.Table]:
+    """Do a later stage's part of one block: the function of its ``map_batches``.
+
+    Args:
+        table: A block, as the stage before yielded it.
+        stage: The stage's number.
+        job: Reference to the pickled ``StageJob``.
+        job_key: Digest of its bytes.
+        host_name: Name of the host actor.
+        lane_key: The lane that the block belongs to.
+        kept: Whether this process serves all iterations.
+
+    Yields:
+        The block with the batches in it transformed.
+    """
+    from dpex.apply import apply_stage
+    from dpex.frame import FrameWriter, read_frame
+
+    frame = read_frame(table)
+    interest = _Interest(host_name, lane_key)
+    interest.in_run(frame.run)
+    read_job = functools.partial(_read_job, job, job_key, host_name)
+    # Chunks are sized by what the first stage takes for them.
+    writer = FrameWriter(frame.run, frame.chunk, frame.seconds, frame.cpu_seconds)
+    batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
+    for entry, _, _ in batches:
+        writer.add(entry, 0.0, 0.0)
+    yield writer.table()
+
+
+class _Transforming:
+    """A worker of a later stage that keeps its process; see ``transform_batches``."""
+
+    def __init__(self, **what: Any) -> None:
+        self._what = what
+
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        yield from transform_batches(table, **self._what, kept=True)
 
 
 class _Asking:
@@ -240,7 +339,7 @@ def _make_chunk(
             opened = time.monotonic()
 
 
-def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
+def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
     """Make one more copy of a job; large arrays are copied where and when they are written to."""
     from dpex.pickling import Pickled, load, own_copy
 
@@ -256,7 +355,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
                 # is not copied by writing to it.
                 return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
 
-            copy: Job = load(inherited, own)
+            copy = load(inherited, own)
             _borrowers[job_key] = weakref.ref(copy)
             return copy
     pickled = _stored_jobs.get(job_key)
@@ -276,7 +375,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Job:
         own = next(mapped)
         return own_copy(view) if own is None else own
 
-    return cast("Job", load(pickled, take))
+    return load(pickled, take)
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:

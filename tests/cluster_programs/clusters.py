@@ -48,21 +48,26 @@ class Cluster:
         commands = processes_in(self.place).values()
         return {_flag(c, "node_id"): c for c in commands if "/raylet --" in c}
 
-    def _start(self, *options: str, under: tuple[str, ...] = ()) -> str:
+    def _start(self, *options: str, under: tuple[str, ...] = (), **variables: str) -> str:
         before = self.raylets().keys()
-        start_node(self.place, *options, under=under, **self._variables)
+        start_node(self.place, *options, under=under, **{**self._variables, **variables})
         [started] = self.raylets().keys() - before
         return started
 
-    def add(self, *options: str) -> str:
-        """Add a node of one CPU, unless the options say otherwise; returns its id."""
+    def add(self, *options: str, **variables: str) -> str:
+        """Add a node of one CPU, unless the options say otherwise; returns its id.
+
+        Args:
+            *options: Of ``ray start``.
+            **variables: Environment of this node.
+        """
         cpus = () if any(o.startswith("--num-cpus") for o in options) else ("--num-cpus=1",)
         joining = (f"--address={self.address}", *cpus, *options)
         if self.network is None:
-            return self._start(*joining)
+            return self._start(*joining, **variables)
         name, address = self.network.attach()
         under = ("ip", "netns", "exec", name)
-        node = self._start(*joining, f"--node-ip-address={address}", under=under)
+        node = self._start(*joining, f"--node-ip-address={address}", under=under, **variables)
         self.links[node] = name
         return node
 

@@ -1,0 +1,129 @@
+"""A dataset that is built where it is read, from its constructor's arguments."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from dpex.errors import NodeDataError
+from dpex.pickling import dump
+
+__all__ = ["OnNode", "on_node"]
+
+# Datasets that a process keeps built: training and validation, and as many to spare.
+_MAX_BUILT = 4
+_SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
+
+_built: OrderedDict[str, Any] = OrderedDict()
+
+
+def on_node(
+    make: Callable[..., Any], *args: Any, length: int | None = None, **kwargs: Any
+) -> OnNode:
+    """Return a dataset that every worker process builds for itself, when it first reads from it.
+
+    Nothing but ``make`` and its arguments travels, so the nodes read their own files, or a store.
+
+    Args:
+        make: The dataset's class, or a function that returns a map-style dataset.
+        *args: Its arguments.
+        length: How many samples it has. Needed where it cannot be built in this process; if None,
+            it is built here, once, and asked.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        NodeDataError: ``length`` is not given, and the dataset cannot be built here.
+        TypeError: ``make`` cannot be called, or ``length`` is not an integer.
+
+    Source:
+        The factory datasets that torch's documentation recommends for what cannot be pickled.
+    """
+    if not callable(make):
+        raise TypeError(
+            f"make must be a class or a function, got {make!r}: pass FashionMNIST, root=..., not "
+            "FashionMNIST(root=...)"
+        )
+    if length is not None and (not isinstance(length, int) or length < 0):
+        raise TypeError(f"length must be an integer >= 0 or None, got {length!r}")
+    dataset = OnNode(make, args, kwargs)
+    if length is None:
+        try:
+            length = len(dataset.built)
+        except Exception as error:
+            raise NodeDataError(
+                f"{dataset!r} cannot be built in this process ({type(error).__name__}: {error}), "
+                "and its sampler must know how long it is: pass length="
+            ) from error
+    dataset.length = length
+    return dataset
+
+
+class OnNode(Dataset[Any]):
+    """What ``on_node`` returns.
+
+    Attributes:
+        length: Number of samples; None as long as it is not known.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._make = make
+        self._args = args
+        self._kwargs = kwargs
+        self._key = dump((make, args, kwargs), "dataset").digest
+        self.length: int | None = None
+
+    @property
+    def built(self) -> Any:
+        """The dataset itself, in this process.
+
+        Raises:
+            NodeDataError: It has another length than where the loader was made.
+        """
+        if self._key not in _built:
+            try:
+                dataset = self._make(*self._args, **self._kwargs)
+            except Exception as error:
+                error.add_note(f"{self!r} was being built where it is read")
+                raise
+            if self.length is not None and len(dataset) != self.length:
+                raise NodeDataError(
+                    f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} "
+                    "where the loader was made: not all nodes have the same files"
+                )
+            _built[self._key] = dataset
+            while len(_built) > _MAX_BUILT:
+                _built.popitem(last=False)
+        _built.move_to_end(self._key)
+        return _built[self._key]
+
+    def __len__(self) -> int:
+        return len(self.built) if self.length is None else self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.built[index]
+
+    @property
+    def __getitems__(self) -> Callable[[list[Any]], Any] | None:
+        """What the dataset itself has for reading a batch at once."""
+        return getattr(self.built, "__getitems__", None)
+
+    def __repr__(self) -> str:
+        """Show the call, but no secrets."""
+        shown = [_shown("", value) for value in self._args]
+        shown += [f"{name}={_shown(name, value)}" for name, value in self._kwargs.items()]
+        name = getattr(self._make, "__qualname__", type(self._make).__qualname__)
+        return f"on_node({', '.join([name, *shown])})"
+
+
+def _shown(name: str, value: Any) -> str:
+    plain = isinstance(value, str | Path | int | float | None)
+    if not plain or _SECRET.search(name):
+        return "…"
+    return re.sub(r"//[^/@]*@", "//…@", repr(value))

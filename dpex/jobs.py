@@ -1,0 +1,70 @@
+"""A loader's work, divided into what each stage does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpex.apply import StageJob
+from dpex.fetch import Job
+from dpex.transforms.mapped import CollateAndTransform, MappedDataset
+
+if TYPE_CHECKING:
+    from dpex.transforms.stage import Stage
+
+__all__ = ["LaterStage", "divide"]
+
+
+@dataclass(frozen=True)
+class LaterStage:
+    """A stage after the one that reads.
+
+    Attributes:
+        job: What its workers do.
+        stage: What it asks of the cluster.
+    """
+
+    job: StageJob
+    stage: Stage
+
+
+def divide(
+    dataset: Any,
+    collate_fn: Callable[[Any], Any],
+    worker_init_fn: Callable[[int], None] | None,
+    *,
+    num_workers: int,
+    auto_collation: bool,
+) -> tuple[Job, list[LaterStage]]:
+    """Divide a loader's work at the stages of its dataset, if it has any.
+
+    Samples become a batch in the last stage that gets samples.
+    """
+    parts = dataset.parts if isinstance(dataset, MappedDataset) else []
+    collating = sum(not part.batched for part in parts[1:])
+    if isinstance(collate_fn, CollateAndTransform):
+        collate_fn = collate_fn.collate_fn
+    first = Job(
+        dataset=dataset.first_part() if parts[1:] else dataset,
+        collate_fn=None if collating else collate_fn,
+        worker_init_fn=worker_init_fn,
+        num_workers=num_workers,
+        auto_collation=auto_collation,
+        finishes=not parts[1:],
+    )
+    later = [
+        LaterStage(
+            StageJob(
+                transform=part.chain,
+                batched=part.batched,
+                collate_fn=collate_fn if number == collating else None,
+                auto_collation=auto_collation,
+                finishes=number == len(parts) - 1,
+            ),
+            part.stage,
+        )
+        for number, part in enumerate(parts)
+        if part.stage is not None
+    ]
+    return first, later

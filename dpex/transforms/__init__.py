@@ -1,0 +1,12 @@
+"""Transforms as stages: a chain over any map-style dataset, each stage where its work belongs.
+
+from dpex.transforms import MappedDataset, Stage
+
+dataset = MappedDataset(files, [decode, RandomCrop(224), Stage(mixup, batched=True, num_gpus=1)])
+"""
+
+from dpex.transforms.mapped import MappedDataset
+from dpex.transforms.splitting import split
+from dpex.transforms.stage import Stage
+
+__all__ = ["MappedDataset", "Stage", "split"]

@@ -1,0 +1,207 @@
+"""A map-style dataset with a chain of transforms, which may be several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils.collate import default_collate
+
+from dpex.seeding import begin_sample
+from dpex.transforms.chain import Chain
+from dpex.transforms.stage import Stage
+
+__all__ = ["MappedDataset", "Part"]
+
+Transform = Callable[..., Any]
+Transforms = Transform | Stage | Sequence[Transform | Stage]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage does.
+
+    Attributes:
+        chain: Its transforms.
+        stage: What it asks of the cluster; None for the part that reads the source.
+    """
+
+    chain: Chain
+    stage: Stage | None
+
+    @property
+    def batched(self) -> bool:
+        """Whether it gets whole batches."""
+        return self.stage is not None and self.stage.batched
+
+
+class MappedDataset(Dataset[Any]):
+    """A map-style dataset whose samples go through a chain of transforms.
+
+    In torch's own loader it is a dataset like any other. In distribute mode every ``Stage`` of
+    the chain begins a ``map_batches`` of its own, with the CPUs, GPUs and resources that it asks
+    for; a plain transform belongs to the stage before it, the first ones to the reading of the
+    source. The arguments mean what they mean in torchvision's datasets: a sample's first item is
+    its input, the second its target.
+
+    Generators are seeded for every sample, and again at every stage (batched: for every batch), so
+    that in distribute mode nothing but the loader's generator decides what transforms draw.
+
+    Args:
+        source: A map-style dataset.
+        transform: One transform or several for the input.
+        target_transform: One for the target; it runs in the first stage.
+        transforms: One or several for input and target together, in place of ``transform`` and
+            ``target_transform``. They get all items of the sample, each an argument of its own.
+
+    Raises:
+        TypeError: ``source`` is not map-style, or something in the chain cannot be called.
+        ValueError: ``transforms`` is given beside the others; a stage that gets samples comes
+            after one that gets batches; or ``source`` has stages.
+
+    Source:
+        ``torchvision.datasets.VisionDataset``.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        transform: Transforms = (),
+        *,
+        target_transform: Callable[[Any], Any] | None = None,
+        transforms: Transforms | None = None,
+    ) -> None:
+        if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+            raise TypeError(
+                f"source must be a map-style dataset, with __getitem__ and __len__, got {source!r}"
+            )
+        if isinstance(source, MappedDataset) and source.parts[1:]:
+            raise ValueError("source has stages of its own: give one MappedDataset the whole chain")
+        joint = transforms is not None
+        if joint and (_listed(transform) or target_transform is not None):
+            raise ValueError(
+                "transforms= gets input and target together: give either it, or transform= and "
+                "target_transform="
+            )
+        self.source = source
+        self.parts: list[Part] = list(_parts(_listed(transforms if joint else transform), joint))
+        self.parts[0].chain.target_transform = target_transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, as the last stage that gets samples leaves it."""
+        return self._through(self.source[index])
+
+    def _through(self, sample: Any) -> Any:
+        for part in self.parts:
+            if not part.batched:
+                sample = part.chain(sample)
+        return sample
+
+    @property
+    def __getitems__(self) -> Callable[[list[Any]], Any] | None:
+        """What torch asks for a batch's samples at once, where the source knows how.
+
+        With stages that get batches, what it returns is for ``collate()`` alone.
+        """
+        if self.batched:
+            return lambda indices: _Uncollated(self._samples(indices))
+        return self._samples if getattr(self.source, "__getitems__", None) else None
+
+    def _samples(self, indices: list[Any]) -> list[Any]:
+        read_all = getattr(self.source, "__getitems__", None)
+        if not read_all:
+            return [self[index] for index in indices]
+        samples = []
+        for place, sample in enumerate(read_all(indices)):
+            begin_sample(place)
+            samples.append(self._through(sample))
+        return samples
+
+    @property
+    def batched(self) -> bool:
+        """Whether the chain ends in stages that get batches."""
+        return self.parts[-1].batched
+
+    def collate(self, collate_fn: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` for torch's own loader, which also runs the batched stages.
+
+        Args:
+            collate_fn: Makes the batch that they get; torch's default if None.
+        """
+        if isinstance(collate_fn, CollateAndTransform):
+            return collate_fn
+        chains = [part.chain for part in self.parts if part.batched]
+        return CollateAndTransform(collate_fn or default_collate, chains)
+
+    def first_part(self) -> MappedDataset:
+        """Return the same dataset without all that begins with its first ``Stage``."""
+        first = MappedDataset(self.source)
+        first.parts = self.parts[:1]
+        return first
+
+
+def _listed(transforms: Transforms | None) -> list[Transform | Stage]:
+    if transforms is None:
+        return []
+    several = isinstance(transforms, Iterable) and not callable(transforms)
+    return list(transforms) if several else [transforms]  # type: ignore[arg-type, list-item]
+
+
+def _parts(transforms: list[Transform | Stage], joint: bool) -> Iterator[Part]:
+    stage: Stage | None = None
+    fused: list[Transform] = []
+    for transform in transforms:
+        if isinstance(transform, Stage):
+            if stage is not None and stage.batched and not transform.batched:
+                raise ValueError(
+                    f"{transform!r} gets samples, but comes after {stage!r}, which gets batches: "
+                    "stages with batched=True come last"
+                )
+            yield Part(Chain(fused, joint=joint), stage)
+            stage, fused = transform, [transform.fn]
+        elif callable(transform):
+            fused.append(transform)
+        else:
+            raise TypeError(f"a transform must be callable or a Stage, got {transform!r}")
+    yield Part(Chain(fused, joint=joint), stage)
+
+
+class CollateAndTransform:
+    """A ``collate_fn`` with batched stages behind it.
+
+    Attributes:
+        collate_fn: Makes the batch.
+        chains: What each stage does to it.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], chains: list[Chain]) -> None:
+        self.collate_fn = collate_fn
+        self.chains = chains
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch that a list of samples becomes."""
+        batch = self.collate_fn(samples.samples if isinstance(samples, _Uncollated) else samples)
+        for chain in self.chains:
+            batch = chain(batch)
+        return batch
+
+
+class _Uncollated:
+    """Samples on their way to ``CollateAndTransform``; of no use to another ``collate_fn``."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "this MappedDataset has stages with batched=True, which run after collate_fn: pass "
+            "collate_fn=dataset.collate(), or collate_fn=dataset.collate(yours), to torch's "
+            "DataLoader (DpexDataLoader needs no such thing)"
+        )
+
+    __getitem__ = __iter__ = __len__ = _refuse

@@ -1,0 +1,59 @@
+"""What one stage of a chain asks of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A transform that begins a stage: in distribute mode a ``map_batches`` of its own.
+
+    In torch's own loader, and with ``distribute_mode=False``, it is ``fn`` and nothing else.
+
+    Args:
+        fn: The transform. It gets what the transform before it returned.
+        batched: Whether it gets whole batches, after ``collate_fn``: tensors of shape (B, ...).
+        num_cpus: CPUs that one of its workers takes.
+        num_gpus: GPUs that one of its workers takes. A worker with a GPU keeps its process, so
+            what ``fn`` puts there stays; what it returns is moved to the CPU.
+        resources: Other resources that one of its workers takes, as ``ray start --resources``
+            names them.
+        max_workers: How many work at once; the loader's ``num_workers`` if None.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or an argument is of another type.
+        ValueError: A number is out of its range.
+
+    Source:
+        The arguments of ``ray.data.Dataset.map_batches``.
+    """
+
+    fn: Callable[..., Any]
+    batched: bool = field(default=False, kw_only=True)
+    num_cpus: float = field(default=1, kw_only=True)
+    num_gpus: float = field(default=0, kw_only=True)
+    resources: Mapping[str, float] | None = field(default=None, kw_only=True)
+    max_workers: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, Stage):
+            raise TypeError(f"a Stage in a Stage: pass {self.fn.fn!r} itself")
+        if not callable(self.fn):
+            raise TypeError(f"Stage needs something to call, got {self.fn!r}")
+        if not isinstance(self.batched, bool):
+            raise TypeError(f"batched must be True or False, got {self.batched!r}")
+        amounts: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        amounts |= self.resources or {}
+        for name, amount in amounts.items():
+            if not isinstance(amount, int | float) or isinstance(amount, bool):
+                raise TypeError(f"{name} must be a number, got {amount!r}")
+            if not amount >= 0:
+                raise ValueError(f"{name} must be >= 0, got {amount!r}")
+        most: Any = self.max_workers
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"max_workers must be an integer >= 1 or None, got {most!r}")

@@ -1,0 +1,224 @@
+"""A worker process: what it must be for the user's code to find what torch's workers offer.
+
+Module-level state on purpose: a Ray worker process imports this module once and keeps it over
+all tasks it runs, so copies of what a loader sent live here, and never in a task's closure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as torch_worker
+
+from dpex.errors import SerializationError
+from dpex.pickling import dump
+from dpex.seeding import Habits
+
+if TYPE_CHECKING:
+    from dpex.pickling import Pickled
+
+__all__ = [
+    "At",
+    "Cancelled",
+    "Copy",
+    "Run",
+    "copy_of",
+    "initialise",
+    "leave_worker",
+    "settle_process",
+    "show_worker",
+    "wrap_error",
+]
+
+JobT = TypeVar("JobT")
+
+# Copies that a process keeps: a training and a validation loader, each with an iteration that ends
+# while the next begins, and as many to spare.
+_MAX_COPIES = 8
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 1 << 29
+
+_copies: OrderedDict[tuple[str, int, int], Copy[Any]] = OrderedDict()
+_initial_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One iteration over a loader: what all its chunks have in common.
+
+    Attributes:
+        key: Identity of the iteration.
+        loader: Identity of the loader.
+        base_seed: What torch draws for its workers' seeds.
+        epoch: How many iterations with this base_seed came before.
+        num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
+        generation: Which copy of the dataset it reads: a new one for every iteration unless
+            workers are persistent.
+        oldest_generation: The oldest one that an open iterator of the loader still reads.
+        copy_per_worker: Whether logical workers of one process have a copy each, because
+            worker_init_fn may make them differ.
+        working_directory: The training process's; the workers', where they have it.
+        default_dtype: The training process's, and the workers'.
+    """
+
+    key: str
+    loader: str
+    base_seed: int
+    epoch: int
+    num_workers: int
+    generation: int
+    oldest_generation: int
+    copy_per_worker: bool
+    working_directory: str
+    default_dtype: torch.dtype
+
+
+@dataclass
+class Copy(Generic[JobT]):
+    """This process's copy of what a loader sent.
+
+    Attributes:
+        job: The copy itself.
+        habits: Which generators its samples draw from.
+        initialised: Whether ``worker_init_fn`` has been called for it.
+    """
+
+    job: JobT
+    habits: Habits
+    initialised: bool = False
+
+
+class Cancelled(BaseException):
+    """The consumer has gone."""
+
+
+def copy_of(
+    slot: tuple[str, int, int], read_job: Callable[[], JobT], oldest: int, at_least: int
+) -> Copy[JobT]:
+    """Return this process's copy in a slot, made on first use.
+
+    Args:
+        slot: Whose, of which generation, for which logical worker.
+        read_job: Makes one more copy, which nobody else has.
+        oldest: Older generations of the same are no longer in use.
+        at_least: How many copies are to be kept, if that is more than usual.
+    """
+    copy = _copies.get(slot)
+    if copy is None:
+        habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
+        for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
+            del _copies[stale]
+        copy = _copies[slot] = Copy(read_job(), habits or Habits())
+        while len(_copies) > max(_MAX_COPIES, at_least):
+            _copies.popitem(last=False)
+        if "cv2" in sys.modules:
+            # OpenCV's own pool would start a thread per core in every worker.
+            sys.modules["cv2"].setNumThreads(0)
+    _copies.move_to_end(slot)
+    return copy
+
+
+def settle_process(run: Run) -> None:
+    """Make this process like one that torch would have forked: on one thread, in its place."""
+    if torch.get_default_dtype() is not run.default_dtype:
+        torch.set_default_dtype(run.default_dtype)
+    with contextlib.suppress(OSError):  # a node without that directory
+        os.chdir(run.working_directory)
+    if torch.initial_seed is not _worker_initial_seed:
+        torch.set_num_threads(1)
+        _keep_freed_memory()
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.initial_seed = torch.random.initial_seed = _worker_initial_seed
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what a batch frees for the next batch.
+
+    It would give every large block back to the kernel and fault it in again page by page, which
+    for a batch of 38 MB takes ten times as long as filling it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+_process_initial_seed = torch.initial_seed
+
+
+def _worker_initial_seed() -> int:
+    """Return the logical worker's seed, as torch's workers see it.
+
+    The generator itself is seeded anew for every sample, which would show here.
+    """
+    return _initial_seed if _initial_seed is not None else _process_initial_seed()
+
+
+def show_worker(worker_id: int, run: Run, dataset: Any) -> None:
+    """Be a logical worker, as far as torch and the user's code can see."""
+    global _initial_seed
+    _initial_seed = seed = run.base_seed + worker_id
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker_id, num_workers=run.num_workers, seed=seed, dataset=dataset
+    )
+
+
+def initialise(worker_id: int, run: Run, worker_init_fn: Callable[[int], None]) -> None:
+    """Call ``worker_init_fn`` with the generators as torch's workers have them then."""
+    seed = run.base_seed + worker_id
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(torch_worker._generate_state(run.base_seed, worker_id))
+    worker_init_fn(worker_id)
+
+
+def leave_worker() -> None:
+    """Be no logical worker any more."""
+    global _initial_seed
+    _initial_seed = None
+    torch_worker._worker_info = None
+
+
+class At:
+    """The index or indices at work, for error messages."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.set(name, value)
+
+    def set(self, name: str, value: Any) -> None:
+        """Note what is at work now."""
+        self.name = name
+        self.value = value
+
+    def __str__(self) -> str:
+        text = repr(self.value)
+        return f"{self.name} {text if len(text) <= 200 else text[:200] + ' …'}"
+
+
+def wrap_error(where: str) -> Pickled:
+    """Pickle the exception being handled as torch wraps it, with the place it came from."""
+    kind, error, traceback = sys.exc_info()
+    assert kind is not None
+    if isinstance(error, SystemExit):
+        kind, error = RuntimeError, RuntimeError(f"the dataset called sys.exit({error.code!r})")
+    wrapper = ExceptionWrapper((kind, error, traceback), where=where)
+    try:
+        return dump(wrapper, "error")
+    except SerializationError:
+        wrapper.exc_type = RuntimeError
+        return dump(wrapper, "error")

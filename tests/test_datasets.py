@@ -1,0 +1,300 @@
+"""Datasets that are built where they are read, and torchvision's with their transforms apart."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from cluster_programs import run_program, workplace
+from cluster_programs.clusters import Cluster
+from idx_files import TEST, TRAINING, write_idx
+from torch.utils.data import DataLoader
+from torchvision import datasets, tv_tensors
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from dpex import DpexDataLoader, NodeDataError
+from dpex.datasets import from_torchvision, on_node
+from dpex.transforms import MappedDataset
+
+PROGRAM = Path(__file__).with_name("node_data_program.py")
+OURS = {"distribute_mode": True, "head_address": "local"}
+
+Same = Callable[[Any, Any], None]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with FashionMNIST's files, CIFAR-like pictures in folders, and Coco's."""
+    folder = tmp_path_factory.mktemp("data")
+    write_idx(folder, "FashionMNIST")
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 20, 16, 3), dtype=np.uint8)
+    annotations = []
+    for number, picture in enumerate(pixels):
+        place = folder / "pictures" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(picture).save(place / f"{number}.png")
+        (folder / "coco").mkdir(exist_ok=True)
+        PIL.Image.fromarray(picture).save(folder / "coco" / f"{number}.png")
+        box = {"bbox": [1, 2, 5, 6], "category_id": 1, "area": 30, "iscrowd": 0}
+        annotations.append({"id": number, "image_id": number, **box})
+    names = [{"id": n, "file_name": f"{n}.png", "height": 20, "width": 16} for n in range(6)]
+    content = {"images": names, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]}
+    (folder / "coco.json").write_text(json.dumps(content))
+    return folder
+
+
+# --- from_torchvision ---------------------------------------------------------------------------
+
+
+def fashion(root: Path) -> Any:
+    compose = v1.Compose([v1.Resize(20), v1.ToTensor(), v1.Normalize((0.5,), (0.5,))])
+    return datasets.FashionMNIST(str(root), transform=compose, target_transform=float)
+
+
+def folder(root: Path) -> Any:
+    return datasets.ImageFolder(str(root / "pictures"), v2.Compose([v2.ToImage(), v2.Resize(8)]))
+
+
+def fake(root: Path) -> Any:
+    return datasets.FakeData(12, (3, 8, 8), transform=v1.ToTensor())
+
+
+def bare(root: Path) -> Any:
+    return datasets.FashionMNIST(str(root), train=False)
+
+
+def coco(root: Path) -> Any:
+    pytest.importorskip("pycocotools")
+    whole = datasets.CocoDetection(
+        str(root / "coco"),
+        str(root / "coco.json"),
+        transforms=v2.Compose([v2.ToImage(), v2.Resize(10), v2.RandomHorizontalFlip(1.0)]),
+    )
+    return datasets.wrap_dataset_for_transforms_v2(whole, target_keys=("boxes", "labels"))
+
+
+def joint(root: Path) -> Any:
+    def both(image: Any, label: int) -> tuple[torch.Tensor, int]:
+        return v2.functional.pil_to_tensor(image) + label, -label
+
+    return Pairs(str(root), transforms=both)
+
+
+class Pairs(datasets.VisionDataset):
+    """Uses ``transforms`` alone, as the data sets for detection do."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        sample: Any = PIL.Image.new("L", (4, 4), index), index
+        return sample if self.transforms is None else self.transforms(*sample)
+
+
+@pytest.mark.parametrize("make", [fashion, folder, fake, bare, coco, joint])
+def test_a_torchvision_dataset_and_its_chain_give_the_same_samples(
+    make: Callable[[Path], Any], root: Path, assert_same: Same
+) -> None:
+    dataset = make(root)
+    expected = [dataset[index] for index in range(4)]
+    apart = from_torchvision(dataset)
+    assert isinstance(apart, MappedDataset)
+    assert len(apart) == len(dataset)
+    assert_same([apart[index] for index in range(4)], expected)
+    assert_same([dataset[index] for index in range(4)], expected)
+    assert apart.source.transforms is apart.source.transform is None
+    if make is coco:
+        assert type(apart[0][1]["boxes"]) is tv_tensors.BoundingBoxes
+
+
+def test_a_compose_becomes_a_chain(root: Path) -> None:
+    dataset = fashion(root)
+    chain = from_torchvision(dataset).parts[0].chain
+    assert chain.transforms == tuple(dataset.transform.transforms)
+
+
+def test_a_dataset_without_transforms_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"range has no attribute 'transform'.*MappedDataset"):
+        from_torchvision(range(3))
+
+
+# --- on_node ------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts how often it was built in this process."""
+
+    built = 0
+
+    def __init__(self, length: int = 40) -> None:
+        type(self).built += 1
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, self.built
+
+
+class AtOnce(Counted):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [("at once", index) for index in indices]
+
+
+def test_nothing_but_the_arguments_travels(root: Path, assert_same: Same) -> None:
+    whole = datasets.FashionMNIST(str(root), transform=v1.ToTensor())
+    dataset = on_node(datasets.FashionMNIST, root=str(root), transform=v1.ToTensor())
+    assert len(dataset) == len(whole) == TRAINING
+    assert len(pickle.dumps(dataset)) < 2_000 < len(pickle.dumps(whole)) / 100
+    torchs, ours = DataLoader(whole, 50), DataLoader(dataset, 50, num_workers=1)
+    assert_same(list(ours), list(torchs))
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_it_is_built_once_in_every_process(root: Path, assert_same: Same) -> None:
+    dataset = on_node(Counted, length=40)
+    loader: Any = DpexDataLoader(dataset, 5, num_workers=2, **OURS)
+    for _ in range(2):
+        indices, built = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
+        assert indices == list(range(40))
+        assert set(built) == {1}
+    expected = DataLoader(datasets.FashionMNIST(str(root), False, v1.ToTensor()), 30)
+    test_set = on_node(datasets.FashionMNIST, str(root), train=False, transform=v1.ToTensor())
+    assert len(test_set) == TEST
+    ours: Any = DpexDataLoader(test_set, 30, num_workers=2, **OURS)
+    assert_same(list(ours), list(expected))
+
+
+def test_a_length_that_is_given_builds_nothing_here() -> None:
+    before = Counted.built
+    assert len(on_node(Counted, 123, length=40)) == 40
+    assert Counted.built == before
+
+
+def test_a_batch_is_read_at_once_where_the_dataset_can() -> None:
+    [batch] = DataLoader(on_node(AtOnce, 3), 3, collate_fn=list)
+    assert batch == [("at once", 0), ("at once", 1), ("at once", 2)]
+
+
+def test_a_chain_goes_over_it() -> None:
+    dataset = MappedDataset(on_node(Counted, 7), lambda value: value + 0.5)
+    assert [dataset[index][0] for index in range(2)] == [0.5, 1.5]
+    [batch] = DataLoader(MappedDataset(on_node(AtOnce, 3), str.upper), 3, collate_fn=list)
+    assert batch == [("AT ONCE", 0), ("AT ONCE", 1), ("AT ONCE", 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: on_node(Counted(3)), TypeError, "pass FashionMNIST, root=..., not"),  # type: ignore[arg-type]
+        (lambda: on_node(Counted, length=-1), TypeError, "integer >= 0 or None, got -1"),
+        (
+            lambda: on_node(datasets.ImageFolder, "/nowhere"),
+            NodeDataError,
+            "on_node(ImageFolder, '/nowhere') cannot be built in this process (FileNotFoundError",
+        ),
+    ],
+)
+def test_bad_input_is_told_at_once(
+    make: Callable[[], Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        make()
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_large_dataset_is_told_of_on_node_once() -> None:
+    large = torch.zeros(101 << 20, dtype=torch.uint8)
+    texts = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader: Any = DpexDataLoader(large, 1 << 20, num_workers=1, **OURS)
+            next(iter(loader))
+            loader.close()
+        texts.append([str(w.message) for w in caught if "on_node" in str(w.message)])
+        large = large + 1
+    [[text], []] = texts
+    assert "101 MB" in text
+
+
+def test_secrets_are_not_shown() -> None:
+    def make(*_: Any, **__: Any) -> Any:
+        return range(3)
+
+    dataset = on_node(
+        make, "s3://user:hidden@store/data", 5, secret_key="hidden", options={"token": "hidden"}
+    )
+    assert "hidden" not in repr(dataset)
+    assert "'s3://…@store/data', 5, secret_key=…, options=…" in repr(dataset)
+
+
+@pytest.fixture(scope="module")
+def nodes(root: Path) -> Iterator[Cluster]:
+    """The trainer's node, which has no files, and two that have them, each its own."""
+    with workplace() as place:
+        cluster = Cluster(place)
+        for name in ("one", "two"):
+            (place / name).mkdir()
+            write_idx(place / name, "FilesOfTheNode")
+            cluster.add(NODE_FILES=str(place / name))
+        yield cluster
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+def test_nodes_read_their_own_files(nodes: Cluster, root: Path) -> None:
+    report = read_on(nodes)
+    whole = datasets.FashionMNIST(str(root), transform=v1.ToTensor())
+    assert report["labels"] == [whole[index][1] for index in range(TRAINING)]
+    assert report["sums"] == pytest.approx([float(whole[i][0].sum()) for i in range(TRAINING)])
+    assert sorted(report["folders"]) == [str(nodes.place / name) for name in ("one", "two")]
+    assert report["here"].startswith("NodeDataError: on_node(")
+    assert "pass length=" in report["here"]
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"length": TRAINING + 1}, r"has 1,200 samples on this node, but 1,201.*"),
+        ({"train": None}, r"FileNotFoundError: .*nowhere.*on_node\(FilesOfTheNode"),
+    ],
+    ids=["another length", "no files"],
+)
+def test_a_node_with_other_files_says_so(
+    nodes: Cluster, changes: dict[str, Any], says: str
+) -> None:
+    report = read_on(nodes, **changes)
+    assert re.search(says, report["error"], re.DOTALL), report["error"]
+    assert re.search(r"dataset ind.*, batch 0, node \d+\.\d+\.\d+\.\d+, pid \d+", report["error"])
+
+
+def read_on(nodes: Cluster, **changes: Any) -> dict[str, Any]:
+    out = nodes.place / "report.json"
+    done = run_program(
+        PROGRAM,
+        nodes.address,
+        json.dumps({"length": TRAINING, "train": True, **changes}),
+        str(out),
+        place=nodes.place,
+        seconds=200,
+        RAY_AUTH_MODE="disabled",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report

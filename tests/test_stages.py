@@ -1,0 +1,303 @@
+"""Chains of several stages on Ray: the batches are those of torch's own loader."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster_programs import run_program, workplace
+from cluster_programs.clusters import Cluster
+from living import Plain
+from torch.utils.data import DataLoader, get_worker_info
+
+from dpex import ChunkLostError, ClusterError, DpexDataLoader
+from dpex.transforms import MappedDataset, Stage
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
+
+GPU_PROGRAM = Path(__file__).with_name("gpu_stage_program.py")
+OURS = {"distribute_mode": True, "head_address": "local"}
+
+Same = Callable[[Any, Any], None]
+
+
+class AtOnce(Plain):
+    """Reads a batch's samples in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+def negate(batch: torch.Tensor) -> torch.Tensor:
+    return -batch
+
+
+def joined(samples: list[Any]) -> dict[str, Any]:
+    return {"values": torch.stack([value for value, _ in samples]), "count": len(samples)}
+
+
+def first_of(batch: Any) -> Any:
+    return {**batch, "values": batch["values"][:1]}
+
+
+# The options differ from those of the stage before, so that Ray does not make one of the two.
+CHAINS: dict[str, list[Any]] = {
+    "no stage": [double],
+    "reading, then a stage": [Stage(double)],
+    "of the same kind": [double, Stage(double), torch.sqrt],
+    "with other CPUs": [double, Stage(double, num_cpus=2), Stage(torch.sqrt, num_cpus=0.5)],
+    "one worker": [Stage(double, num_cpus=0.5, max_workers=1), torch.sqrt],
+    "of batches": [double, Stage(negate, batched=True)],
+    "of batches, elsewhere": [
+        double,
+        Stage(torch.sqrt, num_cpus=2),
+        Stage(negate, batched=True, num_cpus=0.5),
+        double,
+        Stage(negate, batched=True, num_cpus=3),
+    ],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"batch_size": 7},
+    "shuffled": {"batch_size": 8, "shuffle": True, "drop_last": True},
+    "one by one": {"batch_size": None},
+    "in any order": {"batch_size": 9, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("source", [Plain(60), AtOnce(60)], ids=["one", "at once"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_batches_are_torchs(
+    chain: list[Any], options: dict[str, Any], source: Any, assert_same: Same
+) -> None:
+    dataset = MappedDataset(source, chain)
+    torchs, ours = {"num_workers": 0}, {"num_workers": 3, **OURS}
+    if options.get("persistent_workers"):
+        torchs["num_workers"] = 1
+    if dataset.batched:
+        base = None if options["batch_size"] else torch.utils.data.default_convert
+        torchs["collate_fn"] = dataset.collate(base)  # type: ignore[assignment]
+    epochs = []
+    for make, own in ((DataLoader, torchs), (DpexDataLoader, ours)):
+        generator = torch.Generator().manual_seed(3)
+        loader = make(copy.copy(dataset), generator=generator, **options, **own)
+        epochs.append([list(loader) for _ in range(2)])
+    assert_same(epochs[1], epochs[0])
+
+
+def test_a_collate_fn_of_the_user_runs_between_samples_and_batches(assert_same: Same) -> None:
+    for chain in ([Stage(double, num_cpus=2)], [Stage(double), Stage(first_of, batched=True)]):
+        dataset = MappedDataset(Plain(30), chain)
+        collate_fn = dataset.collate(joined) if dataset.batched else joined
+        expected = list(DataLoader(dataset, 4, collate_fn=collate_fn))
+        for given in (joined, collate_fn):
+            loader: Any = DpexDataLoader(dataset, 4, num_workers=2, collate_fn=given, **OURS)
+            assert_same(list(loader), expected)
+
+
+def noisy(value: torch.Tensor) -> torch.Tensor:
+    drawn = float(torch.rand(())), float(np.random.rand()), random.random()
+    return value + torch.tensor(drawn)
+
+
+def in_place(value: torch.Tensor) -> torch.Tensor:
+    """Draws from its thirtieth sample on only, when it has changed what it was given."""
+    value += 1
+    return value + torch.rand(3) if value[0] > 30 else value
+
+
+def draws(chain: list[Any], source: Any = None, **options: Any) -> list[torch.Tensor]:
+    """Two epochs' samples, by place."""
+    dataset = MappedDataset(source or Plain(48), chain)
+    options = {"batch_size": 6, "num_workers": 2, **options}
+    generator = torch.Generator().manual_seed(5)
+    loader: Any = DpexDataLoader(dataset, generator=generator, **options, **OURS)
+    return [torch.cat([values for values, _ in loader]) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [noisy],
+        [noisy, Stage(noisy)],
+        [noisy, Stage(noisy, num_cpus=2), Stage(noisy, num_cpus=0.5)],
+        [Stage(in_place, num_cpus=2)],
+    ],
+    ids=["no stage", "of the same kind", "with other CPUs", "seldom"],
+)
+@pytest.mark.parametrize("source", [Plain(48), AtOnce(48)], ids=["one", "at once"])
+def test_what_a_sample_draws_depends_on_its_place_alone(chain: list[Any], source: Any) -> None:
+    once = draws(chain, source)
+    assert not torch.equal(*once), "every epoch draws anew"
+    noise = once[0] - once[0].round()
+    assert len(noise[31:].unique()) == noise[31:].numel(), "every sample draws for itself"
+    for other in ({"num_workers": 1}, {"num_workers": 5}, {"batch_size": 4}, {"batch_size": 48}):
+        for epoch, again in zip(once, draws(chain, source, **other), strict=True):
+            assert torch.equal(epoch, again), other
+
+
+def test_what_a_batched_stage_draws_depends_on_its_batch_alone() -> None:
+    chain = [Stage(lambda batch: batch + torch.rand(batch.shape), batched=True, num_cpus=2)]
+    once = draws(chain)
+    assert not torch.equal(*once)
+    for epoch, again in zip(once, draws(chain, num_workers=4), strict=True):
+        assert torch.equal(epoch, again)
+
+
+class Says:
+    """What a stage's process looks like from inside."""
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        info = get_worker_info()
+        assert info is not None
+        assert info.num_workers == 2
+        return torch.tensor([info.id, torch.initial_seed() - info.seed, torch.get_num_threads()])
+
+
+def test_later_stages_are_workers_too() -> None:
+    dataset = MappedDataset(Plain(20), [Stage(Says(), num_cpus=2)])
+    loader: Any = DpexDataLoader(dataset, 5, num_workers=2, **OURS)
+    assert [values[0].tolist() for values, _ in loader] == [[0, 0, 1], [1, 0, 1]] * 2
+
+
+def fails_at_114(value: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(1 // (int(value[0]) - 114))
+
+
+@pytest.mark.parametrize("num_cpus", [1, 2], ids=["fused", "apart"])
+def test_an_error_keeps_its_type_and_names_index_and_stage(num_cpus: int) -> None:
+    dataset = MappedDataset(Plain(), [double, Stage(fails_at_114, num_cpus=num_cpus)])
+    loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    with pytest.raises(ZeroDivisionError, match=r"dataset index 57, batch 5, stage 1, node"):
+        next(iterator)
+    assert len(list(iterator)) == 14
+
+
+def test_an_error_in_reading_passes_through_the_later_stages() -> None:
+    class Fails(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(1 // (index - 57))
+
+    dataset = MappedDataset(Fails(), [Stage(double, num_cpus=2)])
+    loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
+    batches, errors = 0, []
+    iterator = iter(loader)
+    while True:
+        try:
+            next(iterator)
+            batches += 1
+        except ZeroDivisionError as error:
+            errors.append(str(error))
+        except StopIteration:
+            break
+    assert batches == 19
+    assert len(errors) == 1
+    assert "dataset index 57, batch 5, node" in errors[0]
+
+
+class KillsAt:
+    """Kills its process at one value; ``once``, if there is no file ``mark`` yet."""
+
+    def __init__(self, value: int, mark: Path | None) -> None:
+        self.value = value
+        self.mark = mark
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if int(value[0]) == self.value and not (self.mark and self.mark.exists()):
+            if self.mark:
+                self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+def test_a_stage_whose_worker_dies_once_loses_nothing(tmp_path: Path, assert_same: Same) -> None:
+    dataset = MappedDataset(Plain(100), [Stage(KillsAt(42, tmp_path / "mark"), num_cpus=2), noisy])
+    loader: Any = DpexDataLoader(
+        dataset, 10, num_workers=2, generator=torch.Generator().manual_seed(1), **OURS
+    )
+    epochs = []
+    for _ in range(2):
+        loader.generator.manual_seed(1)
+        epochs.append(list(loader))
+    assert (tmp_path / "mark").exists()
+    assert_same(*epochs)
+
+
+@pytest.mark.timeout(180)
+def test_a_sample_that_kills_a_stage_every_time_is_an_error() -> None:
+    dataset = MappedDataset(Plain(100), [Stage(KillsAt(42, None), num_cpus=2)])
+    loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
+    iterator = iter(loader)
+    assert [int(next(iterator)[0][0, 0]) for _ in range(4)] == [0, 10, 20, 30]
+    with pytest.raises(ChunkLostError, match=r"batch 4 \(dataset indices \[40, 41"):
+        next(iterator)
+    assert [int(values[0, 0]) for values, _ in iterator] == [50, 60, 70, 80, 90]
+
+
+def test_an_epoch_may_be_left_and_another_begun() -> None:
+    dataset = MappedDataset(Plain(300), [Stage(double, num_cpus=2)])
+    loader: Any = DpexDataLoader(dataset, 3, num_workers=2, **OURS)
+    for _ in range(5):
+        for place, (values, _) in enumerate(loader):
+            assert int(values[0, 0]) == 6 * place
+            if place == 4:
+                break
+    assert [int(values[0, 0]) for values, _ in loader] == list(range(0, 600, 6))
+
+
+@pytest.mark.parametrize(
+    "asks", [{"num_gpus": 1}, {"resources": {"tape": 2}}], ids=["GPU", "resource"]
+)
+def test_what_no_node_has_is_told_in_iter(asks: dict[str, Any]) -> None:
+    if "num_gpus" in asks and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    dataset = MappedDataset(Plain(), [Stage(double, **asks)])
+    loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
+    with pytest.raises(ClusterError, match=r"stage 1 .* but no node has more than .*: 0"):
+        iter(loader)
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.timeout(240)
+def test_a_stage_with_a_gpu_runs_where_there_is_one_and_keeps_its_process() -> None:
+    with workplace() as place:
+        cluster = Cluster(place)
+        cluster.add("--num-cpus=2")
+        with_gpus = cluster.add("--num-gpus=2")
+        out = place / "out.json"
+        done = run_program(
+            GPU_PROGRAM,
+            cluster.address,
+            str(out),
+            place=place,
+            seconds=200,
+            RAY_AUTH_MODE="disabled",
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        epochs = json.loads(out.read_text())
+    processes: dict[int, int] = {}
+    for epoch in epochs:
+        assert [number for number, *_ in epoch] == list(range(20)), "torch's order"
+        for _, node, device, pid, calls in epoch:
+            assert node == with_gpus
+            assert device in {"0", "1"}
+            processes[pid] = max(calls, processes.get(pid, 0))
+    assert len(processes) <= 2
+    assert sum(processes.values()) == 3 * 20, "the same processes in all epochs"
