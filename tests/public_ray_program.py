@@ -12,6 +12,11 @@ from torch.utils.data import DataLoader
 
 from dpex import ChunkLostError, DpexDataLoader
 from dpex.cluster.private import fast_executor_available
+from dpex.transforms import MappedDataset, Stage
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
 
 
 def main(fast: bool) -> None:
@@ -28,6 +33,13 @@ def main(fast: bool) -> None:
             next(iter(loader))
             epochs.append([batch[1].tolist() for _ in range(3) for batch in loader])
         assert epochs[0] == epochs[1], "other batches than torch's"
+
+    dataset = MappedDataset(
+        Plain(), [double, Stage(double, num_cpus=2), Stage(double, batched=True)]
+    )
+    expected = [b[0].tolist() for b in DataLoader(dataset, 10, collate_fn=dataset.collate())]
+    for _ in range(2):
+        assert [batch[0].tolist() for batch in DpexDataLoader(dataset, **options)] == expected
 
     firsts, errors = read_past_errors(iter(DpexDataLoader(DividesByZero(), **options)))
     assert errors == 1

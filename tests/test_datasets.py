@@ -214,13 +214,16 @@ def test_bad_input_is_told_at_once(
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_a_large_dataset_is_told_of_on_node_once() -> None:
+def test_a_large_dataset_is_told_of_on_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpex.cluster.session import Session
+
+    monkeypatch.setattr(Session, "_warned_of_size", False)
     large = torch.zeros(101 << 20, dtype=torch.uint8)
     texts = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loader: Any = DpexDataLoader(large, 1 << 20, num_workers=1, **OURS)
+            loader: Any = DpexDataLoader(large, 4, num_workers=1, **OURS)
             next(iter(loader))
             loader.close()
         texts.append([str(w.message) for w in caught if "on_node" in str(w.message)])
