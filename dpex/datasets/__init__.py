@@ -5,7 +5,8 @@ from dpex.datasets import on_node
 dataset = on_node(FashionMNIST, root="/data", train=True, transform=ToTensor())
 """
 
+from dpex.datasets.cache import cached
 from dpex.datasets.node import on_node
 from dpex.datasets.vision import from_torchvision
 
-__all__ = ["from_torchvision", "on_node"]
+__all__ = ["cached", "from_torchvision", "on_node"]

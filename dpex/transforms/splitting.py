@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["flattened", "is_deterministic", "split"]
+__all__ = ["flattened", "is_deterministic", "is_random", "split"]
 
 # Of torchvision's transforms, v1, v2 and the presets of its weights. Any other may draw.
 _DETERMINISTIC = {
@@ -41,6 +41,8 @@ _DETERMINISTIC = {
     "UniformTemporalSubsample",
     "VideoClassification",
 }
+# They do what somebody else's function does.
+_UNKNOWN = {"Compose", "Lambda", "StandardTransform"}
 
 
 def split(
@@ -88,6 +90,12 @@ def flattened(transform: Any) -> list[Callable[..., Any]]:
 def is_deterministic(transform: Any) -> bool:
     """Tell whether a transform is known to draw nothing; a subclass of a known one is not."""
     return _is_torchvisions(transform) and type(transform).__name__ in _DETERMINISTIC
+
+
+def is_random(transform: Any) -> bool:
+    """Tell whether a transform is known to draw."""
+    known = _DETERMINISTIC | _UNKNOWN
+    return _is_torchvisions(transform) and type(transform).__name__ not in known
 
 
 def _is_torchvisions(transform: Any) -> bool:

@@ -1,0 +1,67 @@
+"""What other processes do to a cache, for ``test_cache.py``.
+
+Usage: cache_program.py read DIRECTORY VERSION | write DIRECTORY | check DIRECTORY | hold
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpex.datasets import cached
+from dpex.datasets.sample_store import SampleStore, memory_directory, open_store
+from dpex.pickling import dump
+
+OWNER = b"o" * 16
+
+
+class Arrays:
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(60_000, index, dtype=np.uint8)
+
+
+def content(index: int) -> Any:
+    return np.random.default_rng(index).bytes(2_000 + 37 * index)
+
+
+def read(directory: str, version: str) -> None:
+    """Read all samples; prints how many were found, and how many made."""
+    dataset = cached(Arrays(), at=directory, version=version)
+    for index in range(30):
+        assert (dataset[index] == index).all()
+    print(dataset.info().hits, dataset.info().misses)
+
+
+def write(directory: str) -> None:
+    """Put samples until killed."""
+    store = SampleStore(Path(directory), 1 << 30)
+    print("ready", flush=True)
+    while True:
+        for index in range(2_000):
+            store.put(OWNER, index, dump(content(index), "sample"))
+
+
+def check(directory: str) -> None:
+    """Compare all samples; prints how many there are, and how many are wrong."""
+    store = SampleStore(Path(directory), 1 << 30)
+    found = [(index, store.get(OWNER, index)) for index in range(2_000)]
+    there = [(index, value) for index, (is_there, value) in found if is_there]
+    assert store.size()[0] == len(there), "a sample that is there cannot be read"
+    print(len(there), sum(value != content(index) for index, value in there))
+
+
+def hold() -> None:
+    """Open a job's memory and keep it open."""
+    directory = memory_directory("held")
+    open_store(directory, 1 << 20)
+    print(directory, flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    {"read": read, "write": write, "check": check, "hold": hold}[sys.argv[1]](*sys.argv[2:])

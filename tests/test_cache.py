@@ -1,0 +1,366 @@
+"""Cached samples: made once per node, whole or not at all, and never another dataset's."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster_programs import environment, run_program, spawn, wait_until, workplace
+from torch.utils.data import DataLoader, IterableDataset
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from dpex import DpexDataLoader
+from dpex.datasets import cached, sample_store
+from dpex.datasets.fingerprint import fingerprint
+from dpex.datasets.sample_store import SampleStore
+from dpex.pickling import dump
+from dpex.transforms import MappedDataset
+
+PROGRAM = Path(__file__).with_name("cache_program.py")
+OURS = {"distribute_mode": True, "head_address": "local"}
+
+Same = Callable[[Any, Any], None]
+
+
+class Logged:
+    """Samples of several kinds; every one that is made is a line in a file."""
+
+    def __init__(self, log: Path, length: int = 40, salt: int = 0) -> None:
+        self.log = log
+        self.length = length
+        self.salt = salt
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        with self.log.open("a") as log:
+            log.write(f"{index}\n")
+        values = np.random.default_rng(index).integers(0, 256, (3, 40, 30), dtype=np.uint8)
+        kinds: list[Any] = [values, torch.from_numpy(values).float(), v1.ToPILImage()(values[0])]
+        return kinds[index % 3], index + self.salt, f"sample {index}"
+
+    def made(self) -> list[int]:
+        lines = self.log.read_text().split() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return sorted(map(int, lines))
+
+
+class AtOnce(Logged):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.fixture(params=[Logged, AtOnce])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Logged:
+    made: Logged = request.param(tmp_path / "log")
+    return made
+
+
+@pytest.fixture(params=["memory", "directory"])
+def at(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    return "memory" if request.param == "memory" else tmp_path / "cache"
+
+
+def test_samples_are_the_same_from_the_cache(
+    source: Logged, at: str | Path, assert_same: Same
+) -> None:
+    expected = [source[index] for index in range(40)]
+    source.made()
+    dataset = cached(source, at=at)
+    assert len(dataset) == 40
+    for _ in range(3):
+        assert_same([dataset[index] for index in range(40)], expected)
+    assert source.made() == [0, 0, *range(40)], "the first one is made twice more, to compare"
+    hits, misses, _, size_bytes = vars(dataset.info()).values()
+    assert (hits, misses) == (80, 40)
+    assert size_bytes > 40 * 3_600
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_all_workers_of_a_node_share_it(source: Logged, at: str | Path, assert_same: Same) -> None:
+    expected = list(DataLoader(source, 5, collate_fn=list))  # type: ignore[arg-type]
+    source.made()
+    dataset = cached(source, at=at)
+    loader: Any = DpexDataLoader(dataset, 5, num_workers=2, collate_fn=list, **OURS)
+    assert_same(list(loader), expected)
+    assert set(source.made()) == set(range(40))
+    assert_same(list(loader), expected)
+    other: Any = DpexDataLoader(dataset, 5, num_workers=1, collate_fn=list, **OURS)
+    assert_same(list(other), expected)
+    torchs = DataLoader(dataset, 5, num_workers=2, collate_fn=list)
+    assert_same(list(torchs), expected)
+    assert source.made() == []
+
+
+def test_random_transforms_go_behind_it(source: Logged, tmp_path: Path) -> None:
+    def noisy(value: Any) -> float:
+        return float(np.asarray(value).sum() + torch.rand(()))
+
+    chain = MappedDataset(cached(source, at=tmp_path / "cache"), noisy)
+    first, again = chain[3][0], chain[3][0]
+    assert first != again
+    assert int(first) == int(again)
+
+
+def test_what_draws_is_refused(source: Logged, tmp_path: Path) -> None:
+    place = {"at": tmp_path / "cache"}
+    for transform in (v1.RandomCrop(3), v2.RandomHorizontalFlip(), v2.AutoAugment()):
+        for chain in ([transform], v1.Compose([v1.ToTensor(), transform])):
+            fixed = MappedDataset(source, chain)
+            if not isinstance(chain, list):  # as torchvision's data sets have it
+                fixed = source  # type: ignore[assignment]
+                source.transform = chain  # type: ignore[attr-defined]
+            with pytest.raises(ValueError, match=r"draws random numbers.*behind the cache"):
+                cached(fixed, **place)
+    del source.transform  # type: ignore[attr-defined]
+    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
+        drawing = cached(MappedDataset(range(9), lambda _, draw=draw: draw(1)), **place)
+        state = torch.get_rng_state()
+        with pytest.raises(ValueError, match="sample 4 is another one every time"):
+            drawing[4]
+        assert torch.equal(state, torch.get_rng_state())
+
+
+# --- what it is known by -------------------------------------------------------------------------
+
+
+def test_anything_that_changes_is_a_miss(source: Logged, tmp_path: Path) -> None:
+    module = tmp_path / "transform_of_mine.py"
+    sys.path.insert(0, str(tmp_path))
+    try:
+        names = []
+        for text in ("def mine(x): return x", "def mine(x): return x + 0"):
+            module.write_text(text)
+            importlib.invalidate_caches()
+            sys.modules.pop("transform_of_mine", None)
+            names.append(importlib.import_module("transform_of_mine").mine)
+            names[-1] = fingerprint(MappedDataset(source, names[-1]), "")
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("transform_of_mine", None)
+    others = [
+        fingerprint(source, ""),
+        fingerprint(source, "2"),
+        fingerprint(Logged(source.log, 41), ""),
+        fingerprint(MappedDataset(source, v1.Resize(3)), ""),
+        fingerprint(MappedDataset(source, v1.Resize(4)), ""),
+        fingerprint(MappedDataset(source, lambda x: x), ""),
+        fingerprint(MappedDataset(source, lambda x: x * 2), ""),
+    ]
+    assert len(set(names + others)) == len(names) + len(others)
+    assert fingerprint(pickle.loads(pickle.dumps(source)), "") == fingerprint(source, "")
+
+
+def test_a_later_job_finds_what_was_made(tmp_path: Path) -> None:
+    outputs = []
+    with workplace() as place:
+        for version in ("", "", "2"):
+            done = run_program(
+                PROGRAM, "read", str(place / "cache"), version, place=place, seconds=60
+            )
+            assert done.returncode == 0, done.stderr
+            outputs.append(done.stdout.split())
+    assert outputs == [["0", "30"], ["30", "0"], ["0", "30"]]
+
+
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    with workplace() as place:
+        before = set(sample_store._memory().glob("*"))
+        done = run_program(PROGRAM, "read", "memory", "", place=place, seconds=60)
+        assert done.stdout.split() == ["0", "30"], done.stderr
+        assert set(sample_store._memory().glob("*")) <= before
+        holder = spawn([sys.executable, str(PROGRAM), "hold"], place, stdout=subprocess.PIPE)
+        assert holder.stdout is not None
+        [left] = [Path(holder.stdout.readline().strip())]
+        sample_store.memory_directory("another")
+        assert left.exists(), "it is in use"
+        holder.kill()
+        holder.wait()
+        assert left.exists()
+        sample_store.memory_directory("another")
+        assert not left.exists()
+
+
+# --- whole or not at all -------------------------------------------------------------------------
+
+
+def test_writers_that_are_killed_leave_no_torn_sample() -> None:
+    with workplace() as place:
+        chance = random.Random(3)
+        log = place / "log"
+        for _ in range(3):
+            log.write_text("")
+            writers = [
+                spawn(
+                    [sys.executable, str(PROGRAM), "write", str(place / "cache")],
+                    place,
+                    env=environment(place),
+                    stdout=log.open("a"),
+                )
+                for _ in range(2)
+            ]
+            wait_until(lambda: len(log.read_text().split()) >= 2, 60, "writers at work")
+            time.sleep(chance.uniform(0, 0.3))  # any moment of theirs
+            for writer in writers:
+                writer.send_signal(signal.SIGKILL)
+                writer.wait()
+            done = run_program(PROGRAM, "check", str(place / "cache"), place=place, seconds=60)
+            assert done.returncode == 0, done.stdout + done.stderr
+        found, wrong = map(int, done.stdout.split())
+        assert found > 100
+        assert wrong == 0
+
+
+def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    with workplace() as elsewhere:
+        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+        assert done.returncode == 0, done.stderr
+        data = place / "data.mdb"
+        content = bytearray(data.read_bytes())
+        # The values, which are in pages of their own, and not the tree that leads to them.
+        for start in range(len(content) // 2, len(content) - 4096, 8192):
+            content[start + 2000] ^= 0xFF
+        data.write_bytes(content)
+        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+        hits, misses = map(int, done.stdout.split())
+        assert hits + misses == 30
+        assert misses
+        data.write_bytes(b"no database" * 1_000)
+        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+        assert done.stdout.split() == ["0", "30"], done.stderr
+
+
+# --- when it is full -----------------------------------------------------------------------------
+
+SAMPLE = dump(torch.zeros(50_000, dtype=torch.uint8), "sample")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SampleStore]:
+    made = SampleStore(tmp_path / "cache", 1_000_000)
+    yield made
+    made.close()
+
+
+def put(store: SampleStore, owner: bytes, count: int) -> int:
+    """Put samples; returns how many of them are there then."""
+    store.get(owner, 0)
+    for index in range(count):
+        store.put(owner, index, SAMPLE)
+    return sum(store.get(owner, index)[0] for index in range(count))
+
+
+def test_a_full_cache_keeps_what_it_has(
+    store: SampleStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "dpex"):
+        assert 10 < put(store, b"a" * 16, 50) < 20
+        assert put(store, b"b" * 16, 50) == 0, "the other one was used a moment ago"
+    assert store.size()[1] <= 1_000_000
+    assert sum("max_bytes=1,000,000" in text for text in caplog.messages) == 2
+
+
+def test_a_full_cache_drops_what_nobody_uses(
+    store: SampleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = put(store, b"a" * 16, 50)
+    monkeypatch.setattr(sample_store, "_STALE_S", -1.0)
+    assert put(store, b"b" * 16, 5) == 5
+    assert sum(store.get(b"a" * 16, index)[0] for index in range(50)) <= before - 4
+    assert put(store, b"b" * 16, 50) > 10
+    assert store.size()[1] <= 1_000_000
+
+
+def test_a_sample_larger_than_the_cache_is_made_anew(tmp_path: Path) -> None:
+    dataset = cached([np.zeros(10_000), np.zeros(5)], at=tmp_path / "cache", max_bytes=50_000)
+    for _ in range(2):
+        assert [len(dataset[index]) for index in range(2)] == [10_000, 5]
+    assert dataset.info().samples == 0, "what is full stays so"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
+def test_a_full_disk_costs_samples_only(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with workplace() as place:
+            for hits in (0, None):
+                done = run_program(
+                    PROGRAM, "read", str(disk / "cache"), "", place=place, seconds=60
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+                found, made = map(int, done.stdout.split())
+                assert found + made == 30
+                assert found == hits or (hits is None and 0 < found < 30)
+            assert "the sample cache is full" in done.stderr
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# --- who may read it -----------------------------------------------------------------------------
+
+
+def test_others_may_not_write_to_it(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    cached(range(3), at=place)[0]
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert (place / "data.mdb").stat().st_mode & 0o777 == 0o600
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(PermissionError, match="of this user alone"):
+        cached(range(3), at=open_to_all)[0]
+    if os.getuid() == 0:
+        others = tmp_path / "others"
+        others.mkdir(0o700)
+        os.chown(others, 12345, 12345)
+        with pytest.raises(PermissionError, match="of this user alone"):
+            cached(range(3), at=others)[0]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: cached(Stream()), TypeError, "only a map-style dataset"),
+        (lambda: cached(range(3), at=3), TypeError, 'at must be "memory" or a directory, got 3'),  # type: ignore[arg-type]
+        (lambda: cached(range(3), max_bytes=0), ValueError, "an integer > 0, got 0"),
+        (lambda: cached(range(3), max_bytes=1.5), ValueError, "an integer > 0, got 1.5"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_input_is_told_at_once(
+    make: Callable[[], Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        make()
+
+
+def test_indices_of_any_kind(tmp_path: Path) -> None:
+    dataset = cached({"a": 1, (2, 3): 4, 7: 5, 1 << 80: 6}, at=tmp_path / "cache")
+    for _ in range(2):
+        assert [dataset[key] for key in ("a", (2, 3), 7, 1 << 80)] == [1, 4, 5, 6]
+    assert dataset.info().hits == 4
