@@ -83,6 +83,24 @@ class JpegFiles(Dataset[tuple[torch.Tensor, int]]):
             return {"image": AUGMENT(image.convert("RGB")), "label": row["label"]}
 
 
+class PhotographFiles(Dataset[tuple[Image.Image, int]]):
+    """Photographs on disk, decoded and nothing else: the source of a chain.
+
+    Args:
+        folder: Where :func:`make_jpegs` put them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(str(path) for path in folder.glob("*.jpg"))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        with Image.open(self.paths[index]) as image:
+            return image.convert("RGB"), index % 2
+
+
 class SameTensor(Dataset[torch.Tensor]):
     """One tensor, given again and again: what is left is collating and transport.
 
@@ -192,12 +210,13 @@ class SleepingSamples(Dataset[torch.Tensor]):
         return self.sample
 
 
-def make_jpegs(folder: Path, count: int = 1_024) -> Path:
-    """Cut ``count`` photographs of 500x375 out of scikit-learn's two, once.
+def make_jpegs(folder: Path, count: int = 1_024, size: tuple[int, int] = JPEG_SIZE) -> Path:
+    """Cut ``count`` photographs out of scikit-learn's two, once.
 
     Args:
         folder: Where they go; what is there already is kept.
         count: How many.
+        size: Width and height.
 
     Returns:
         ``folder``.
@@ -212,12 +231,12 @@ def make_jpegs(folder: Path, count: int = 1_024) -> Path:
     for number in range(count):
         photograph = Image.fromarray(photographs[number % len(photographs)])
         width = int(rng.integers(320, photograph.width + 1))
-        height = width * JPEG_SIZE[1] // JPEG_SIZE[0]
+        height = width * size[1] // size[0]
         if height > photograph.height:
-            width, height = photograph.height * JPEG_SIZE[0] // JPEG_SIZE[1], photograph.height
+            width, height = photograph.height * size[0] // size[1], photograph.height
         left = int(rng.integers(0, photograph.width - width + 1))
         top = int(rng.integers(0, photograph.height - height + 1))
-        cut = photograph.crop((left, top, left + width, top + height)).resize(JPEG_SIZE)
+        cut = photograph.crop((left, top, left + width, top + height)).resize(size)
         encoded = io.BytesIO()
         cut.save(encoded, format="JPEG", quality=90)
         (folder / f"{number:05d}.jpg").write_bytes(encoded.getvalue())

@@ -66,6 +66,10 @@ class Frame:
     size_bytes: int
 
 
+def _slots(value: Pickled) -> tuple[tuple[int, ...], ...]:
+    return tuple(value.tensor_slots), tuple(value.image_slots)
+
+
 def _binary_column(data: Any, size: int) -> pa.Array:
     """Wrap memory as one large_binary value (int64 offsets: no 2 GiB limit), without a copy."""
     import pyarrow as pa
@@ -142,7 +146,7 @@ class FrameWriter:
                 self._seconds,
                 self._cpu_seconds,
                 [
-                    (e.batch, e.failed, e.value.head, tuple(e.value.tensor_slots), places)
+                    (e.batch, e.failed, e.value.head, _slots(e.value), places)
                     for e, places in zip(self._entries, placements, strict=True)
                 ],
             ),
@@ -177,12 +181,12 @@ def read_frame(table: pa.Table) -> Frame:
     run, chunk, seconds, cpu_seconds, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     entries = []
-    for batch, failed, head, tensor_slots, places in rows:
+    for batch, failed, head, slots, places in rows:
         buffers = [
             gathered[start : start + size] if column < 0 else _view(table, column + 2)
             for column, start, size in places
         ]
-        entries.append(Entry(batch, Pickled(head, buffers, frozenset(tensor_slots)), failed))
+        entries.append(Entry(batch, Pickled(head, buffers, *map(frozenset, slots)), failed))
     return Frame(run, chunk, entries, seconds, cpu_seconds, table.nbytes)
 
 

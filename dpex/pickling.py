@@ -46,11 +46,14 @@ class Pickled:
             views of the pickled object's memory until they are copied.
         tensor_slots: The positions in ``buffers`` that hold tensors; the others hold whatever
             else offers out-of-band buffers (numpy arrays, mostly).
+        image_slots: The positions of PIL's images, which keep their pixels in another form, and
+            so need no copy of the buffer.
     """
 
     head: bytes
     buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
     tensor_slots: frozenset[int] = frozenset()
+    image_slots: frozenset[int] = frozenset()
 
     @property
     def digest(self) -> str:
@@ -83,6 +86,13 @@ def _rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def _rebuild_image(pixels: Any, *state: Any) -> Any:
+    """Make an image of PIL's from its state and its pixels, as it pickles them."""
+    image = sys.modules["PIL.Image"].Image.__new__(sys.modules["PIL.Image"].Image)
+    image.__setstate__([*state, pixels])
+    return image
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` with its elements side by side in memory, keeping channels-last order."""
     if tensor.is_contiguous():
@@ -104,32 +114,36 @@ class _Buffers:
     def __init__(self, out_of_band_bytes: float) -> None:
         self._out_of_band_bytes = out_of_band_bytes
         self.kept: list[np.ndarray[Any, Any]] = []
-        self.tensor_slots: set[int] = set()
-        self.tensor_buffer: pickle.PickleBuffer | None = None
+        self.slots: dict[str, set[int]] = {"tensor": set(), "image": set()}
+        # The buffer that comes next, if it is of a kind.
+        self.expected: tuple[str, pickle.PickleBuffer] | None = None
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Keep a large buffer; send a small one with the stream (says so by True)."""
         raw = buffer.raw()
         if raw.nbytes < self._out_of_band_bytes:
             return True
-        if buffer is self.tensor_buffer:
-            self.tensor_slots.add(len(self.kept))
-            self.tensor_buffer = None
+        if self.expected is not None and buffer is self.expected[1]:
+            self.slots[self.expected[0]].add(len(self.kept))
+            self.expected = None
         self.kept.append(np.frombuffer(raw, dtype=np.uint8))
         return False
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the bytes of plain CPU tensors out of band."""
+    """cloudpickle, with the bytes of plain CPU tensors and of PIL's images out of band."""
 
     def __init__(self, file: io.BytesIO, buffers: _Buffers) -> None:
         self._buffers = buffers
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce exact, strided CPU tensors; leave everything else to cloudpickle."""
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+        """Reduce exact, strided CPU tensors, and images; leave everything else to cloudpickle."""
+        kind = type(obj)
+        if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return self._reduce_tensor(obj)
+        if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
+            return self._reduce_image(obj)
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -151,8 +165,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             data.stride(),
             tensor.requires_grad,
         )
-        self._buffers.tensor_buffer = view
+        self._buffers.expected = ("tensor", view)
         return _rebuild_tensor, arguments
+
+    def _reduce_image(self, image: Any) -> Any:
+        *state, pixels = image.__getstate__()
+        if len(state) != 4 or not isinstance(pixels, bytes):  # another PIL than we know
+            return NotImplemented
+        view = pickle.PickleBuffer(pixels)
+        self._buffers.expected = ("image", view)
+        return _rebuild_image, (view, *state)
 
 
 def dump(obj: Any, what: str) -> Pickled:
@@ -192,7 +214,10 @@ def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
     _Pickler(file, buffers).dump(obj)
-    return Pickled(file.getvalue(), buffers.kept, frozenset(buffers.tensor_slots))
+    slots = buffers.slots
+    return Pickled(
+        file.getvalue(), buffers.kept, frozenset(slots["tensor"]), frozenset(slots["image"])
+    )
 
 
 Bytes = np.ndarray[Any, Any]
@@ -212,7 +237,7 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
     """
     buffers: list[Any] = []
     for slot, buffer in enumerate(pickled.buffers):
-        own = (take or own_copy)(buffer)
+        own = buffer if slot in pickled.image_slots else (take or own_copy)(buffer)
         in_tensor = slot in pickled.tensor_slots
         buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
     value = pickle.loads(pickled.head, buffers=buffers)

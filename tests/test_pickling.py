@@ -8,13 +8,16 @@ import pickle
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
+import PIL.Image
 import pytest
 
-from dpex.pickling import dump, dump_in_band, local_modules_by_value
+from dpex.pickling import Pickled, dump, dump_in_band, load, local_modules_by_value
 
 HELPER = """
 import numpy
@@ -81,3 +84,28 @@ def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16"])
+def test_images_travel_as_one_buffer_and_are_their_own(
+    mode: str, assert_same: Callable[[Any, Any], None]
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 200, 4), dtype=np.uint8)
+    image = PIL.Image.fromarray(pixels).convert("RGBA" if mode == "LA" else "RGB")
+    if mode == "I;16":
+        image = PIL.Image.fromarray(pixels[..., 0].astype(np.uint16) * 257)
+    elif mode == "P":
+        image = image.quantize(16)
+    else:
+        image = image.convert(mode)
+    image.info["dpi"] = (72, 72)
+    pickled = dump([image, image], "batch")
+    assert len(pickled.buffers) == len(pickled.image_slots) == 1
+    assert len(pickled.head) < 2_000
+    memory = pickled.buffers[0].copy()
+    there = Pickled(pickled.head, [memory], image_slots=pickled.image_slots)
+    first, second = load(there)
+    memory[:] = 0
+    assert first is second
+    assert_same(first, pickle.loads(pickle.dumps(image)))
+    assert first.info == {**image.info}

@@ -381,7 +381,8 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
 def store_job(pickled: Pickled) -> ray.ObjectRef:
     """Put a pickled job where workers of all nodes find it."""
     search_path = [str(Path(path).resolve()) for path in sys.path]
-    return ray.put((search_path, pickled.head, pickled.buffers, pickled.tensor_slots))
+    slots = pickled.tensor_slots, pickled.image_slots
+    return ray.put((search_path, pickled.head, pickled.buffers, *slots))
 
 
 def _here() -> str:

@@ -97,6 +97,8 @@ class SampleStore:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         _make_private(directory)
         self._max_bytes = max_bytes
+        # Memory does not outlive what could tear it.
+        self._lasting = _memory() not in directory.parents
         # Held as long as this process and its forks live, so that nobody removes the directory.
         self._in_use = (directory / _IN_USE).open("w")
         fcntl.flock(self._in_use, fcntl.LOCK_SH)
@@ -137,7 +139,9 @@ class SampleStore:
         self._touch(owner)
         with self._environment.begin(self._samples, buffers=True) as transaction:
             value = transaction.get(_key(owner, index))
-            return (False, None) if value is None else _decoded(value)
+            if value is None or (self._lasting and not _is_whole(value)):
+                return False, None
+            return True, _decoded(value)
 
     def put(self, owner: bytes, index: Any, pickled: Pickled) -> None:
         """Keep a sample, if there is room or room can be made."""
@@ -217,23 +221,28 @@ def _key(owner: bytes, index: Any) -> bytes:
 def _encoded(pickled: Pickled) -> bytes:
     """Pack a sample: checksum, length of the header, header, buffers."""
     sizes = [buffer.nbytes for buffer in pickled.buffers]
-    header = pickle.dumps((pickled.head, pickled.tensor_slots, sizes), protocol=5)
+    slots = pickled.tensor_slots, pickled.image_slots
+    header = pickle.dumps((pickled.head, sizes, slots), protocol=5)
     content = b"".join([_LENGTH.pack(len(header)), header, *(b.data for b in pickled.buffers)])
     return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content)) + content
 
 
-def _decoded(value: memoryview) -> tuple[bool, Any]:
-    """Unpack a sample; says no if it is not as it was packed."""
+def _is_whole(value: memoryview) -> bool:
+    """Tell whether a sample is as it was packed."""
     content = value[_CHECKSUM.size :]
-    if xxhash.xxh3_64_intdigest(content) != _CHECKSUM.unpack_from(value)[0]:
-        return False, None
+    return bool(xxhash.xxh3_64_intdigest(content) == _CHECKSUM.unpack_from(value)[0])
+
+
+def _decoded(value: memoryview) -> Any:
+    """Unpack a sample."""
+    content = value[_CHECKSUM.size :]
     start = _LENGTH.size + _LENGTH.unpack_from(content)[0]
-    head, tensor_slots, sizes = pickle.loads(content[_LENGTH.size : start])
+    head, sizes, slots = pickle.loads(content[_LENGTH.size : start])
     buffers = []
     for size in sizes:
         buffers.append(np.frombuffer(content, np.uint8, size, start))
         start += size
-    return True, load(Pickled(head, buffers, tensor_slots))
+    return load(Pickled(head, buffers, *slots))
 
 
 def _make_private(directory: Path) -> None:

@@ -1,0 +1,165 @@
+"""Photographs whose deterministic beginning is cached, against torch, which makes it every time.
+
+dpex reads them from a cache that its first epoch has filled. What that can win is known: a sample
+costs torch the cached part and the rest, to which collating belongs; dpex the rest alone. Both are
+timed here, in one process without a loader, and their quotient stands beside what was reached.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+from torchvision import transforms
+
+from benchmarks.goals import Goal
+from benchmarks.harness import (
+    SETTLE_S,
+    arguments,
+    close,
+    describe_machine,
+    make_loader,
+    say,
+    summarise,
+    time_epoch,
+    write,
+)
+from benchmarks.plots import bars
+from benchmarks.workloads import (
+    AUGMENT,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    PhotographFiles,
+    make_jpegs,
+)
+from dpex.datasets import cached
+from dpex.transforms import MappedDataset
+
+FOLDER = Path("build/bench-data")
+LARGE = (1_600, 1_200)
+BATCH_SIZE = 64
+TIMED_BATCHES = 4
+GOAL_OF_POSSIBLE = 0.9
+GOAL_LARGE = 3.0
+
+REST_OF_LARGE = transforms.Compose(
+    [
+        transforms.RandomCrop(224),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+    ]
+)
+
+
+def seconds_a_sample(make: Callable[[range], Any], length: int) -> float:
+    """Time a batch, as the median of several; returns a sample's share."""
+    times = []
+    for start in range(0, length - BATCH_SIZE + 1, BATCH_SIZE)[:TIMED_BATCHES]:
+        began = time.perf_counter()
+        make(range(start, start + BATCH_SIZE))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / BATCH_SIZE
+
+
+def measure(name: str, fixed: MappedDataset, rest: Any, options: Any) -> dict[str, Any]:
+    """Run both loaders in turn.
+
+    Args:
+        name: Of the workload.
+        fixed: The photographs, with what is cached of their chain.
+        rest: What is not.
+        options: ``workers`` and ``rounds``.
+    """
+    samples = [fixed[index] for index in range(min(len(fixed), TIMED_BATCHES * BATCH_SIZE))]
+    fixed_s = seconds_a_sample(lambda batch: [fixed[index] for index in batch], len(samples))
+    rest_s = seconds_a_sample(
+        lambda batch: default_collate([rest(samples[index][0]) for index in batch]), len(samples)
+    )
+    loaders = {
+        peer: make_loader(
+            peer,
+            MappedDataset(dataset, rest),
+            batch_size=BATCH_SIZE,
+            num_workers=options.workers,
+            shuffle=True,
+        )
+        for peer, dataset in (("torch", fixed), ("dpex", cached(fixed)))
+    }
+    rates: dict[str, list[float]] = {peer: [] for peer in loaders}
+    try:
+        for number in range(options.rounds + 1):
+            for peer, loader in loaders.items():
+                time.sleep(SETTLE_S)
+                rate = time_epoch(loader).samples_per_s
+                if number:  # the first one starts the workers and fills the cache
+                    rates[peer].append(rate)
+            say(
+                f"cached {name} {number}/{options.rounds}: "
+                + str({p: r[-1:] for p, r in rates.items()})
+            )
+    finally:
+        for loader in loaders.values():
+            close(loader)
+    over = [ours / torchs for ours, torchs in zip(rates["dpex"], rates["torch"], strict=True)]
+    return {
+        "fixed_ms": 1e3 * fixed_s,
+        "rest_ms": 1e3 * rest_s,
+        "possible": (fixed_s + rest_s) / rest_s,
+        "samples_per_s": {peer: summarise(rate) for peer, rate in rates.items()},
+        "over_torch": summarise(over),
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__, "cached")
+    torch.set_num_threads(1)
+    small = PhotographFiles(make_jpegs((FOLDER / "jpeg").resolve()))
+    large = PhotographFiles(make_jpegs((FOLDER / "large").resolve(), 256, LARGE))
+    record = describe_machine("cached")
+    record["workloads"] = {
+        "500x375": measure("500x375", MappedDataset(small), AUGMENT, options),
+        "1600x1200": measure(
+            "1600x1200", MappedDataset(large, transforms.Resize(256)), REST_OF_LARGE, options
+        ),
+    }
+    goals = []
+    for name, bound in (("500x375", None), ("1600x1200", GOAL_LARGE)):
+        found = record["workloads"][name]
+        possible = found["possible"]
+        note = (
+            f"{found['fixed_ms']:.1f} ms are cached, {found['rest_ms']:.1f} ms are not: "
+            f"{possible:.2f} is possible"
+        )
+        over = found["over_torch"]["all"]
+        if bound is None:
+            what = f"cached {name}: samples/s over torch's, of what is possible"
+            goals.append(
+                Goal.of(what, [o / possible for o in over], ">=", GOAL_OF_POSSIBLE, "ratio", note)
+            )
+        else:
+            what = f"cached {name}: samples/s over torch's"
+            goals.append(Goal.of(what, over, ">=", bound, "ratio", note))
+    record["goals"] = [asdict(goal) for goal in goals]
+    write(record, options.out)
+    bars(
+        options.out.with_suffix(".svg"),
+        f"Photographs with a cached beginning, {options.workers} workers",
+        {
+            f"{peer}, {name}": rate["all"]
+            for name, found in record["workloads"].items()
+            for peer, rate in found["samples_per_s"].items()
+        },
+        "samples/s",
+        None,
+    )
+    for goal in goals:
+        print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+if __name__ == "__main__":
+    main()
