@@ -13,11 +13,11 @@ from cluster_programs import (
     ROOT,
     processes_in,
     run_program,
-    spawn,
     torchrun,
     wait_until,
     workplace,
 )
+from cluster_programs.stores import ENVIRONMENT, object_store
 from idx_files import TRAINING, digits, write_idx
 
 pytestmark = [
@@ -153,37 +153,19 @@ def assert_ranks_shared(output: str) -> None:
 
 
 def test_mnist_object_store(place: Path) -> None:
-    store = place / "store"
-    (store / "bucket" / "mnist").mkdir(parents=True)
-    for name, part in (("training", "train"), ("test", "t10k")):
-        torch.save(digits()[part], store / "bucket" / "mnist" / f"{name}.pt")
-    log = place / "store.log"
-    server = spawn(
-        [
-            *(str(Path(sys.executable).with_name("rclone")), "serve", "s3", "--addr=127.0.0.1:0"),
-            *("--auth-key=someone,secret", "-vv", f"--log-file={log}", str(store)),
-        ],
-        place,
-    )
-    try:
-        listening = r"Starting s3 server on \[http://([\d.:]+)"
-        [address] = wait_until(
-            lambda: log.exists() and re.findall(listening, log.read_text()), 30, "object store"
-        )
+    with object_store(place) as (address, store):
+        (store / "bucket" / "mnist").mkdir(parents=True)
+        for name, part in (("training", "train"), ("test", "t10k")):
+            torch.save(digits()[part], store / "bucket" / "mnist" / f"{name}.pt")
+        endpoint = f"http://{address}"
         output = run_ranks(
-            "mnist_object_store",
-            "bucket/mnist",
-            "--epochs=4",
+            *("mnist_object_store", "bucket/mnist", "--epochs=4"),
             place=place,
-            AWS_ACCESS_KEY_ID="someone",
-            AWS_SECRET_ACCESS_KEY="secret",
-            AWS_ENDPOINT_URL=f"http://{address}",
+            **ENVIRONMENT,
+            AWS_ENDPOINT_URL=endpoint,
         )
-    finally:
-        server.kill()
-        server.wait()
     for rank in range(2):
         assert f"rank {rank}, epoch 3: {TRAINING // 2} samples" in output
     assert "epoch 3: 100%" in output  # the bar
     assert accuracy_in(output) > 60
-    assert "secret" not in output
+    assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in output

@@ -1,12 +1,24 @@
-"""Datasets that are read where they are processed.
+"""Datasets that are read where they are processed: on the nodes, in a store, once per node.
 
-from dpex.datasets import on_node
+from dpex.datasets import ImageFolder, cached, on_node
 
 dataset = on_node(FashionMNIST, root="/data", train=True, transform=ToTensor())
+dataset = cached(ImageFolder("s3://bucket/train", transform=Resize(256)))
 """
 
 from dpex.datasets.cache import cached
+from dpex.datasets.digits import MNIST, FashionMNIST
+from dpex.datasets.folder import ImageFolder
 from dpex.datasets.node import on_node
+from dpex.datasets.parquet import Parquet
 from dpex.datasets.vision import from_torchvision
 
-__all__ = ["cached", "from_torchvision", "on_node"]
+__all__ = [
+    "FashionMNIST",
+    "ImageFolder",
+    "MNIST",
+    "Parquet",
+    "cached",
+    "from_torchvision",
+    "on_node",
+]

@@ -1,0 +1,120 @@
+"""MNIST and its like, from their IDX files, wherever they lie."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from dpex.datasets.store import Store
+
+__all__ = ["MNIST", "FashionMNIST"]
+
+_UNSIGNED_BYTES = 8
+
+
+class MNIST(Dataset[tuple[Any, Any]]):
+    """torchvision's ``MNIST``, from a store too.
+
+    The labels are read here, for samplers; the images in each worker process, when it first reads
+    one. Nothing is downloaded.
+
+    Args:
+        uri: The folder that torchvision calls root (with ``MNIST/raw`` in it), or the one that
+            has the files: a path, ``s3://bucket/path`` and so on; see ``Store``.
+        train: Whether the training set, or the test set.
+        transform: For the image, one of PIL's, mode "L", 28x28.
+        target_transform: For the label.
+        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+
+    Attributes:
+        targets: Labels, int64 (N,).
+
+    Raises:
+        FileNotFoundError: The files are not there, neither plain nor with ``.gz``.
+        OSError: The store refuses, or does not answer in several tries.
+        ValueError: A file is not in IDX format.
+
+    Source:
+        ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
+    """
+
+    def __init__(
+        self,
+        uri: str | Path,
+        train: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
+        *,
+        filesystem: Any = None,
+    ) -> None:
+        self.train = train
+        self.transform = transform
+        self.target_transform = target_transform
+        self.transforms = None
+        self._store = Store(uri, filesystem)
+        self._images: np.ndarray[Any, Any] | None = None
+        self.targets = torch.from_numpy(self._read("labels-idx1-ubyte")).long()
+
+    def _read(self, name: str) -> np.ndarray[Any, Any]:
+        file = f"{'train' if self.train else 't10k'}-{name}"
+        folders = (f"{type(self).__name__}/raw/", "")
+        tried = [folder + file + ending for folder in folders for ending in ("", ".gz")]
+        for path in tried:
+            try:
+                content = self._store.read(path)
+            except FileNotFoundError:
+                continue
+            return _parse(gzip.decompress(content) if path.endswith(".gz") else content, path)
+        raise FileNotFoundError(f"{self._store.uri} has none of {', '.join(tried)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the images out, which every process reads for itself."""
+        return {**self.__dict__, "_images": None}
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Images, uint8 (N, 28, 28)."""
+        return torch.from_numpy(self._pixels())
+
+    def _pixels(self) -> np.ndarray[Any, Any]:
+        if self._images is None:
+            self._images = self._read("images-idx3-ubyte")
+        return self._images
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: Any) -> tuple[Any, Any]:
+        """Return the image, and its label."""
+        from PIL import Image
+
+        image: Any = Image.fromarray(self._pixels()[index])
+        target: Any = int(self.targets[index])
+        if self.transform is not None:
+            image = self.transform(image)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return image, target
+
+
+class FashionMNIST(MNIST):
+    """torchvision's ``FashionMNIST``, from a store too; see ``MNIST``."""
+
+
+def _parse(content: bytes, path: str) -> np.ndarray[Any, Any]:
+    if len(content) < 4 or content[:3] != bytes([0, 0, _UNSIGNED_BYTES]):
+        raise ValueError(f"{path} is not in IDX format: it begins with {content[:4].hex()}")
+    dimensions = content[3]
+    start = 4 + 4 * dimensions
+    shape = np.frombuffer(content, ">u4", dimensions, 4).astype(int)
+    if len(content) - start != np.prod(shape):
+        raise ValueError(
+            f"{path} has {len(content) - start:,} bytes of content; header: {shape.tolist()}"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()

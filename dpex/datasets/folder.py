@@ -1,0 +1,96 @@
+"""Pictures in folders, one for each class, wherever they lie."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from dpex.datasets.store import Store
+
+__all__ = ["ImageFolder"]
+
+_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ImageFolder(Dataset[tuple[Any, Any]]):
+    """torchvision's ``ImageFolder``, from a store too: the same classes and the same order.
+
+    The store is listed once, here; pictures are read in the worker.
+
+    Args:
+        uri: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on; see
+            ``Store``.
+        transform: For the picture, an RGB image of PIL's.
+        target_transform: For the class's number.
+        is_valid_file: Which files, by path, are pictures; those with a picture's extension if
+            None.
+        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+
+    Attributes:
+        classes: Their names, in order.
+        class_to_idx: Their numbers.
+        targets: The number of every sample's class, int64 (N,).
+        paths: The path of every sample's file below ``uri``.
+
+    Raises:
+        FileNotFoundError: The folder is not there, or has no pictures in folders.
+        OSError: The store refuses, or does not answer in several tries.
+
+    Source:
+        ``torchvision.datasets.ImageFolder``.
+    """
+
+    def __init__(
+        self,
+        uri: str | Path,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        *,
+        filesystem: Any = None,
+    ) -> None:
+        self.transform = transform
+        self.target_transform = target_transform
+        self.transforms = None
+        self._store = Store(uri, filesystem)
+        wanted = is_valid_file or (lambda path: path.lower().endswith(_EXTENSIONS))
+        paths = [path for path in self._store.files() if "/" in path and wanted(path)]
+        if not paths:
+            raise FileNotFoundError(
+                f"{self._store.uri} has no pictures in folders, one for each class"
+            )
+        # As os.walk() meets them: the folders of a class in order, and the files in each.
+        paths.sort(key=_by_class_and_folder)
+        classes = sorted({path.partition("/")[0] for path in paths})
+        self.classes = classes
+        self.class_to_idx = {name: number for number, name in enumerate(classes)}
+        numbers = [self.class_to_idx[path.partition("/")[0]] for path in paths]
+        self.targets = np.array(numbers, dtype=np.int64)
+        # One array, which all workers of a node share; a million strings would be copied.
+        self.paths = np.array(paths, dtype=np.str_)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: Any) -> tuple[Any, Any]:
+        """Return the picture, and the number of its class."""
+        from PIL import Image
+
+        image: Any
+        with Image.open(io.BytesIO(self._store.read(str(self.paths[index])))) as file:
+            image = file.convert("RGB")
+        target: Any = int(self.targets[index])
+        if self.transform is not None:
+            image = self.transform(image)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return image, target
+
+
+def _by_class_and_folder(path: str) -> tuple[str, str, str]:
+    return path.partition("/")[0], str(PurePosixPath(path).parent), PurePosixPath(path).name

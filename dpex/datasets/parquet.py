@@ -1,0 +1,146 @@
+"""Rows of Parquet files, read by row group, wherever they lie."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from dpex.datasets.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Parquet"]
+
+_FOOTERS_AT_ONCE = 16
+_DEFAULT_KEPT_GROUPS = 4
+
+
+class Parquet(Dataset[dict[str, Any]]):
+    """The rows of Parquet files, each a dict of its columns.
+
+    A row is read with its whole row group, and a batch reads every row group once: shuffle by row
+    groups, or keep as many as a batch meets, where reading is what takes the time.
+
+    Args:
+        uri: A file, or a folder of ``*.parquet``: a path, ``s3://bucket/path`` and so on; see
+            ``Store``.
+        columns: Which ones; all if None.
+        kept_groups: Row groups that a process keeps.
+        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+
+    Attributes:
+        columns: Their names, in the order of the files.
+
+    Raises:
+        FileNotFoundError: There is no such file, or none in the folder.
+        OSError: The store refuses, or does not answer in several tries.
+        ValueError: A column is not in the files, or the files do not have the same columns.
+    """
+
+    def __init__(
+        self,
+        uri: str | Path,
+        columns: Sequence[str] | None = None,
+        *,
+        kept_groups: int = _DEFAULT_KEPT_GROUPS,
+        filesystem: Any = None,
+    ) -> None:
+        self._store = Store(uri, filesystem)
+        self._kept_groups = kept_groups
+        one = self._store.uri.partition("?")[0].endswith(".parquet")
+        self._files = [""] if one else [f for f in self._store.files() if f.endswith(".parquet")]
+        if not self._files:
+            raise FileNotFoundError(f"{self._store.uri} has no *.parquet in it")
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            footers = list(pool.map(self._footer, self._files))
+        names = footers[0][0]
+        for file, (others, _) in zip(self._files, footers, strict=True):
+            if others != names:
+                raise ValueError(f"{file} has columns {others}, {self._files[0]} has {names}")
+        unknown = sorted(set(columns or ()) - set(names))
+        if unknown:
+            raise ValueError(f"columns {unknown} are not among {names}")
+        self.columns = [name for name in names if columns is None or name in columns]
+        groups = [(f, g, rows) for f, (_, s) in enumerate(footers) for g, rows in enumerate(s)]
+        self._groups = [(f, g) for f, g, _ in groups]
+        self._ends = list(accumulate(rows for _, _, rows in groups))
+        self._read: OrderedDict[int, pa.Table] = OrderedDict()
+
+    def _footer(self, file: str) -> tuple[list[str], list[int]]:
+        import pyarrow.parquet as pq
+
+        def footer() -> Any:
+            with self._store.open(file) as source:
+                return pq.read_metadata(source)
+
+        found = self._store.insist(footer, file)
+        rows = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
+        return list(found.schema.to_arrow_schema().names), rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what this process has read."""
+        return {**self.__dict__, "_read": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        """Return one row."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return some rows, in the order of the indices; each row group is read once."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            row = int(index) + (len(self) if index < 0 else 0)
+            if not 0 <= row < len(self):
+                raise IndexError(f"index {index} is not in [0, {len(self) - 1}]")
+            group = bisect_right(self._ends, row)
+            first = self._ends[group - 1] if group else 0
+            places.setdefault(group, []).append((place, row - first))
+        rows: list[dict[str, Any]] = [{}] * len(indices)
+        for group, wanted in places.items():
+            taken = self._group(group).take([row for _, row in wanted])
+            columns = {name: _values(taken.column(name)) for name in self.columns}
+            for number, (place, _) in enumerate(wanted):
+                rows[place] = {name: values[number] for name, values in columns.items()}
+        return rows
+
+    def _group(self, number: int) -> pa.Table:
+        import pyarrow.parquet as pq
+
+        if number not in self._read:
+            file, group = self._groups[number]
+            path = self._files[file]
+
+            def whole() -> pa.Table:
+                with self._store.open(path) as source:
+                    return pq.ParquetFile(source).read_row_group(group, columns=self.columns)
+
+            self._read[number] = self._store.insist(whole, path)
+            while len(self._read) > max(1, self._kept_groups):
+                self._read.popitem(last=False)
+        self._read.move_to_end(number)
+        return self._read[number]
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return Python's numbers, strings and bytes; numpy's arrays of lists of numbers."""
+    import pyarrow.types as types
+
+    kind = column.type
+    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if listed and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)):
+        found = (scalar.values for chunk in column.chunks for scalar in chunk)
+        return [None if v is None else np.array(v.to_numpy(zero_copy_only=False)) for v in found]
+    values: list[Any] = column.to_pylist()
+    return values

@@ -1,0 +1,218 @@
+"""Files by URI: on a disk, in an object store, or wherever fsspec reaches."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+__all__ = ["Store"]
+
+T = TypeVar("T")
+
+# A store that is busy is asked again after this long, twice as long, and so on.
+_FIRST_PAUSE_S = 0.1
+_TRIES = 6
+# Asking again does not help; Arrow has one class of error for all that a store says.
+_FINAL = re.compile(
+    "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
+)
+# What Arrow's URIs may say of an S3 store.
+_S3_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "endpoint_override": str,
+    "force_virtual_addressing": lambda text: text.lower() == "true",
+    "region": str,
+    "scheme": str,
+}
+
+
+# The global generator is the samples'.
+_chance = random.Random()
+
+
+class Store:
+    """A folder of files.
+
+    Clients are made in each process, when it first reads. Credentials are what the environment or
+    the client library's own files say, or are in ``filesystem``.
+
+    Args:
+        uri: A folder, or a file: a path, ``file://``, ``s3://bucket/path``, ``gs://``, ``oss://``
+            (S3's protocol; endpoint and credentials from ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``
+            and ``OSS_ACCESS_KEY_SECRET``), or whatever else fsspec knows.
+        filesystem: A ``pyarrow.fs.FileSystem``, or one of fsspec's, to be used as it is; ``uri``
+            is then a path in it.
+
+    Raises:
+        ValueError: The URI has a user name or a password in it.
+    """
+
+    def __init__(self, uri: str | Path, filesystem: Any = None) -> None:
+        parts = urlsplit(str(uri))
+        in_place = filesystem is not None or parts.scheme
+        self._whole = str(uri) if in_place else str(Path(uri).expanduser().absolute())
+        self.uri = self._whole.partition("?")[0].rstrip("/")
+        self._given = filesystem
+        self._made_in = os.getpid()
+        self._opened: tuple[int, pafs.FileSystem, str] | None = None
+        if "@" in parts.netloc:
+            raise ValueError(
+                "a URI with credentials in it is not taken: they would be shown in messages. Set "
+                "them in the environment, or pass filesystem="
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the client out: it is not to be used in another process."""
+        return {**self.__dict__, "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _made_in=os.getpid())
+
+    def __repr__(self) -> str:
+        """Show where it is."""
+        return f"Store({self.uri!r})"
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content.
+
+        Args:
+            path: Below the store's own.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: The store refuses, or does not answer in several tries.
+        """
+
+        def whole() -> bytes:
+            filesystem, base = self._client()
+            with filesystem.open_input_file(f"{base}/{path}" if path else base) as file:
+                content: bytes = file.read()
+                if len(content) != file.size():
+                    raise OSError(f"{len(content):,} bytes came of {file.size():,}")
+                return content
+
+        return self.insist(whole, path)
+
+    def files(self) -> list[str]:
+        """Return the paths of all files, below the store's own, in order.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            OSError: The store refuses, or does not answer in several tries.
+        """
+
+        def listed() -> list[str]:
+            import pyarrow.fs as pafs
+
+            filesystem, base = self._client()
+            found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
+            return sorted(f.path[len(base) :].lstrip("/") for f in found if f.is_file)
+
+        return self.insist(listed, "")
+
+    def open(self, path: str) -> Any:
+        """Return a file to read parts of; what it raises is Arrow's own."""
+        filesystem, base = self._client()
+        return filesystem.open_input_file(f"{base}/{path}" if path else base)
+
+    def insist(self, read: Callable[[], T], path: str) -> T:
+        """Read, and read again where the store was busy.
+
+        Args:
+            read: What to do.
+            path: What it reads, for the errors.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: The store refuses, or does not answer in several tries.
+        """
+        where = f"{self.uri}/{path}" if path else self.uri
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return read()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{where} does not exist") from None
+            except OSError as error:
+                text = _without_secrets(str(error))
+                if _FINAL.search(text) or isinstance(error, PermissionError):
+                    raise type(error)(f"{where} cannot be read: {text}") from None
+                if not tries_left:
+                    raise OSError(f"{where} cannot be read in {_TRIES} tries: {text}") from None
+            # At other times than the other workers.
+            time.sleep(
+                _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left) * random.Random().uniform(0.5, 1.5)
+            )
+        raise AssertionError
+
+    def _client(self) -> tuple[pafs.FileSystem, str]:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), *self._open())
+        return self._opened[1:]
+
+    def _open(self) -> tuple[pafs.FileSystem, str]:
+        import pyarrow.fs as pafs
+
+        given = self._given
+        if given is not None:
+            if self._made_in != os.getpid():
+                # Forks would read one another's answers from the connections that they inherit.
+                given = pickle.loads(pickle.dumps(given))
+            if not isinstance(given, pafs.FileSystem):
+                given = pafs.PyFileSystem(pafs.FSSpecHandler(given))
+            return given, self.uri
+        if "://" not in self._whole:
+            return pafs.LocalFileSystem(), self._whole
+        parts = urlsplit(self._whole)
+        if parts.scheme == "file":
+            return pafs.LocalFileSystem(), parts.path
+        if parts.scheme in {"s3", "oss"}:
+            options = dict(parse_qsl(parts.query))
+            return _s3(parts.scheme, options), f"{parts.netloc}{parts.path}".rstrip("/")
+        if parts.scheme == "gs":
+            found: tuple[pafs.FileSystem, str] = pafs.FileSystem.from_uri(self._whole)
+            return found
+        import fsspec
+
+        client, path = fsspec.core.url_to_fs(self._whole)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(client)), path
+
+
+def _s3(scheme: str, query: dict[str, str]) -> pafs.FileSystem:
+    import pyarrow.fs as pafs
+
+    unknown = sorted(query.keys() - _S3_OPTIONS.keys())
+    if unknown:
+        raise ValueError(f"the URI has {unknown}; known are {sorted(_S3_OPTIONS)}")
+    options = {name: _S3_OPTIONS[name](text) for name, text in query.items()}
+    environment = os.environ
+    if scheme == "oss":
+        endpoint = environment.get("OSS_ENDPOINT", "")
+        options = {
+            "access_key": environment.get("OSS_ACCESS_KEY_ID"),
+            "secret_key": environment.get("OSS_ACCESS_KEY_SECRET"),
+            "force_virtual_addressing": True,
+            **options,
+        }
+    else:
+        endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL", "")
+    if endpoint and "endpoint_override" not in options:
+        kind, separator, address = endpoint.rpartition("://")
+        options |= {"endpoint_override": address} | ({"scheme": kind} if separator else {})
+    strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
+    return pafs.S3FileSystem(retry_strategy=strategy, **options)
+
+
+def _without_secrets(text: str) -> str:
+    for name, value in os.environ.items():
+        if re.search("KEY|SECRET|TOKEN|PASSWORD", name) and len(value) >= 8:
+            text = text.replace(value, "…")
+    return text

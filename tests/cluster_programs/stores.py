@@ -1,0 +1,113 @@
+"""A real S3 server on this machine, and a proxy before it that answers as busy stores do."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from cluster_programs import spawn, wait_until
+
+KEY, SECRET = "someone", "a-secret-of-theirs"
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "here"}
+
+
+@contextlib.contextmanager
+def object_store(place: Path) -> Iterator[tuple[str, Path]]:
+    """Serve a folder whose folders are buckets; yields the server's address and the folder."""
+    folder, log = place / "buckets", place / "store.log"
+    folder.mkdir()
+    server = spawn(
+        [
+            *(str(Path(sys.executable).with_name("rclone")), "serve", "s3", "--addr=127.0.0.1:0"),
+            *(f"--auth-key={KEY},{SECRET}", "-vv", f"--log-file={log}", str(folder)),
+        ],
+        place,
+    )
+    try:
+        listening = r"Starting s3 server on \[http://([\d.:]+)"
+        [address] = wait_until(
+            lambda: log.exists() and re.findall(listening, log.read_text()), 30, "object store"
+        )
+        yield address, folder
+    finally:
+        server.kill()
+        server.wait()
+
+
+class Proxy:
+    """Passes requests on, but for what is to go wrong.
+
+    Args:
+        behind: Address of the server.
+
+    Attributes:
+        address: Its own.
+        faults: How the next answers to requests for an object go wrong: ``"busy"`` (503),
+            ``"short"`` (less content than announced), ``"denied"`` (403), ``"reset"``.
+        delay_s: How late each answer comes.
+        requests: Method and path of every request for an object.
+    """
+
+    def __init__(self, behind: str) -> None:
+        self.faults: list[str] = []
+        self.delay_s = 0.0
+        self.requests: list[tuple[str, str]] = []
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                time.sleep(proxy.delay_s)
+                path = self.path.partition("?")[0]
+                fault = ""
+                if path.count("/") > 1:
+                    proxy.requests.append((self.command, path))
+                    fault = proxy.faults.pop(0) if proxy.faults else ""
+                if fault in {"busy", "denied"}:
+                    code = {"busy": "SlowDown", "denied": "AccessDenied"}[fault]
+                    body = f"<Error><Code>{code}</Code></Error>".encode()
+                    return self.answer({"busy": 503, "denied": 403}[fault], {}, body)
+                connection = http.client.HTTPConnection(behind, timeout=30)
+                connection.request(self.command, self.path, headers=dict(self.headers))
+                answer = connection.getresponse()
+                body = answer.read()
+                own = {"connection", "transfer-encoding"}
+                headers = {k: v for k, v in answer.getheaders() if k.lower() not in own}
+                if fault == "reset" or (fault == "short" and self.command != "GET"):
+                    self.close_connection = True
+                    return self.connection.close()
+                self.answer(answer.status, headers, body[: len(body) // 2] if fault else body)
+                return None
+
+            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response(status)
+                announced = {"Content-Length": str(len(body)), **headers}
+                for name, value in announced.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+                if int(announced["Content-Length"]) != len(body):
+                    self.close_connection = True
+
+            do_GET = do_HEAD = handle_any
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,292 @@
+"""Datasets in an object store, a real one, and one that is slow, busy or refuses."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+from cluster_programs import workplace
+from cluster_programs.stores import ENVIRONMENT, KEY, SECRET, Proxy, object_store
+from idx_files import write_idx
+from torch.utils.data import DataLoader, Subset
+from torchvision import datasets
+from torchvision import transforms as v1
+
+from dpex import DpexDataLoader
+from dpex.datasets import MNIST, FashionMNIST, ImageFolder, Parquet, from_torchvision
+from dpex.datasets import store as store_module
+from dpex.datasets.store import Store
+
+OURS = {"distribute_mode": True, "head_address": "local"}
+
+Same = Callable[[Any, Any], None]
+# In an order that neither a store's listing nor sorted() gives.
+PICTURES = ["b/z.png", "b/a/x.PNG", "b/a.png", "b-c/1.png", "a/10.png", "a/9.jpeg", "a/a/a/1.bmp"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Path]]:
+    """The address of an S3 server, and the folder with its bucket."""
+    with workplace() as place, object_store(place) as (address, buckets):
+        fill(buckets / "bucket")
+        yield address, buckets / "bucket"
+
+
+def fill(folder: Path) -> None:
+    for number, name in enumerate(PICTURES):
+        file = folder / "pictures" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (9, 8, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(file)
+    (folder / "pictures" / "a" / "notes.txt").write_text("no picture")
+    (folder / "pictures" / "above.png").write_bytes(b"in no folder")
+    write_idx(folder / "digits", "FashionMNIST")
+    (folder / "zipped").mkdir()
+    for file in (folder / "digits" / "FashionMNIST" / "raw").iterdir():
+        (folder / "zipped" / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    (folder / "rows").mkdir()
+    for number in range(3):
+        pq.write_table(rows(100 * number, 70), folder / "rows" / f"{number}.parquet", 30)
+
+
+def rows(start: int, count: int) -> pa.Table:
+    numbers = np.arange(start, start + count)
+    return pa.table(
+        {
+            "number": numbers,
+            "share": numbers / 7,
+            "name": [f"row {n}" for n in numbers],
+            "tokens": [list(range(n % 5)) for n in numbers],
+            "bytes": [bytes([n % 256]) for n in numbers],
+        }
+    )
+
+
+@pytest.fixture
+def proxy(server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    proxy = Proxy(server[0])
+    enter(monkeypatch, proxy.address)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def bucket(server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    enter(monkeypatch, server[0])
+    return server[1]
+
+
+def signed_in(address: str) -> pyarrow.fs.FileSystem:
+    """A client with its credentials: the shared Ray's workers have another environment."""
+    return pyarrow.fs.S3FileSystem(
+        access_key=KEY, secret_key=SECRET, endpoint_override=address, scheme="http"
+    )
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{address}"}.items():
+        monkeypatch.setenv(name, value)
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["s3", "path", "file", "pyarrow", "fsspec"])
+def test_folders_are_torchvisions(scheme: str, bucket: Path, assert_same: Same) -> None:
+    torchs = datasets.ImageFolder(str(bucket / "pictures"), v1.ToTensor(), lambda number: -number)
+    uri, filesystem = {
+        "s3": ("s3://bucket/pictures", None),
+        "path": (bucket / "pictures", None),
+        "file": (f"file://{bucket}/pictures", None),
+        "pyarrow": (str(bucket / "pictures"), pyarrow.fs.LocalFileSystem()),
+        "fsspec": (str(bucket / "pictures"), __import__("fsspec").filesystem("file")),
+    }[scheme]
+    ours = ImageFolder(uri, v1.ToTensor(), lambda number: -number, filesystem=filesystem)
+    assert ours.classes == torchs.classes == ["a", "b", "b-c"]
+    assert ours.class_to_idx == torchs.class_to_idx
+    assert ours.targets.tolist() == torchs.targets
+    relative = [os.path.relpath(path, bucket / "pictures") for path, _ in torchs.samples]
+    assert ours.paths.tolist() == relative
+    assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
+    apart = from_torchvision(ours)
+    assert_same(apart[2], torchs[2])
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_workers_read_the_store_themselves(
+    bucket: Path, server: tuple[str, Path], assert_same: Same
+) -> None:
+    dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
+    assert len(pickle.dumps(dataset)) < 2_500
+    expected = list(DataLoader(datasets.ImageFolder(str(bucket / "pictures"), v1.ToTensor()), 2))
+    for loader in (
+        DpexDataLoader(dataset, 2, num_workers=2, **OURS),  # type: ignore[arg-type]
+        DataLoader(dataset, 2, num_workers=2, multiprocessing_context="fork"),
+        DataLoader(dataset, 2, num_workers=1, multiprocessing_context="spawn"),
+    ):
+        assert_same(list(loader), expected)
+
+
+@pytest.mark.parametrize("folder", ["digits", "zipped"])
+@pytest.mark.parametrize("train", [True, False])
+def test_digits_are_torchvisions(folder: str, train: bool, bucket: Path, assert_same: Same) -> None:
+    torchs = datasets.FashionMNIST(str(bucket / "digits"), train, v1.ToTensor())
+    ours = FashionMNIST(f"s3://bucket/{folder}", train, v1.ToTensor())
+    assert_same(ours.targets, torchs.targets)
+    assert_same(ours.data, torchs.data)
+    assert_same(
+        [ours[i] for i in range(0, len(ours), 50)], [torchs[i] for i in range(0, len(ours), 50)]
+    )
+    assert_same(ours[-1], torchs[-1])
+    plain = FashionMNIST(f"s3://bucket/{folder}", train)
+    assert_same(plain[3], datasets.FashionMNIST(str(bucket / "digits"), train)[3])
+    assert len(pickle.dumps(plain)) < 30_000, "images are read where they are used"
+
+
+def test_rows_are_those_of_the_files(bucket: Path) -> None:
+    expected = pa.concat_tables([rows(100 * number, 70) for number in range(3)]).to_pylist()
+    dataset = Parquet("s3://bucket/rows")
+    assert len(dataset) == 210
+    assert dataset.columns == ["number", "share", "name", "tokens", "bytes"]
+    order = np.random.default_rng(0).permutation(210)
+    for batch in (order[:40], order[:1], [209, 0, 0, -1]):
+        for row, index in zip(dataset.__getitems__(batch), batch, strict=True):
+            assert row["tokens"].tolist() == expected[index]["tokens"]
+            assert {**row, "tokens": 0} == {**expected[index], "tokens": 0}
+    some = Parquet(bucket / "rows" / "1.parquet", columns=["share", "number"])
+    assert some[3] == {"number": 103, "share": 103 / 7}
+    with pytest.raises(IndexError, match=re.escape("index 70 is not in [0, 69]")):
+        some[70]
+    [batch] = DataLoader(Subset(some, [5, 1]), 2)
+    assert batch["number"].tolist() == [105, 101]
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_batch_reads_a_row_group_once(proxy: Proxy, assert_same: Same) -> None:
+    dataset = Parquet(
+        "bucket/rows", columns=["number"], kept_groups=1, filesystem=signed_in(proxy.address)
+    )
+    before = len(proxy.requests)
+    dataset.__getitems__([0, 150, 1, 151, 2, 152])
+    once = len(proxy.requests) - before
+    before = len(proxy.requests)
+    for index in (0, 150, 1, 151):
+        dataset[index]
+    assert len(proxy.requests) - before == 2 * once
+    expected = list(DataLoader(dataset, 32))
+    ours: Any = DpexDataLoader(dataset, 32, num_workers=2, **OURS)
+    assert_same(list(ours), expected)
+
+
+# --- when it goes wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "faults", [["busy"] * 6, ["short"], ["short", "busy", "short"], ["reset"] * 3], ids=str
+)
+def test_a_busy_store_is_asked_again(proxy: Proxy, faults: list[str], server: Any) -> None:
+    proxy.faults = list(faults)
+    content = Store("s3://bucket/pictures").read("b/z.png")
+    assert content == (server[1] / "pictures" / "b" / "z.png").read_bytes()
+    assert not proxy.faults
+
+
+def test_a_store_that_stays_busy_is_an_error(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_FIRST_PAUSE_S", 0.001)
+    proxy.faults = ["busy"] * 1_000
+    with pytest.raises(OSError, match=r"^s3://bucket/pictures/b/z.png cannot be read in 6 tries"):
+        Store("s3://bucket/pictures").read("b/z.png")
+
+
+def test_a_refusal_is_told_at_once_and_shows_no_secret(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ImageFolder("s3://bucket/pictures")
+    before = len(proxy.requests)
+    proxy.faults = ["denied"] * 20
+    with pytest.raises(OSError, match=r"^s3://bucket/pictures/a/10.png cannot be read") as caught:
+        dataset[0]
+    assert len(proxy.requests) - before == 1, "asking again does not help"
+    proxy.faults = []
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    with pytest.raises(OSError, match="cannot be read") as refused:
+        ImageFolder("s3://bucket/pictures")
+    for text in (str(caught.value), str(refused.value), repr(dataset.__dict__)):
+        assert "secret" not in text
+        assert KEY not in text
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_missing_key_is_named_also_by_a_worker(server: tuple[str, Path]) -> None:
+    dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
+    dataset.paths[3] = "gone.png"
+    for loader in (DataLoader(dataset, 2), DpexDataLoader(dataset, 2, num_workers=1, **OURS)):  # type: ignore[arg-type]
+        with pytest.raises(FileNotFoundError, match=r"bucket/pictures/gone\.png does not exist"):
+            list(loader)
+
+
+def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
+    proxy.delay_s = 0.5
+    assert len(Store("s3://bucket/pictures").read("b/z.png")) > 100
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda _: ImageFolder("s3://key:word@bucket/x"), ValueError, "URI with credentials"),
+        (lambda _: ImageFolder("s3://bucket/x?key=3"), ValueError, "the URI has ['key']"),
+        (
+            lambda _: ImageFolder("s3://bucket/rows"),
+            FileNotFoundError,
+            "has no pictures in folders",
+        ),
+        (
+            lambda _: ImageFolder("s3://bucket/none"),
+            FileNotFoundError,
+            "s3://bucket/none does not exist",
+        ),
+        (lambda _: ImageFolder("/none/there"), FileNotFoundError, "/none/there does not exist"),
+        (lambda _: MNIST("s3://bucket/digits"), FileNotFoundError, "MNIST/raw/train-labels"),
+        (lambda place: MNIST(write(place, b"\0\0\x09\x01")), ValueError, "begins with 00000901"),
+        (
+            lambda place: MNIST(write(place, b"\0\0\x08\x01\0\0\0\x05abc")),
+            ValueError,
+            "has 3 bytes of content; header: [5]",
+        ),
+        (lambda _: Parquet("s3://bucket/zipped"), FileNotFoundError, "no *.parquet"),
+        (
+            lambda _: Parquet("s3://bucket/rows", ["nme"]),
+            ValueError,
+            "columns ['nme'] are not among",
+        ),
+        (lambda place: Parquet(unlike(place)), ValueError, "b.parquet has columns ['y']"),
+    ],
+)
+@pytest.mark.usefixtures("bucket")
+def test_bad_input_is_told_at_once(
+    make: Callable[[Path], Any], error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        make(tmp_path)
+
+
+def write(place: Path, content: bytes) -> Path:
+    (place / "train-labels-idx1-ubyte").write_bytes(content)
+    return place
+
+
+def unlike(place: Path) -> Path:
+    for file, column in (("a", "x"), ("b", "y")):
+        pq.write_table(pa.table({column: [1]}), place / f"{file}.parquet")
+    return place
