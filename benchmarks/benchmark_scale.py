@@ -27,7 +27,7 @@ TASKS_PER_NODE = 4
 WAIT_S = 0.1
 BATCH_SIZE = 16
 # Of each task in an epoch. At its end tasks wait for the last one, up to a batch each.
-BATCHES_PER_TASK = 25
+BATCHES_PER_TASK = 40
 EPOCHS = 2
 STORE_BYTES = 200 << 20
 SAMPLER_INDICES = 20_000_000
