@@ -29,6 +29,7 @@ BATCH_SIZE = 16
 # Of each task in an epoch. At its end tasks wait for the last one, up to a batch each.
 BATCHES_PER_TASK = 40
 EPOCHS = 2
+RUN_TIMEOUT_S = 900
 STORE_BYTES = 200 << 20
 SAMPLER_INDICES = 20_000_000
 VOID_PERCENT = 70.0
@@ -143,7 +144,7 @@ def main() -> None:
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for number in range(options.rounds):
         for nodes in NODES:
-            runs[nodes] += run_fresh(measure, nodes=nodes)
+            runs[nodes] += run_fresh(measure, timeout_s=RUN_TIMEOUT_S, nodes=nodes)
             last = runs[nodes][-1]
             say(f"scale round {number + 1}/{options.rounds}, {nodes} nodes: {last}")
     record["runs"] = runs

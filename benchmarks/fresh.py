@@ -22,12 +22,15 @@ RUN_TIMEOUT_S = 300
 END_TIMEOUT_S = 60
 
 
-def run_fresh(function: Callable[..., Any], **arguments: Any) -> Any:
+def run_fresh(
+    function: Callable[..., Any], *, timeout_s: float = RUN_TIMEOUT_S, **arguments: Any
+) -> Any:
     """Call a function in a fresh interpreter, and wait for the end of everything that it started.
 
     Args:
         function: Of any module. If its loader's workers import that module too, as for a dataset
             in it, it should import no more than they need.
+        timeout_s: How long it may take.
         arguments: What JSON can carry.
 
     Returns:
@@ -35,7 +38,7 @@ def run_fresh(function: Callable[..., Any], **arguments: Any) -> Any:
 
     Raises:
         RuntimeError: Some of its processes stay.
-        subprocess.SubprocessError: It failed, or took more than five minutes.
+        subprocess.SubprocessError: It failed, or took longer.
     """
     mark = uuid.uuid4().hex
     module = sys.modules[function.__module__].__spec__
@@ -52,7 +55,7 @@ def run_fresh(function: Callable[..., Any], **arguments: Any) -> Any:
         [*command, json.dumps(arguments)],
         env=environment,
         stdout=subprocess.PIPE,
-        timeout=RUN_TIMEOUT_S,
+        timeout=timeout_s,
         check=True,
     )
     _, alive = psutil.wait_procs(processes_of(mark), timeout=END_TIMEOUT_S)

@@ -43,7 +43,7 @@ def divide(
     """
     parts = dataset.parts if isinstance(dataset, MappedDataset) else []
     collating = sum(not part.batched for part in parts[1:])
-    if isinstance(collate_fn, CollateAndTransform):
+    if parts[1:] and isinstance(collate_fn, CollateAndTransform):
         collate_fn = collate_fn.collate_fn
     first = Job(
         dataset=dataset.first_part() if parts[1:] else dataset,

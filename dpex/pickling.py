@@ -88,7 +88,9 @@ def _rebuild_tensor(
 
 def _rebuild_image(pixels: Any, *state: Any) -> Any:
     """Make an image of PIL's from its state and its pixels, as it pickles them."""
-    image = sys.modules["PIL.Image"].Image.__new__(sys.modules["PIL.Image"].Image)
+    from PIL import Image  # who reads it may not have loaded it yet
+
+    image = Image.Image.__new__(Image.Image)
     image.__setstate__([*state, pixels])
     return image
 

@@ -23,6 +23,8 @@ import torch
 __all__ = [
     "Habits",
     "begin_sample",
+    "generator_states",
+    "generators_kept",
     "sample_seed",
     "seed_generators",
     "seeds_offered",
@@ -64,7 +66,9 @@ def seed_generators(seed: int) -> None:
         seed_one(seed)
 
 
-_seed_place: Callable[[int], None] | None = None
+_seed_place: Callable[[int, int], None] | None = None
+# Of the stages' keys, these are for what is in one another in the first stage.
+_NESTED = 1 << 32
 
 
 @contextlib.contextmanager
@@ -76,17 +80,47 @@ def seeds_offered(key: int, position: int) -> Iterator[None]:
         position: Place in the epoch of the batch's first sample.
     """
     global _seed_place
-    _seed_place = lambda place: seed_generators(sample_seed(key, position + place))  # noqa: E731
+
+    def seed_place(place: int, depth: int) -> None:
+        seed_generators(sample_seed(stage_key(key, _NESTED + depth), position + place))
+
+    _seed_place = seed_place
     try:
         yield
     finally:
         _seed_place = None
 
 
-def begin_sample(place: int) -> None:
-    """Seed the generators for a batch's sample at ``place``, where dpex makes the batch."""
+def begin_sample(place: int, depth: int) -> None:
+    """Seed the generators for a sample, where dpex makes its batch.
+
+    Args:
+        place: The sample's place in the batch.
+        depth: Of what is in one another, each draws numbers of its own.
+    """
     if _seed_place is not None:
-        _seed_place(place)
+        _seed_place(place, depth)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators as they are found."""
+    torch_state, numpy_state, state = (
+        torch.get_rng_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(state)
+
+
+def generator_states() -> list[Any]:
+    """Return something that differs once a generator was drawn from."""
+    return [state() for _, state in _GENERATORS]
 
 
 def _numpy_state() -> bytes:

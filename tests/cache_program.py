@@ -1,6 +1,7 @@
 """What other processes do to a cache, for ``test_cache.py``.
 
-Usage: cache_program.py read DIRECTORY VERSION | write DIRECTORY | check DIRECTORY | hold
+Usage: cache_program.py read DIRECTORY VERSION | write DIRECTORY | check DIRECTORY |
+    grow DIRECTORY | epochs | hold
 """
 
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dpex import DpexDataLoader
 from dpex.datasets import cached
 from dpex.datasets.sample_store import SampleStore, memory_directory, open_store
 from dpex.pickling import dump
@@ -55,6 +57,24 @@ def check(directory: str) -> None:
     print(len(there), sum(value != content(index) for index, value in there))
 
 
+def grow(directory: str) -> None:
+    """Put more samples than another process has room for."""
+    store = SampleStore(Path(directory), 1 << 30)
+    for index in range(2_000):
+        store.put(OWNER, index, dump(bytes(100_000), "sample"))
+
+
+def epochs() -> None:
+    """Read two epochs through workers, and a sample here; prints their lengths."""
+    dataset = cached(Arrays())
+    dataset[0]
+    loader: Any = DpexDataLoader(
+        dataset, 10, num_workers=2, distribute_mode=True, head_address="local"
+    )
+    for _ in range(2):
+        print(sum(len(batch) for batch in loader))
+
+
 def hold() -> None:
     """Open a job's memory and keep it open."""
     directory = memory_directory("held")
@@ -64,4 +84,4 @@ def hold() -> None:
 
 
 if __name__ == "__main__":
-    {"read": read, "write": write, "check": check, "hold": hold}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

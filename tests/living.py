@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from torch.utils.data import get_worker_info
 
@@ -43,6 +44,21 @@ class LargeArray(Plain):
                 if low <= start < high:
                     shared = "plasma" in line and line.split()[1] == "rw-p"
         return float(self.array[index].sum()), shared
+
+
+class ImageAndArrays(Plain):
+    """An image among large arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.ones = np.full(1 << 20, 1.0)
+        self.image = PIL.Image.new("RGB", (600, 400), (3, 3, 3))
+        self.twos = np.full(1 << 20, 2.0)
+        self.fours = np.full(1 << 20, 4.0)
+
+    def __getitem__(self, index: int) -> Any:
+        pixel = self.image.getpixel((5, 5))
+        return [self.ones[index], self.twos[index], pixel[0], self.fours[index]]
 
 
 class DividesByZero(Plain):

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 import torch
 from cluster_programs import environment, run_program, spawn, wait_until, workplace
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
@@ -29,7 +30,7 @@ from dpex.datasets import cached, sample_store
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.sample_store import SampleStore
 from dpex.pickling import dump
-from dpex.transforms import MappedDataset
+from dpex.transforms import MappedDataset, Stage
 
 PROGRAM = Path(__file__).with_name("cache_program.py")
 OURS = {"distribute_mode": True, "head_address": "local"}
@@ -129,12 +130,38 @@ def test_what_draws_is_refused(source: Logged, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=r"draws random numbers.*behind the cache"):
                 cached(fixed, **place)
     del source.transform  # type: ignore[attr-defined]
-    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
-        drawing = cached(MappedDataset(range(9), lambda _, draw=draw: draw(1)), **place)
+    hidden = Subset(MappedDataset([torch.arange(6.0)] * 9, v2.RandomHorizontalFlip()), range(9))
+    draws = [
+        torch.rand,
+        np.random.rand,
+        lambda _: random.random(),
+        lambda _: random.Random().random(),
+    ]
+    drawing = [MappedDataset(range(9), lambda _, draw=draw: draw(1)) for draw in draws]
+    for dataset in (hidden, *drawing):
         state = torch.get_rng_state()
-        with pytest.raises(ValueError, match="sample 4 is another one every time"):
-            drawing[4]
+        with pytest.raises(ValueError, match="sample 4 is not the same every time"):
+            cached(dataset, **place)[4]
         assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(IndexError):
+        cached(range(3), **place)[7]
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="a chain with stages cannot be cached"):
+        cached(MappedDataset(range(9), [Stage(float)]), **place)
+
+
+@pytest.mark.parametrize("answer", [lambda indices: [1] * (len(indices) - 1), lambda _: {"a": 1}])
+def test_less_than_was_asked_for_is_an_error_and_no_end(answer: Any, tmp_path: Path) -> None:
+    class Short(list[int]):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return answer(indices)
+
+    for dataset in (
+        cached(Short(range(6)), at=tmp_path / "cache"),
+        MappedDataset(Short(range(6)), float),
+    ):
+        with pytest.raises(TypeError, match="must return a list of 3 samples, one for each index"):
+            list(DataLoader(dataset, 3))
 
 
 # --- what it is known by -------------------------------------------------------------------------
@@ -167,6 +194,21 @@ def test_anything_that_changes_is_a_miss(source: Logged, tmp_path: Path) -> None
     assert fingerprint(pickle.loads(pickle.dumps(source)), "") == fingerprint(source, "")
 
 
+def test_a_module_that_was_changed_since_the_process_began_is_a_miss(tmp_path: Path) -> None:
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module = tmp_path / "changed_module.py"
+        module.write_text("def mine(x): return x")
+        os.utime(module, (1, 1))
+        mine = importlib.import_module("changed_module").mine
+        assert fingerprint([mine], "") == fingerprint([mine], "")
+        module.write_text("def mine(x): return x + 1")
+        assert fingerprint([mine], "") != fingerprint([mine], "")
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("changed_module", None)
+
+
 def test_a_later_job_finds_what_was_made(tmp_path: Path) -> None:
     outputs = []
     with workplace() as place:
@@ -185,6 +227,9 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         done = run_program(PROGRAM, "read", "memory", "", place=place, seconds=60)
         assert done.stdout.split() == ["0", "30"], done.stderr
         assert set(sample_store._memory().glob("*")) <= before
+        done = run_program(PROGRAM, "epochs", place=place, seconds=100)
+        assert done.stdout.split() == ["30", "30"], done.stderr
+        assert set(sample_store._memory().glob("*")) <= before
         holder = spawn([sys.executable, str(PROGRAM), "hold"], place, stdout=subprocess.PIPE)
         assert holder.stdout is not None
         [left] = [Path(holder.stdout.readline().strip())]
@@ -193,7 +238,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         holder.kill()
         holder.wait()
         assert left.exists()
-        sample_store.memory_directory("another")
+        sample_store.memory_directory("yet another")
         assert not left.exists()
 
 
@@ -227,24 +272,43 @@ def test_writers_that_are_killed_leave_no_torn_sample() -> None:
         assert wrong == 0
 
 
-def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     with workplace() as elsewhere:
-        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+
+        def read() -> list[int]:
+            done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return list(map(int, done.stdout.split()))
+
+        assert read() == [0, 30]
+        with lmdb.open(str(place / "v1"), max_dbs=1) as environment:
+            samples = environment.open_db(b"samples")
+            with environment.begin(samples, write=True) as transaction:
+                keys = [key for key, _ in transaction.cursor()]
+                transaction.put(keys[3], b"no sample")
+        assert read() == [29, 1]
+        # As a machine leaves it that has lost power before all was on the disk.
+        (place / "synced").write_text("another-boot 1")
+        assert read() == [0, 30]
+        (place / "v1" / "data.mdb").write_bytes(b"no database" * 1_000)
+        assert read() == [0, 30]
+        # And one that had all of it there.
+        with lmdb.open(str(place / "v1"), max_dbs=1) as environment:
+            last = environment.info()["last_txnid"]
+        (place / "synced").write_text(f"another-boot {last}")
+        assert read() == [30, 0]
+
+
+def test_a_store_that_another_process_has_let_grow_is_read(tmp_path: Path) -> None:
+    small = SampleStore(tmp_path / "cache", 1_000_000)
+    with workplace() as elsewhere:
+        done = run_program(*(PROGRAM, "grow", str(tmp_path / "cache")), place=elsewhere, seconds=60)
         assert done.returncode == 0, done.stderr
-        data = place / "data.mdb"
-        content = bytearray(data.read_bytes())
-        # The values, which are in pages of their own, and not the tree that leads to them.
-        for start in range(len(content) // 2, len(content) - 4096, 8192):
-            content[start + 2000] ^= 0xFF
-        data.write_bytes(content)
-        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
-        hits, misses = map(int, done.stdout.split())
-        assert hits + misses == 30
-        assert misses
-        data.write_bytes(b"no database" * 1_000)
-        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
-        assert done.stdout.split() == ["0", "30"], done.stderr
+    found, value = small.get(b"o" * 16, 1_999)
+    assert found
+    assert len(value) == 100_000
+    small.close()
 
 
 # --- when it is full -----------------------------------------------------------------------------
@@ -268,13 +332,15 @@ def put(store: SampleStore, owner: bytes, count: int) -> int:
 
 
 def test_a_full_cache_keeps_what_it_has(
-    store: SampleStore, caplog: pytest.LogCaptureFixture
+    store: SampleStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING, "dpex"):
         assert 10 < put(store, b"a" * 16, 50) < 20
         assert put(store, b"b" * 16, 50) == 0, "the other one was used a moment ago"
     assert store.size()[1] <= 1_000_000
     assert sum("max_bytes=1,000,000" in text for text in caplog.messages) == 2
+    monkeypatch.setattr(sample_store, "_STALE_S", 0.0)
+    assert put(store, b"b" * 16, 5) == 5, "it tries again"
 
 
 def test_a_full_cache_drops_what_nobody_uses(
@@ -288,11 +354,19 @@ def test_a_full_cache_drops_what_nobody_uses(
     assert store.size()[1] <= 1_000_000
 
 
-def test_a_sample_larger_than_the_cache_is_made_anew(tmp_path: Path) -> None:
-    dataset = cached([np.zeros(10_000), np.zeros(5)], at=tmp_path / "cache", max_bytes=50_000)
+def test_a_sample_larger_than_the_cache_is_made_anew_and_drives_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_store, "_STALE_S", -1.0)
+    place = {"at": tmp_path / "cache", "max_bytes": 50_000}
+    other = cached(range(3), **place)
+    other[1]
+    dataset = cached([np.zeros(10_000), np.zeros(5)], **place)
     for _ in range(2):
         assert [len(dataset[index]) for index in range(2)] == [10_000, 5]
-    assert dataset.info().samples == 0, "what is full stays so"
+    assert dataset.info().hits == 1
+    assert other[1] == 1
+    assert other.info().hits == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
@@ -324,7 +398,7 @@ def test_others_may_not_write_to_it(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     cached(range(3), at=place)[0]
     assert place.stat().st_mode & 0o777 == 0o700
-    assert (place / "data.mdb").stat().st_mode & 0o777 == 0o600
+    assert (place / "v1" / "data.mdb").stat().st_mode & 0o777 == 0o600
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
@@ -364,3 +438,9 @@ def test_indices_of_any_kind(tmp_path: Path) -> None:
     for _ in range(2):
         assert [dataset[key] for key in ("a", (2, 3), 7, 1 << 80)] == [1, 4, 5, 6]
     assert dataset.info().hits == 4
+    rows = cached(torch.arange(9), at=tmp_path / "cache")
+    for _ in range(2):
+        for index in (3, np.int64(3), torch.tensor(3)):
+            assert rows[index].shape == ()
+        assert rows[torch.tensor([3])].shape == (1,)
+    assert rows.info().misses == 2

@@ -128,6 +128,26 @@ def test_a_dataset_without_transforms_of_its_own_is_refused() -> None:
         from_torchvision(range(3))
 
 
+class Twins(datasets.VisionDataset):
+    """Transforms two pictures, as LFWPairs does."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        images = [PIL.Image.new("L", (4, 4), index + n) for n in range(2)]
+        if self.transform is not None:
+            images = [self.transform(image) for image in images]
+        return *images, index
+
+
+def test_a_dataset_that_applies_its_transforms_otherwise_is_refused(root: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"Twins does not apply its transforms .*transforms=\[...\]"
+    ):
+        from_torchvision(Twins(str(root), transform=v1.ToTensor()))
+
+
 # --- on_node ------------------------------------------------------------------------------------
 
 
@@ -176,6 +196,27 @@ def test_it_is_built_once_in_every_process(root: Path, assert_same: Same) -> Non
     assert_same(list(ours), list(expected))
 
 
+class Handle:
+    """Reads from a file that it keeps open, at a place of its own."""
+
+    def __init__(self, path: str) -> None:
+        self.file = Path(path).open("rb", buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return 4_000
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(4 * index)
+        return int.from_bytes(self.file.read(4), "little")
+
+
+def test_forks_read_through_files_of_their_own(tmp_path: Path) -> None:
+    np.arange(4_000, dtype=np.int32).tofile(tmp_path / "numbers")
+    dataset = on_node(Handle, str(tmp_path / "numbers"))
+    loader = DataLoader(dataset, 10, num_workers=4, multiprocessing_context="fork")
+    assert torch.cat(list(loader)).tolist() == list(range(4_000))
+
+
 def test_a_length_that_is_given_builds_nothing_here() -> None:
     before = Counted.built
     assert len(on_node(Counted, 123, length=40)) == 40
@@ -202,7 +243,7 @@ def test_a_chain_goes_over_it() -> None:
         (
             lambda: on_node(datasets.ImageFolder, "/nowhere"),
             NodeDataError,
-            "on_node(ImageFolder, '/nowhere') cannot be built in this process (FileNotFoundError",
+            "on_node(ImageFolder, root='/nowhere') cannot be built in this process (FileNotFoundError",
         ),
     ],
 )
@@ -240,7 +281,13 @@ def test_secrets_are_not_shown() -> None:
         make, "s3://user:hidden@store/data", 5, secret_key="hidden", options={"token": "hidden"}
     )
     assert "hidden" not in repr(dataset)
-    assert "'s3://…@store/data', 5, secret_key=…, options=…" in repr(dataset)
+    assert "on_node(" in repr(dataset)
+
+    def load(root: str, bucket: str = "", sas: str = "", count: int = 0) -> Any:
+        return range(3)
+
+    shown = repr(on_node(load, "s3://user:hi/dden@store/data?sig=hidden", "hidden", count=3))
+    assert shown.endswith("load, root='s3:…store/data…', bucket=…, count=3)")
 
 
 @pytest.fixture(scope="module")

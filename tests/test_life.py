@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_programs import wait_until
-from living import LargeArray, Plain, Remembers, Slow
+from living import ImageAndArrays, LargeArray, Plain, Remembers, Slow
 from torch.utils.data import DataLoader
 
 from dpex import DpexDataLoader
@@ -241,6 +241,11 @@ def test_a_thousand_kept_batches_stay_what_they_were() -> None:
     assert all(
         torch.equal(tensor, torch.full((5, 3), 1.0) * index[:, None]) for tensor, index in kept
     )
+
+
+def test_an_image_among_large_arrays_leaves_each_its_own_memory() -> None:
+    for sample in loader_of(ImageAndArrays(), batch_size=None):
+        assert sample == [1.0, 2.0, 3, 4.0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -86,6 +86,23 @@ def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
+def test_an_image_is_unpickled_where_nobody_has_loaded_pil() -> None:
+    pickled = dump(PIL.Image.new("RGB", (50, 40)), "batch")
+    program = (
+        "import pickle, sys; from dpex.pickling import Pickled, load;"
+        "assert 'PIL.Image' not in sys.modules;"
+        "head, buffer = pickle.load(sys.stdin.buffer);"
+        "print(load(Pickled(head, [buffer], image_slots=frozenset({0}))).size)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps((pickled.head, pickled.buffers[0])),
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout.strip() == b"(50, 40)", done.stderr
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16"])
 def test_images_travel_as_one_buffer_and_are_their_own(
     mode: str, assert_same: Callable[[Any, Any], None]

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from cluster_programs import run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
 
 from dpex import ChunkLostError, ClusterError, DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
@@ -73,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"batch_size": 7},
     "shuffled": {"batch_size": 8, "shuffle": True, "drop_last": True},
     "one by one": {"batch_size": None},
-    "in any order": {"batch_size": 9, "persistent_workers": True},
+    "persistent": {"batch_size": 9, "persistent_workers": True},
 }
 
 
@@ -117,6 +118,74 @@ def in_place(value: torch.Tensor) -> torch.Tensor:
     """Draws from its thirtieth sample on only, when it has changed what it was given."""
     value += 1
     return value + torch.rand(3) if value[0] > 30 else value
+
+
+@pytest.mark.parametrize("source", [Plain(24), AtOnce(24)], ids=["one", "at once"])
+def test_chains_in_one_another_draw_different_numbers(source: Any) -> None:
+    def drawn(value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value, torch.rand(1)])
+
+    inner = MappedDataset(source, drawn)
+    epochs = []
+    for between in (inner, Subset(inner, range(24))):
+        loader: Any = DpexDataLoader(MappedDataset(between, drawn), 6, num_workers=2, **OURS)
+        epochs.append(torch.cat([values[:, 3:] for values, _ in loader]))
+        assert len(epochs[-1].unique()) == 48
+
+
+@pytest.mark.parametrize("wrapped", [Subset, ConcatDataset], ids=lambda kind: kind.__name__)
+def test_batched_stages_inside_of_another_dataset(wrapped: Any, assert_same: Same) -> None:
+    inner = MappedDataset(Plain(20), [double, Stage(negate, batched=True)])
+    dataset = Subset(inner, range(5, 20)) if wrapped is Subset else ConcatDataset([inner, inner])
+    expected = list(DataLoader(dataset, 4, collate_fn=inner.collate()))
+    ours: Any = DpexDataLoader(dataset, 4, collate_fn=inner.collate(), num_workers=2, **OURS)
+    assert_same(list(ours), expected)
+    forgetful: Any = DpexDataLoader(dataset, 4, num_workers=2, **OURS)
+    with pytest.raises(TypeError, match="inside of another dataset, such as a Subset"):
+        next(iter(forgetful))
+
+
+class Alone:
+    """Notes when it begins and ends, in a file."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        for word in ("begin", "end"):
+            with self.log.open("a") as log:
+                log.write(f"{word} {os.getpid()}\n")
+            time.sleep(0.02)
+        return value
+
+
+def test_no_more_workers_at_once_than_a_stage_allows(tmp_path: Path) -> None:
+    stage = Stage(Alone(tmp_path / "log"), num_cpus=0.5, max_workers=1)
+    loader: Any = DpexDataLoader(MappedDataset(Plain(40), [stage]), 2, num_workers=4, **OURS)
+    assert len(list(loader)) == 20
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 80
+    for begun, ended in zip(lines[::2], lines[1::2], strict=True):
+        assert begun.replace("begin", "end") == ended, "another one began meanwhile"
+
+
+class Pid:
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value, torch.tensor([float(os.getpid())])])
+
+
+@pytest.mark.parametrize(("num_cpus", "together"), [(1, True), (2, False)])
+def test_a_stage_that_asks_for_the_same_runs_in_the_same_task(
+    num_cpus: int, together: bool
+) -> None:
+    class Where(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([float(os.getpid())]), index
+
+    dataset = MappedDataset(Where(60), [Stage(Pid(), num_cpus=num_cpus)])
+    loader: Any = DpexDataLoader(dataset, 5, num_workers=1, **OURS)
+    pairs = torch.cat([pids for pids, _ in loader])
+    assert bool((pairs[:, 0] == pairs[:, 1]).all()) is together
 
 
 def draws(chain: list[Any], source: Any = None, **options: Any) -> list[torch.Tensor]:
@@ -262,14 +331,16 @@ def test_an_epoch_may_be_left_and_another_begun() -> None:
 
 
 @pytest.mark.parametrize(
-    "asks", [{"num_gpus": 1}, {"resources": {"tape": 2}}], ids=["GPU", "resource"]
+    "asks",
+    [{"num_gpus": 1}, {"resources": {"tape": 2}}, {"num_cpus": 100_000}],
+    ids=["GPU", "resource", "CPU"],
 )
 def test_what_no_node_has_is_told_in_iter(asks: dict[str, Any]) -> None:
     if "num_gpus" in asks and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     dataset = MappedDataset(Plain(), [Stage(double, **asks)])
     loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
-    with pytest.raises(ClusterError, match=r"stage 1 .* but no node has more than .*: 0"):
+    with pytest.raises(ClusterError, match=r"stage 1 \(double\) .* but no node has more than"):
         iter(loader)
 
 

@@ -164,6 +164,9 @@ def test_rows_are_those_of_the_files(bucket: Path) -> None:
         for row, index in zip(dataset.__getitems__(batch), batch, strict=True):
             assert row["tokens"].tolist() == expected[index]["tokens"]
             assert {**row, "tokens": 0} == {**expected[index], "tokens": 0}
+    (bucket / "spark.parquet").mkdir(exist_ok=True)
+    pq.write_table(rows(5, 3), bucket / "spark.parquet" / "part-0.parquet")
+    assert Parquet("s3://bucket/spark.parquet")[2]["number"] == 7
     some = Parquet(bucket / "rows" / "1.parquet", columns=["share", "number"])
     assert some[3] == {"number": 103, "share": 103 / 7}
     with pytest.raises(IndexError, match=re.escape("index 70 is not in [0, 69]")):
@@ -257,6 +260,11 @@ def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
             "s3://bucket/none does not exist",
         ),
         (lambda _: ImageFolder("/none/there"), FileNotFoundError, "/none/there does not exist"),
+        (
+            lambda place: ImageFolder(empty_class(place)),
+            FileNotFoundError,
+            "in its folders ['eel']",
+        ),
         (lambda _: MNIST("s3://bucket/digits"), FileNotFoundError, "MNIST/raw/train-labels"),
         (lambda place: MNIST(write(place, b"\0\0\x09\x01")), ValueError, "begins with 00000901"),
         (
@@ -279,6 +287,13 @@ def test_bad_input_is_told_at_once(
 ) -> None:
     with pytest.raises(error, match=re.escape(says)):
         make(tmp_path)
+
+
+def empty_class(place: Path) -> Path:
+    (place / "cat").mkdir()
+    (place / "eel").mkdir()
+    PIL.Image.new("L", (3, 3)).save(place / "cat" / "1.png")
+    return place
 
 
 def write(place: Path, content: bytes) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -76,6 +76,13 @@ class Brightens:
 
     def __call__(self, *, force_apply: bool = False, **data: Any) -> dict[str, Any]:
         return {**data, "image": data["image"] // 2 + 100}
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda dataset: dataset,
+    "subset": lambda dataset: Subset(dataset, range(2, 14)),
+    "concatenated": lambda dataset: ConcatDataset([dataset, dataset]),
+}
 
 
 def halve(image: torch.Tensor) -> torch.Tensor:
@@ -165,13 +172,35 @@ def test_batched_stages_run_behind_a_collate_fn_of_the_user() -> None:
     assert [float(b) for b in DataLoader(dataset, 5, collate_fn=summing)] == [-10, -35]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "own"])
+def added_up(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([image.sum() for image, _ in samples])
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("options", [{}, {"collate_fn": added_up}, {"batch_size": None}], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_forgetting_the_batched_stages_raises(num_workers: int, collate_fn: Any) -> None:
-    dataset = MappedDataset(Pictures(), [v1.ToTensor(), Stage(flip, batched=True)])
-    loader = DataLoader(dataset, 4, num_workers=num_workers, collate_fn=collate_fn)
+def test_forgetting_the_batched_stages_raises(
+    num_workers: int, options: dict[str, Any], around: Callable[[Any], Any]
+) -> None:
+    dataset = around(MappedDataset(Pictures(), [v1.ToTensor(), Stage(flip, batched=True)]))
+    loader = DataLoader(dataset, num_workers=num_workers, **{"batch_size": 4, **options})
     with pytest.raises(TypeError, match=re.escape("collate_fn=dataset.collate()")):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("loader_type", [DataLoader, DpexDataLoader])
+def test_batched_stages_run_also_inside_of_other_datasets(
+    around: Callable[[Any], Any], batch_size: Any, loader_type: Any, assert_same: Same
+) -> None:
+    inner = MappedDataset(Pictures(), [v1.ToTensor(), Stage(flip, batched=True)])
+    base = torch.utils.data.default_convert if batch_size is None else None
+    loader = loader_type(around(inner), batch_size, collate_fn=inner.collate(base))
+    plain = around(MappedDataset(Pictures(), v1.ToTensor()))
+    expected = [[images.flip(-1), labels] for images, labels in DataLoader(plain, batch_size)]
+    assert_same([list(batch) for batch in loader], expected)
+    assert torch.equal(inner[3].content[0], v1.ToTensor()(Pictures()[3][0]))
 
 
 class Stream(IterableDataset[int]):

@@ -47,6 +47,7 @@ __all__ = [
     "StandingExecution",
     "bundle_iterator",
     "client_server",
+    "concurrency_caps",
     "fast_executor_available",
     "leak_free_batch_iterator",
     "lean_start",
@@ -537,6 +538,29 @@ class _NoAutoscaler:
         from ray.data._internal.execution.interfaces import ExecutionResources
 
         return ExecutionResources.inf()
+
+
+def concurrency_caps() -> list[Any]:
+    """Return what keeps a stage to its ``concurrency``, for ``backpressure_policies.enabled``.
+
+    Ray's own policies also hold back what the reader has asked for.
+    """
+    try:
+        from ray.data._internal.execution.backpressure_policy import BackpressurePolicy
+        from ray.data._internal.execution.interfaces import PhysicalOperator
+    except ImportError:
+        return []
+    if not hasattr(PhysicalOperator, "get_max_concurrency_limit"):
+        return []
+
+    class Caps(BackpressurePolicy):
+        """No more tasks at once than a stage's concurrency."""
+
+        def can_add_input(self, op: Any) -> bool:
+            limit = op.get_max_concurrency_limit()
+            return limit is None or op.num_active_tasks() < limit
+
+    return [Caps]
 
 
 class _TaskErrors(logging.Handler):

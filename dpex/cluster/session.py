@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import sys
 import threading
 import uuid
 import warnings
@@ -169,13 +168,18 @@ class Session:
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         at_once = _workers_at_once(number, stage)
+        environment = dict(self._options.get("runtime_env") or {})
+        if stage.num_gpus and forkserver.in_use():
+            # A fork could not use CUDA once the trainer has.
+            variables = {**environment.get("env_vars", {}), forked_worker.SERVER: ""}
+            environment["env_vars"] = variables
         options: dict[str, Any] = {"num_cpus": stage.num_cpus}
         if stage.num_gpus:
             options["num_gpus"] = stage.num_gpus
         if stage.resources:
             options["resources"] = dict(stage.resources)
-        if "runtime_env" in self._options:
-            options["runtime_env"] = self._options["runtime_env"]
+        if environment:
+            options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
         return LaterStage(
             [store_job(pickled)],
@@ -183,6 +187,7 @@ class Session:
             options,
             # A pool of processes waits until all of them have started.
             min(most, at_once) if stage.num_gpus else most,
+            capped=stage.max_workers is not None,
             keeps_processes=bool(stage.num_gpus),
         )
 
@@ -248,7 +253,14 @@ class Session:
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
-        return f"waiting for the first of the batches under way. {report_busy_cpus()}"
+        text = f"waiting for the first of the batches under way. {report_busy_cpus()}"
+        if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
+            free = ray.available_resources().get("GPU", 0)
+            text += (
+                f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until its "
+                "close()"
+            )
+        return text
 
     def close(self) -> None:
         """Release pipelines and stored bytes; running tasks stop."""
@@ -374,23 +386,20 @@ def _store_capacity() -> int:
 
 
 def _workers_at_once(number: int, stage: Stage) -> int:
-    """Return how many workers of a stage the cluster's nodes have room for.
+    """Return how many workers of a stage the cluster's GPUs are free for, one at least.
 
     Raises:
-        ClusterError: None.
+        ClusterError: No node has what one of them asks for.
     """
-    asked = {"GPU": stage.num_gpus, **(stage.resources or {})}
+    asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
     asked = {name: amount for name, amount in asked.items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not asked:
-        return sys.maxsize
-    room = sum(
-        min(int(node.get(name, 0) / amount) for name, amount in asked.items()) for node in nodes
-    )
-    if not room:
+    if not any(all(node.get(n, 0) >= amount for n, amount in asked.items()) for node in nodes):
         most = {name: max(node.get(name, 0) for node in nodes) for name in asked}
+        what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)
         raise ClusterError(
-            f"stage {number} ({stage!r}) asks for {asked} for each of its workers, but no node has "
+            f"stage {number} ({what}) asks for {asked} for each of its workers, but no node has "
             f"more than {most}. Start a node that has it, or ask for less"
         )
-    return room
+    free = ray.available_resources().get("GPU", 0.0)
+    return max(1, int(free / stage.num_gpus)) if stage.num_gpus else 1

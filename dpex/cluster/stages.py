@@ -20,7 +20,7 @@ import ray
 
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.memory import shared_memory
-from dpex.cluster.private import private_mappings
+from dpex.cluster.private import concurrency_caps, private_mappings
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -79,6 +79,7 @@ class LaterStage:
         job_key: Digest of its bytes.
         options: Ray options of one worker.
         most_workers: How many work at once.
+        capped: Whether the user has said how many.
         keeps_processes: Whether its workers keep their processes.
     """
 
@@ -86,6 +87,7 @@ class LaterStage:
     job_key: str
     options: dict[str, Any]
     most_workers: int
+    capped: bool
     keeps_processes: bool
 
 
@@ -139,14 +141,14 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     for number, stage in enumerate(pipeline.later, 1):
         what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
         options = dict(stage.options)
+        fused = {**options, "max_retries": _MAX_RETRIES} == first_options and not stage.capped
         if stage.keeps_processes:
             # A sample that kills its worker is lost in the end, as it is with tasks.
             options |= {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}
             options |= {"fn_constructor_kwargs": what}
         else:
             options |= {"max_retries": _MAX_RETRIES, "fn_kwargs": what}
-        if stage.keeps_processes or stage.options != first_options:
-            # One that asks for the same as the first is done in its tasks: Ray fuses the two.
+        if not fused:  # what asks for the same as the first stage is done by Ray in its tasks
             options["concurrency"] = stage.most_workers
         dataset = dataset.map_batches(
             _Transforming if stage.keeps_processes else transform_batches,
@@ -162,7 +164,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     context.target_max_block_size = 1
     # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
     context.op_resource_reservation_enabled = False
-    context.set_config("backpressure_policies.enabled", [])
+    context.set_config("backpressure_policies.enabled", concurrency_caps())
     # A chunk whose worker died for good is missing in the output; the reader notices.
     context.max_errored_blocks = -1
     # A trainer that evaluates for an hour is not stuck.
@@ -243,7 +245,7 @@ def transform_batches(
     from dpex.frame import FrameWriter, read_frame
 
     frame = read_frame(table)
-    interest = _Interest(host_name, lane_key)
+    interest = _interest(host_name, lane_key)
     interest.in_run(frame.run)
     read_job = functools.partial(_read_job, job, job_key, host_name)
     # Chunks are sized by what the first stage takes for them.
@@ -369,10 +371,11 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
         while len(_stored_jobs) > _MAX_JOBS:
             _stored_jobs.popitem(last=False)
 
-    mapped = iter(private_mappings(pickled.buffers))
+    buffers = pickled.buffers
+    mapped = dict(zip(map(id, buffers), private_mappings(buffers), strict=True))
 
     def take(view: Any) -> Any:
-        own = next(mapped)
+        own = mapped[id(view)]
         return own_copy(view) if own is None else own
 
     return load(pickled, take)
@@ -429,6 +432,12 @@ class _Interest:
             self._over = None
             return False
         return True
+
+
+@functools.lru_cache(maxsize=4)
+def _interest(host_name: str, lane_key: str) -> _Interest:
+    """Return the one of this process: each block would leave a question open at the host."""
+    return _Interest(host_name, lane_key)
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import random
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dpex.datasets.fingerprint import fingerprint
+from dpex.datasets.sameness import same
 from dpex.pickling import dump
-from dpex.seeding import seed_generators
+from dpex.seeding import generator_states, generators_kept, seed_generators
 from dpex.transforms.mapped import MappedDataset
 from dpex.transforms.splitting import flattened, is_random
 
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheInfo", "Cached", "cached"]
 
 _DEFAULT_MAX_BYTES = 10 << 30
-# Ranks of one job share a cache in memory; other processes have one each.
-_JOB = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", "")
-_JOB = "".join(filter(str.isalnum, _JOB)) or uuid.uuid4().hex
+_PROCESS = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,11 @@ class Cached(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, *, at: str | Path, max_bytes: int, version: str) -> None:
+        if isinstance(dataset, MappedDataset) and dataset.parts[1:]:
+            raise ValueError(
+                "a chain with stages cannot be cached, only what one stage does: put the stages "
+                "behind it, MappedDataset(cached(...), [..., Stage(...)])"
+            )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"only a map-style dataset can be cached, got {dataset!r}")
         if not isinstance(at, str | Path):
@@ -107,11 +108,11 @@ class Cached(Dataset[Any]):
             raise ImportError("cached() needs lmdb: pip install 'dpex[cache]'") from error
         self.dataset = dataset
         self._directory = None if at == "memory" else Path(at).expanduser().absolute()
-        self._job = _JOB
+        self._job = _job()
         self._max_bytes = max_bytes
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
-            _forget_at_exit()
+            _forget_at_exit(self._job)
         self._begin()
 
     def _begin(self) -> None:
@@ -152,7 +153,13 @@ class Cached(Dataset[Any]):
         self._hits += len(indices) - len(missing)
         if missing and not self._checked:
             self._check(missing[0])
-        made = iter(self.dataset.__getitems__(missing) if missing else ())
+        read = self.dataset.__getitems__(missing) if missing else []
+        if not isinstance(read, Sequence) or len(read) != len(missing):
+            raise TypeError(
+                f"__getitems__ of {type(self.dataset).__name__} must return a list of "
+                f"{len(missing)} samples, one for each index, got {type(read).__name__}"
+            )
+        made = iter(read)
         return [
             sample if found else self._kept(index, next(made))
             for index, (found, sample) in zip(indices, looked_up, strict=True)
@@ -165,18 +172,18 @@ class Cached(Dataset[Any]):
 
     def _check(self, index: Any) -> None:
         """Make a sample twice, from other seeds; the generators are left as they were."""
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        digests = set()
-        for seed in (1, 2):
-            seed_generators(seed)
-            digests.add(dump(self.dataset[index], "sample").digest)
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if len(digests) > 1:
+        made, drew = [], False
+        with generators_kept():
+            for seed in (1, 2):
+                seed_generators(seed)
+                states = generator_states()
+                made.append(self.dataset[index])
+                drew = drew or states != generator_states()
+        if drew or not same(*made):
             raise ValueError(
-                f"sample {index} is another one every time it is made, so it cannot be cached: "
-                "what draws random numbers belongs behind the cache"
+                f"sample {index} is not the same every time: making it "
+                f"{'draws random numbers' if drew else 'gave two different ones'}, which a cache "
+                "would keep for ever. What draws belongs behind the cache"
             )
         self._checked = True
 
@@ -194,15 +201,22 @@ class Cached(Dataset[Any]):
         return CacheInfo(self._hits, self._misses, *self._store.size())
 
 
+def _job() -> str:
+    """Name what shares a cache in memory: the ranks of one job, or this process alone."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    ranks = "".join(os.environ.get(name, "") for name in names)
+    return "".join(filter(str.isalnum, ranks)) or _PROCESS
+
+
 @functools.cache
-def _forget_at_exit() -> None:
+def _forget_at_exit(job: str) -> None:
     """Have this job's memory given back on this node, if nobody uses it any more."""
 
     @atexit.register
     def forget() -> None:
         from dpex.datasets.sample_store import forget_memory
 
-        forget_memory(_JOB)
+        forget_memory(job)
 
 
 def _transforms_of(dataset: Any) -> Iterator[Any]:

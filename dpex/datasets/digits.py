@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from dpex.datasets.store import Store
 
-__all__ = ["MNIST", "FashionMNIST"]
+__all__ = ["FashionMNIST", "MNIST"]
 
 _UNSIGNED_BYTES = 8
 

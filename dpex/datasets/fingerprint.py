@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import pickletools
 import platform
+import re
 import sys
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,8 @@ def fingerprint(obj: Any, version: str) -> bytes:
     """Return 16 bytes that stand for an object's contents and its code.
 
     The contents are those of its pickle. The code is the source of every module that the pickle
-    names; what those modules import in turn is not looked at.
+    names; what those modules import in turn is not looked at. One that was written to since this
+    process began is another one every time.
 
     Args:
         obj: Whatever can be pickled.
@@ -56,12 +62,28 @@ def _modules_named_in(stream: bytes) -> set[str]:
     return names & sys.modules.keys()
 
 
+@functools.cache
+def _process_start() -> float:
+    """Return when this process began, in seconds since the epoch."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+        assert boot is not None
+        return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AssertionError):  # not Linux: as far as we know
+        return time.time()
+
+
 def _code(module: str) -> bytes:
     file = getattr(sys.modules[module], "__file__", None)
     if file is None or module == "__main__":  # built in; or pickled by value
         return b""
     path = Path(file)
     try:
-        return path.read_bytes() if path.suffix == ".py" else str(path.stat().st_size).encode()
+        status = path.stat()
+        if status.st_mtime > _process_start():
+            # What was imported may be what it was before.
+            return uuid.uuid4().bytes
+        return path.read_bytes() if path.suffix == ".py" else str(status.st_size).encode()
     except OSError:  # inside an archive
         return str(getattr(sys.modules[module], "__version__", "")).encode()

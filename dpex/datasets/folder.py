@@ -38,7 +38,7 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         paths: The path of every sample's file below ``uri``.
 
     Raises:
-        FileNotFoundError: The folder is not there, or has no pictures in folders.
+        FileNotFoundError: The folder is not there, has no folders, or one without pictures.
         OSError: The store refuses, or does not answer in several tries.
 
     Source:
@@ -59,14 +59,18 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         self.transforms = None
         self._store = Store(uri, filesystem)
         wanted = is_valid_file or (lambda path: path.lower().endswith(_EXTENSIONS))
-        paths = [path for path in self._store.files() if "/" in path and wanted(path)]
-        if not paths:
+        files, folders = self._store.listing()
+        paths = [path for path in files if "/" in path and wanted(path)]
+        names = {path.partition("/")[0] for path in paths}
+        empty = sorted({path.partition("/")[0] for path in folders} - names)
+        if not paths or empty:
             raise FileNotFoundError(
-                f"{self._store.uri} has no pictures in folders, one for each class"
+                f"{self._store.uri} has no pictures in "
+                + (f"its folders {empty}" if paths else "folders, one for each class")
             )
         # As os.walk() meets them: the folders of a class in order, and the files in each.
         paths.sort(key=_by_class_and_folder)
-        classes = sorted({path.partition("/")[0] for path in paths})
+        classes = sorted(names)
         self.classes = classes
         self.class_to_idx = {name: number for number, name in enumerate(classes)}
         numbers = [self.class_to_idx[path.partition("/")[0]] for path in paths]

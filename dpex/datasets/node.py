@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,11 +17,13 @@ from dpex.pickling import dump
 
 __all__ = ["OnNode", "on_node"]
 
-# Datasets that a process keeps built: training and validation, and as many to spare.
-_MAX_BUILT = 4
-_SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
+# Datasets that a process keeps built: the parts of a large one, too.
+_MAX_BUILT = 64
+# Arguments whose text may be shown. Others may be keys, or have one in them.
+_SHOWN = {"folder", "image_set", "mode", "name", "path", "root", "split", "train", "year"}
 
-_built: OrderedDict[str, Any] = OrderedDict()
+# By process: a fork must not read from files that its parent has opened.
+_built: OrderedDict[tuple[int, str], Any] = OrderedDict()
 
 
 def on_node(
@@ -86,7 +90,8 @@ class OnNode(Dataset[Any]):
         Raises:
             NodeDataError: It has another length than where the loader was made.
         """
-        if self._key not in _built:
+        key = (os.getpid(), self._key)
+        if key not in _built:
             try:
                 dataset = self._make(*self._args, **self._kwargs)
             except Exception as error:
@@ -97,11 +102,11 @@ class OnNode(Dataset[Any]):
                     f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} "
                     "where the loader was made: not all nodes have the same files"
                 )
-            _built[self._key] = dataset
+            _built[key] = dataset
             while len(_built) > _MAX_BUILT:
                 _built.popitem(last=False)
-        _built.move_to_end(self._key)
-        return _built[self._key]
+        _built.move_to_end(key)
+        return _built[key]
 
     def __len__(self) -> int:
         return len(self.built) if self.length is None else self.length
@@ -115,15 +120,21 @@ class OnNode(Dataset[Any]):
         return getattr(self.built, "__getitems__", None)
 
     def __repr__(self) -> str:
-        """Show the call, but no secrets."""
-        shown = [_shown("", value) for value in self._args]
-        shown += [f"{name}={_shown(name, value)}" for name, value in self._kwargs.items()]
+        """Show the call, but nothing that may be a secret."""
+        try:
+            bound = inspect.signature(self._make).bind(*self._args, **self._kwargs)
+            named = list(bound.arguments.items())
+        except (TypeError, ValueError):
+            named = [("", value) for value in self._args] + list(self._kwargs.items())
+        shown = [f"{name}={_shown(name, value)}" for name, value in named]
         name = getattr(self._make, "__qualname__", type(self._make).__qualname__)
         return f"on_node({', '.join([name, *shown])})"
 
 
 def _shown(name: str, value: Any) -> str:
-    plain = isinstance(value, str | Path | int | float | None)
-    if not plain or _SECRET.search(name):
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if name not in _SHOWN or not isinstance(value, str | Path):
         return "…"
-    return re.sub(r"//[^/@]*@", "//…@", repr(value))
+    # Neither who reads it nor what a query says.
+    return repr(re.sub(r"//.*@|[?].*", "…", str(value)))

@@ -56,8 +56,10 @@ class Parquet(Dataset[dict[str, Any]]):
     ) -> None:
         self._store = Store(uri, filesystem)
         self._kept_groups = kept_groups
-        one = self._store.uri.partition("?")[0].endswith(".parquet")
-        self._files = [""] if one else [f for f in self._store.files() if f.endswith(".parquet")]
+        if self._store.is_file():
+            self._files = [""]
+        else:
+            self._files = [f for f in self._store.listing()[0] if f.endswith(".parquet")]
         if not self._files:
             raise FileNotFoundError(f"{self._store.uri} has no *.parquet in it")
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:

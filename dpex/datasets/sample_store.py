@@ -17,10 +17,11 @@ import struct
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lmdb
 import numpy as np
+import torch
 import xxhash
 
 from dpex.pickling import Pickled, dump_in_band, load
@@ -29,18 +30,25 @@ __all__ = ["SampleStore", "forget_memory", "memory_directory", "open_store"]
 
 logger = logging.getLogger("dpex")
 
-_CHECKSUM, _LENGTH, _SECONDS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<d")
+# Of the values; with another one come other files.
+_FORMAT = 1
+_LENGTH = struct.Struct("<I")
 # In the order of the numbers.
 _INDEX = struct.Struct(">q")
 # Address space, not memory: what a transaction needs beside the samples.
 _SLACK_BYTES = 64 << 20
 _MAX_READERS = 4096
-# Whose samples were not used for so long may go when there is no more room.
+# Whose samples were not used for so long may go when there is no more room; and what was refused
+# is tried again.
 _STALE_S = 60.0
 _TOUCH_S = 10.0
+_SYNC_S = 5.0
+# How long the memory of a job that ends is waited for, that its workers let go of it.
+_LET_GO_S = 1.0
 _IN_USE = "in-use"
 
 _open: dict[Path, tuple[int, SampleStore]] = {}
+_swept: set[tuple[int, str]] = set()
 
 
 def open_store(directory: Path, max_bytes: int) -> SampleStore:
@@ -49,12 +57,14 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
     Raises:
         PermissionError: The directory is another user's, or others can write to it.
     """
+    directory = directory.resolve()
     pid, store = _open.get(directory, (0, None))
     if store is None or pid != os.getpid():
         if store is not None:
             store.close()  # the parent's, which a fork must not read
         store = SampleStore(directory, max_bytes)
         _open[directory] = (os.getpid(), store)
+    store.grow(max_bytes)
     return store
 
 
@@ -62,19 +72,24 @@ def memory_directory(job: str) -> Path:
     """Return where a job keeps samples in memory, and remove those of jobs that have ended."""
     base = _memory()
     _make_private(base)
-    for other in base.iterdir():
-        if other.name != job:
-            _remove_unused(other)
+    if (os.getpid(), job) not in _swept:
+        _swept.add((os.getpid(), job))
+        for other in base.iterdir():
+            if other.name != job:
+                _remove_unused(other)
     return base / job
 
 
 def forget_memory(job: str) -> None:
-    """Remove what a job keeps in memory, unless another process uses it."""
+    """Remove what a job keeps in memory, unless another process goes on using it."""
     directory = _memory() / job
-    _, own = _open.pop(directory, (0, None))
+    _, own = _open.pop(directory.resolve(), (0, None))
     if own is not None:
         own.close()
-    _remove_unused(directory)
+    deadline = time.monotonic() + _LET_GO_S
+    while directory.exists() and time.monotonic() < deadline:
+        _remove_unused(directory)
+        time.sleep(0.02)
 
 
 def _memory() -> Path:
@@ -87,7 +102,7 @@ class SampleStore:
     """Samples by owner and index, in a directory that is this user's alone.
 
     Args:
-        directory: Made if it is missing.
+        directory: On a disk of this host; made if it is missing.
         max_bytes: What the samples may take.
 
     Raises:
@@ -95,39 +110,72 @@ class SampleStore:
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        _make_private(directory)
+        self._directory = directory
         self._max_bytes = max_bytes
-        # Memory does not outlive what could tear it.
-        self._lasting = _memory() not in directory.parents
-        # Held as long as this process and its forks live, so that nobody removes the directory.
-        self._in_use = (directory / _IN_USE).open("w")
-        fcntl.flock(self._in_use, fcntl.LOCK_SH)
-        self._full: set[bytes] = set()
+        # What lies in memory does not outlive the machine, so it need not be written to a disk.
+        self._lasting = _memory().resolve() not in directory.parents
+        self._in_use = _claim(directory)
+        self._refused_at: dict[bytes, float] = {}
         self._touched: dict[bytes, float] = {}
+        self._wrote_at: float | None = None
         try:
-            self._environment = self._opened(directory)
+            self._environment = self._opened()
+            if self._lasting and self._may_be_damaged():
+                self._environment.close()
+                self._begin_anew()
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError):
-            # After a power failure, perhaps: what it held can be made again.
-            for file in ("data.mdb", "lock.mdb"):
-                (directory / file).unlink(missing_ok=True)
-            self._environment = self._opened(directory)
+            self._begin_anew()
         self._environment.reader_check()  # of processes that were killed
         self._samples = self._environment.open_db(b"samples")
-        self._last_uses = self._environment.open_db(b"last uses")
 
-    def _opened(self, directory: Path) -> Any:
+    def _begin_anew(self) -> None:
+        shutil.rmtree(self._directory / f"v{_FORMAT}", ignore_errors=True)
+        self._environment = self._opened()
+
+    def _opened(self) -> Any:
         return lmdb.open(
-            str(directory),
-            map_size=self._max_bytes + self._max_bytes // 8 + _SLACK_BYTES,
+            str(self._directory / f"v{_FORMAT}"),
+            map_size=self._map_bytes,
             max_readers=_MAX_READERS,
-            max_dbs=2,
+            max_dbs=1,
             mode=0o600,
-            # A process that dies loses nothing by it; a machine that does, what can be made again.
+            # A process that dies loses nothing by it; for a machine that does, see _sync().
             sync=False,
             metasync=False,
             readahead=False,
             meminit=False,
         )
+
+    @property
+    def _map_bytes(self) -> int:
+        return self._max_bytes + self._max_bytes // 8 + _SLACK_BYTES
+
+    def _may_be_damaged(self) -> bool:
+        """Tell whether the machine may have died before all was on its disk."""
+        boot, last = _boot_id(), str(self._environment.info()["last_txnid"])
+        note = self._directory / "synced"
+        try:
+            noted_boot, noted = note.read_text().split()
+        except (OSError, ValueError):
+            noted_boot = noted = ""
+        if noted_boot == boot:
+            return False
+        note.write_text(f"{boot} {last if noted == last else 0}")
+        return bool(noted_boot) and noted != last
+
+    def _sync(self) -> None:
+        """Have all that was written on the disk, and note how far that is."""
+        self._wrote_at = None
+        if self._lasting:
+            last = self._environment.info()["last_txnid"]
+            self._environment.sync(True)
+            (self._directory / "synced").write_text(f"{_boot_id()} {last}")
+
+    def grow(self, max_bytes: int) -> None:
+        """Let the samples take as much as the loader that allows most."""
+        if max_bytes > self._max_bytes:
+            self._max_bytes = max_bytes
+            self._environment.set_mapsize(self._map_bytes)
 
     def get(self, owner: bytes, index: Any) -> tuple[bool, Any]:
         """Return whether there is a sample, and the sample, in memory of its own.
@@ -137,39 +185,62 @@ class SampleStore:
             index: Its dataset index.
         """
         self._touch(owner)
+        if self._wrote_at is not None and time.monotonic() - self._wrote_at > _SYNC_S:
+            self._sync()
+        try:
+            try:
+                return self._found(_key(owner, index))
+            except lmdb.MapResizedError:  # by a process that may keep more
+                self._environment.set_mapsize(0)
+                return self._found(_key(owner, index))
+        except Exception as error:  # in doubt it is made anew
+            logger.warning("a cached sample cannot be read: %s: %s", type(error).__name__, error)
+            return False, None
+
+    def _found(self, key: bytes) -> tuple[bool, Any]:
         with self._environment.begin(self._samples, buffers=True) as transaction:
-            value = transaction.get(_key(owner, index))
-            if value is None or (self._lasting and not _is_whole(value)):
-                return False, None
-            return True, _decoded(value)
+            value = transaction.get(key)
+            return (False, None) if value is None else (True, _decoded(value))
 
     def put(self, owner: bytes, index: Any, pickled: Pickled) -> None:
         """Keep a sample, if there is room or room can be made."""
-        if owner in self._full:
+        now = time.monotonic()
+        if now - self._refused_at.get(owner, -_STALE_S) < _STALE_S:
             return
         value = _encoded(pickled)
+        if len(value) > self._max_bytes:
+            return  # it would drive all others out
         reason = f"max_bytes={self._max_bytes:,}"
         try:
             with self._environment.begin(self._samples, write=True) as transaction:
                 if self._make_room(transaction, owner, len(value)):
                     transaction.put(_key(owner, index), value)
+                    self._wrote_at = now
                     return
-        except lmdb.Error as error:  # the disk is full, most likely
+        except (lmdb.Error, OSError) as error:  # the disk is full, most likely
             reason = str(error)
-        self._full.add(owner)
+        self._refused_at[owner] = now
         logger.warning("the sample cache is full: what is not in it is made anew (%s)", reason)
 
     def _make_room(self, transaction: Any, owner: bytes, size: int) -> bool:
         """Drop samples that nobody has used lately until there is room; False if there is none."""
         stale: bytes | None = None
         with transaction.cursor() as cursor:
-            while self._used_bytes(transaction) + size > self._max_bytes:
+            while not self._fits(self._used_bytes(transaction), size):
                 if stale is None or not cursor.set_range(stale) or cursor.key()[:16] != stale:
                     stale = self._stale_owner(transaction, owner)
                     if stale is None or not cursor.set_range(stale):
                         return False
                 cursor.delete()
         return True
+
+    def _fits(self, used: int, size: int) -> bool:
+        if not self._lasting:
+            # Ray's object store, and other jobs, need the memory too.
+            disk = os.statvfs(self._directory)
+            if size > disk.f_bavail * disk.f_frsize // 2:
+                return False
+        return used + size <= self._max_bytes
 
     def _used_bytes(self, transaction: Any) -> int:
         found = transaction.stat(self._samples)
@@ -183,26 +254,34 @@ class SampleStore:
             found = cursor.first()
             while found:
                 other = bytes(cursor.key()[:16])
-                last_use = transaction.get(other, db=self._last_uses)
-                if other != owner and (
-                    last_use is None or now - _SECONDS.unpack(last_use)[0] > _STALE_S
-                ):
+                try:
+                    idle_s = now - self._mark(other).stat().st_mtime
+                except OSError:
+                    idle_s = float("inf")
+                if other != owner and idle_s > _STALE_S:
                     return other
                 found = cursor.set_range(other + b"\xff" * 17)
         return None
 
+    def _mark(self, owner: bytes) -> Path:
+        """Return the file whose time is that of an owner's last use."""
+        return self._directory / f"used-{owner.hex()}"
+
     def _touch(self, owner: bytes) -> None:
         """Note, from time to time, that an owner's samples are in use."""
-        now = time.time()
-        if now - self._touched.get(owner, 0.0) > _TOUCH_S:
+        now = time.monotonic()
+        if now - self._touched.get(owner, -_TOUCH_S) >= _TOUCH_S:
             self._touched[owner] = now
-            writing = self._environment.begin(self._last_uses, write=True)
-            with contextlib.suppress(lmdb.Error), writing as transaction:
-                transaction.put(owner, _SECONDS.pack(now))
+            with contextlib.suppress(OSError):  # a full disk
+                self._mark(owner).touch()
 
     def close(self) -> None:
         """Let go of the directory; nothing can be read any more."""
         self._environment.close()
+        self._in_use.close()
+
+    def let_go(self) -> None:
+        """Hold the directory no longer, in a fork of the process that opened it."""
         self._in_use.close()
 
     def size(self) -> tuple[int, int]:
@@ -211,38 +290,65 @@ class SampleStore:
             return int(transaction.stat(self._samples)["entries"]), self._used_bytes(transaction)
 
 
+def _let_go_in_fork() -> None:
+    # Locks belong to the open file, which a fork shares: it would hold them while it lives.
+    for _, store in _open.values():
+        store.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
+
+
 def _key(owner: bytes, index: Any) -> bytes:
-    try:
-        return owner + _INDEX.pack(index)
-    except struct.error:  # whatever else a sampler may yield
-        return owner + xxhash.xxh3_128_digest(dump_in_band(index, "index"))
+    whole = isinstance(index, int | np.integer) or (
+        isinstance(index, torch.Tensor | np.ndarray) and not index.shape
+    )
+    with contextlib.suppress(struct.error):
+        if whole:
+            return owner + _INDEX.pack(int(index))
+    # Whatever else a sampler may yield.
+    return owner + xxhash.xxh3_128_digest(dump_in_band(index, "index"))
 
 
 def _encoded(pickled: Pickled) -> bytes:
-    """Pack a sample: checksum, length of the header, header, buffers."""
+    """Pack a sample: length of the header, header, buffers."""
     sizes = [buffer.nbytes for buffer in pickled.buffers]
     slots = pickled.tensor_slots, pickled.image_slots
     header = pickle.dumps((pickled.head, sizes, slots), protocol=5)
-    content = b"".join([_LENGTH.pack(len(header)), header, *(b.data for b in pickled.buffers)])
-    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content)) + content
-
-
-def _is_whole(value: memoryview) -> bool:
-    """Tell whether a sample is as it was packed."""
-    content = value[_CHECKSUM.size :]
-    return bool(xxhash.xxh3_64_intdigest(content) == _CHECKSUM.unpack_from(value)[0])
+    return b"".join([_LENGTH.pack(len(header)), header, *(b.data for b in pickled.buffers)])
 
 
 def _decoded(value: memoryview) -> Any:
     """Unpack a sample."""
-    content = value[_CHECKSUM.size :]
-    start = _LENGTH.size + _LENGTH.unpack_from(content)[0]
-    head, sizes, slots = pickle.loads(content[_LENGTH.size : start])
+    start = _LENGTH.size + _LENGTH.unpack_from(value)[0]
+    head, sizes, slots = pickle.loads(value[_LENGTH.size : start])
     buffers = []
     for size in sizes:
-        buffers.append(np.frombuffer(content, np.uint8, size, start))
+        buffers.append(np.frombuffer(value, np.uint8, size, start))
         start += size
     return load(Pickled(head, buffers, *slots))
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _claim(directory: Path) -> IO[str]:
+    """Make a directory and hold it, so that nobody removes it as long as this process lives."""
+    while True:
+        _make_private(directory)
+        try:
+            in_use = (directory / _IN_USE).open("w")
+        except FileNotFoundError:  # removed again, by somebody who has found it unused
+            continue
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if (directory / _IN_USE).stat().st_ino == os.fstat(in_use.fileno()).st_ino:
+                return in_use
+        in_use.close()
 
 
 def _make_private(directory: Path) -> None:

@@ -64,7 +64,9 @@ class Store:
         self._given = filesystem
         self._made_in = os.getpid()
         self._opened: tuple[int, pafs.FileSystem, str] | None = None
-        if "@" in parts.netloc:
+        # A container before an account, as in abfs://, is none.
+        user, at, _ = parts.netloc.rpartition("@")
+        if at and (":" in user or parts.scheme in {"s3", "oss", "gs"}):
             raise ValueError(
                 "a URI with credentials in it is not taken: they would be shown in messages. Set "
                 "them in the environment, or pass filesystem="
@@ -102,22 +104,34 @@ class Store:
 
         return self.insist(whole, path)
 
-    def files(self) -> list[str]:
-        """Return the paths of all files, below the store's own, in order.
+    def listing(self) -> tuple[list[str], list[str]]:
+        """Return the paths of all files, and of all folders, below the store's own, in order.
 
         Raises:
             FileNotFoundError: There is no such folder.
             OSError: The store refuses, or does not answer in several tries.
         """
 
-        def listed() -> list[str]:
+        def listed() -> tuple[list[str], list[str]]:
             import pyarrow.fs as pafs
 
             filesystem, base = self._client()
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
-            return sorted(f.path[len(base) :].lstrip("/") for f in found if f.is_file)
+            paths = [(f.path[len(base) :].lstrip("/"), f.is_file) for f in found]
+            return sorted(p for p, is_file in paths if is_file), sorted(
+                p for p, is_file in paths if not is_file
+            )
 
         return self.insist(listed, "")
+
+    def is_file(self) -> bool:
+        """Tell whether the store's own path is a file's."""
+
+        def asked() -> bool:
+            filesystem, base = self._client()
+            return bool(filesystem.get_file_info(base).is_file)
+
+        return self.insist(asked, "")
 
     def open(self, path: str) -> Any:
         """Return a file to read parts of; what it raises is Arrow's own."""
@@ -148,9 +162,8 @@ class Store:
                 if not tries_left:
                     raise OSError(f"{where} cannot be read in {_TRIES} tries: {text}") from None
             # At other times than the other workers.
-            time.sleep(
-                _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left) * random.Random().uniform(0.5, 1.5)
-            )
+            pause_s = _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left)
+            time.sleep(pause_s * _chance.uniform(0.5, 1.5))
         raise AssertionError
 
     def _client(self) -> tuple[pafs.FileSystem, str]:

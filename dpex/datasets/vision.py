@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dpex.datasets.sameness import same
+from dpex.seeding import generators_kept, seed_generators
 from dpex.transforms import MappedDataset
 from dpex.transforms.splitting import flattened
 
@@ -23,7 +25,8 @@ def from_torchvision(dataset: Any) -> MappedDataset:
         is in the chain one by one.
 
     Raises:
-        TypeError: ``dataset`` keeps its transforms elsewhere than torchvision's datasets do.
+        TypeError: ``dataset`` keeps its transforms elsewhere than torchvision's datasets do, or
+            applies them otherwise. Its first sample is read twice to see that.
     """
     names = ("transform", "target_transform", "transforms")
     missing = [name for name in names if not hasattr(dataset, name)]
@@ -37,9 +40,24 @@ def from_torchvision(dataset: Any) -> MappedDataset:
         setattr(bare, name, None)
     if dataset.transform is None and dataset.target_transform is None:
         joint = dataset.transforms
-        return MappedDataset(bare, transforms=None if joint is None else flattened(joint))
-    return MappedDataset(
-        bare,
-        [] if dataset.transform is None else flattened(dataset.transform),
-        target_transform=dataset.target_transform,
-    )
+        apart = MappedDataset(bare, transforms=None if joint is None else flattened(joint))
+    else:
+        apart = MappedDataset(
+            bare,
+            [] if dataset.transform is None else flattened(dataset.transform),
+            target_transform=dataset.target_transform,
+        )
+    if len(apart) and not same(_first_sample(dataset), _first_sample(apart)):
+        raise TypeError(
+            f"{type(dataset).__name__} does not apply its transforms as torchvision's datasets do, "
+            "to the first item of a sample and to the second: its first sample comes out another "
+            "one. Give its transforms to MappedDataset(dataset, transforms=[...]) instead"
+        )
+    return apart
+
+
+def _first_sample(dataset: Any) -> Any:
+    """Make a dataset's first sample, from a certain seed."""
+    with generators_kept():
+        seed_generators(0)
+        return dataset[0]

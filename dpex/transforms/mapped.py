@@ -93,8 +93,13 @@ class MappedDataset(Dataset[Any]):
         return len(self.source)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one sample, as the last stage that gets samples leaves it."""
-        return self._through(self.source[index])
+        """Return one sample.
+
+        With stages that get batches, what it returns is for ``collate()`` alone; the sample, as
+        the last stage that gets samples leaves it, is its ``content``.
+        """
+        sample = self._through(self.source[index])
+        return Uncollated(sample) if self.batched else sample
 
     def _through(self, sample: Any) -> Any:
         for part in self.parts:
@@ -104,23 +109,22 @@ class MappedDataset(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], Any] | None:
-        """What torch asks for a batch's samples at once, where the source knows how.
-
-        With stages that get batches, what it returns is for ``collate()`` alone.
-        """
-        if self.batched:
-            return lambda indices: _Uncollated(self._samples(indices))
+        """What torch asks for a batch's samples at once, where the source knows how."""
         return self._samples if getattr(self.source, "__getitems__", None) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
-        read_all = getattr(self.source, "__getitems__", None)
-        if not read_all:
-            return [self[index] for index in indices]
+        read = self.source.__getitems__(indices)
+        if not isinstance(read, Sequence) or len(read) != len(indices):
+            raise TypeError(
+                f"__getitems__ of {type(self.source).__name__} must return a list of "
+                f"{len(indices)} samples, one for each index, got {type(read).__name__}"
+            )
         samples = []
-        for place, sample in enumerate(read_all(indices)):
-            begin_sample(place)
+        depth = _depth(self)
+        for place, sample in enumerate(read):
+            begin_sample(place, depth)
             samples.append(self._through(sample))
-        return samples
+        return list(map(Uncollated, samples)) if self.batched else samples
 
     @property
     def batched(self) -> bool:
@@ -184,24 +188,48 @@ class CollateAndTransform:
         self.chains = chains
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch that a list of samples becomes."""
-        batch = self.collate_fn(samples.samples if isinstance(samples, _Uncollated) else samples)
+        """Return the batch that a list of samples becomes; without batching, that a sample is."""
+        several = isinstance(samples, list)
+        content = [_content(sample) for sample in samples] if several else _content(samples)
+        batch = self.collate_fn(content)
         for chain in self.chains:
             batch = chain(batch)
         return batch
 
 
-class _Uncollated:
-    """Samples on their way to ``CollateAndTransform``; of no use to another ``collate_fn``."""
+class Uncollated:
+    """A sample on its way to ``CollateAndTransform``; of no use to another ``collate_fn``.
 
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
+    Attributes:
+        content: The sample.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "this MappedDataset has stages with batched=True, which run after collate_fn: pass "
-            "collate_fn=dataset.collate(), or collate_fn=dataset.collate(yours), to torch's "
-            "DataLoader (DpexDataLoader needs no such thing)"
+            "a MappedDataset whose chain has stages with batched=True, which run after collate_fn, "
+            "is read by a loader that does not know it: pass collate_fn=dataset.collate(), or "
+            "collate_fn=dataset.collate(yours). DpexDataLoader needs that too where the "
+            "MappedDataset is inside of another dataset, such as a Subset"
         )
 
     __getitem__ = __iter__ = __len__ = _refuse
+
+
+# What default_collate takes apart, and so meets the refusal.
+Sequence.register(Uncollated)
+
+
+def _content(sample: Any) -> Any:
+    return sample.content if isinstance(sample, Uncollated) else sample
+
+
+def _depth(dataset: Any, most: int = 32) -> int:
+    """Return how many MappedDatasets there are in one another, this one being the last."""
+    inside = [
+        vars(dataset).get(name) for name in ("source", "dataset") if hasattr(dataset, "__dict__")
+    ]
+    own = int(isinstance(dataset, MappedDataset))
+    return own + max((_depth(i, most - 1) for i in inside if most and i is not None), default=0)
