@@ -55,6 +55,8 @@ def fill(folder: Path) -> None:
     (folder / "zipped").mkdir()
     for file in (folder / "digits" / "FashionMNIST" / "raw").iterdir():
         (folder / "zipped" / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    (folder / "spark.parquet").mkdir()
+    pq.write_table(rows(5, 3), folder / "spark.parquet" / "part-0.parquet")
     (folder / "rows").mkdir()
     for number in range(3):
         pq.write_table(rows(100 * number, 70), folder / "rows" / f"{number}.parquet", 30)
@@ -164,8 +166,6 @@ def test_rows_are_those_of_the_files(bucket: Path) -> None:
         for row, index in zip(dataset.__getitems__(batch), batch, strict=True):
             assert row["tokens"].tolist() == expected[index]["tokens"]
             assert {**row, "tokens": 0} == {**expected[index], "tokens": 0}
-    (bucket / "spark.parquet").mkdir(exist_ok=True)
-    pq.write_table(rows(5, 3), bucket / "spark.parquet" / "part-0.parquet")
     assert Parquet("s3://bucket/spark.parquet")[2]["number"] == 7
     some = Parquet(bucket / "rows" / "1.parquet", columns=["share", "number"])
     assert some[3] == {"number": 103, "share": 103 / 7}
