@@ -1,8 +1,8 @@
 """Photographs that leave the workers as uint8 or as float32: what is saved on the way.
 
-The same chain, up to where it becomes floating point: in the workers, or in the training process. On
-a GPU the end of the chain is a fraction of a millisecond a batch; here it takes the trainer's core, and
-is reported apart.
+The same chain, its end, where it becomes floating point, in the workers or in the training process.
+On a GPU that end is a fraction of a millisecond a batch; here it takes the trainer's core, and is
+reported apart.
 """
 
 import time
