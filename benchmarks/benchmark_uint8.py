@@ -81,7 +81,7 @@ def main() -> None:
     record["bytes_per_sample"] = sizes
     record["samples_per_s"] = {kind: summarise(rate) for kind, rate in rates.items()}
     over = [late / early for late, early in zip(rates["uint8"], rates["float32"], strict=True)]
-    note = f"the end of the chain takes {record['finish_ms_per_batch']:.0f} ms a batch on one core here"
+    note = f"the end takes {record['finish_ms_per_batch']:.0f} ms a batch on one core here"
     goals = [
         Goal.of(
             "uint8: bytes that a sample needs less, times",
