@@ -56,34 +56,7 @@ class TinyImages(Dataset[tuple[torch.Tensor, int]]):
         return row | {"image": TO_TENSOR(Image.fromarray(row["image"]))}
 
 
-class JpegFiles(Dataset[tuple[torch.Tensor, int]]):
-    """Photographs on disk, decoded and augmented as for training on ImageNet.
-
-    Args:
-        folder: Where :func:`make_jpegs` put them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(str(path) for path in folder.glob("*.jpg"))
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with Image.open(self.paths[index]) as image:
-            return AUGMENT(image.convert("RGB")), index % 2
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Give the samples before they are read, as Ray Data takes them."""
-        return [{"path": path, "label": index % 2} for index, path in enumerate(self.paths)]
-
-    @staticmethod
-    def transform_row(row: dict[str, Any]) -> dict[str, Any]:
-        with Image.open(row["path"]) as image:
-            return {"image": AUGMENT(image.convert("RGB")), "label": row["label"]}
-
-
-class PhotographFiles(Dataset[tuple[Image.Image, int]]):
+class PhotographFiles(Dataset[tuple[Any, int]]):
     """Photographs on disk, decoded and nothing else: the source of a chain.
 
     Args:
@@ -96,9 +69,26 @@ class PhotographFiles(Dataset[tuple[Image.Image, int]]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         with Image.open(self.paths[index]) as image:
             return image.convert("RGB"), index % 2
+
+
+class JpegFiles(PhotographFiles):
+    """Photographs on disk, decoded and augmented as for training on ImageNet."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = super().__getitem__(index)
+        return AUGMENT(image), label
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Give the samples before they are read, as Ray Data takes them."""
+        return [{"path": path, "label": index % 2} for index, path in enumerate(self.paths)]
+
+    @staticmethod
+    def transform_row(row: dict[str, Any]) -> dict[str, Any]:
+        with Image.open(row["path"]) as image:
+            return {"image": AUGMENT(image.convert("RGB")), "label": row["label"]}
 
 
 class SameTensor(Dataset[torch.Tensor]):

@@ -6,7 +6,7 @@ import atexit
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from dpex.datasets.sameness import same
 from dpex.pickling import dump
 from dpex.seeding import generator_states, generators_kept, seed_generators
 from dpex.transforms.mapped import MappedDataset
+from dpex.transforms.reading import read_at_once
 from dpex.transforms.splitting import flattened, is_random
 
 if TYPE_CHECKING:
@@ -153,13 +154,7 @@ class Cached(Dataset[Any]):
         self._hits += len(indices) - len(missing)
         if missing and not self._checked:
             self._check(missing[0])
-        read = self.dataset.__getitems__(missing) if missing else []
-        if not isinstance(read, Sequence) or len(read) != len(missing):
-            raise TypeError(
-                f"__getitems__ of {type(self.dataset).__name__} must return a list of "
-                f"{len(missing)} samples, one for each index, got {type(read).__name__}"
-            )
-        made = iter(read)
+        made = iter(read_at_once(self.dataset, missing) if missing else ())
         return [
             sample if found else self._kept(index, next(made))
             for index, (found, sample) in zip(indices, looked_up, strict=True)

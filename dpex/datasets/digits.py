@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from dpex.datasets.labelled import LabelledPictures
 from dpex.datasets.store import Store
 
 __all__ = ["FashionMNIST", "MNIST"]
@@ -18,7 +18,7 @@ __all__ = ["FashionMNIST", "MNIST"]
 _UNSIGNED_BYTES = 8
 
 
-class MNIST(Dataset[tuple[Any, Any]]):
+class MNIST(LabelledPictures):
     """torchvision's ``MNIST``, from a store too.
 
     The labels are read here, for samplers; the images in each worker process, when it first reads
@@ -53,10 +53,8 @@ class MNIST(Dataset[tuple[Any, Any]]):
         *,
         filesystem: Any = None,
     ) -> None:
+        super().__init__(transform, target_transform)
         self.train = train
-        self.transform = transform
-        self.target_transform = target_transform
-        self.transforms = None
         self._store = Store(uri, filesystem)
         self._images: np.ndarray[Any, Any] | None = None
         self.targets = torch.from_numpy(self._read("labels-idx1-ubyte")).long()
@@ -90,17 +88,13 @@ class MNIST(Dataset[tuple[Any, Any]]):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: Any) -> tuple[Any, Any]:
-        """Return the image, and its label."""
+    def _picture(self, index: Any) -> Any:
         from PIL import Image
 
-        image: Any = Image.fromarray(self._pixels()[index])
-        target: Any = int(self.targets[index])
-        if self.transform is not None:
-            image = self.transform(image)
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return image, target
+        return Image.fromarray(self._pixels()[index])
+
+    def _number(self, index: Any) -> int:
+        return int(self.targets[index])
 
 
 class FashionMNIST(MNIST):

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
+from dpex.datasets.labelled import LabelledPictures
 from dpex.datasets.store import Store
 
 __all__ = ["ImageFolder"]
@@ -17,7 +17,7 @@ __all__ = ["ImageFolder"]
 _EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-class ImageFolder(Dataset[tuple[Any, Any]]):
+class ImageFolder(LabelledPictures):
     """torchvision's ``ImageFolder``, from a store too: the same classes and the same order.
 
     The store is listed once, here; pictures are read in the worker.
@@ -54,9 +54,7 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         *,
         filesystem: Any = None,
     ) -> None:
-        self.transform = transform
-        self.target_transform = target_transform
-        self.transforms = None
+        super().__init__(transform, target_transform)
         self._store = Store(uri, filesystem)
         wanted = is_valid_file or (lambda path: path.lower().endswith(_EXTENSIONS))
         files, folders = self._store.listing()
@@ -81,19 +79,14 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: Any) -> tuple[Any, Any]:
-        """Return the picture, and the number of its class."""
+    def _picture(self, index: Any) -> Any:
         from PIL import Image
 
-        image: Any
         with Image.open(io.BytesIO(self._store.read(str(self.paths[index])))) as file:
-            image = file.convert("RGB")
-        target: Any = int(self.targets[index])
-        if self.transform is not None:
-            image = self.transform(image)
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return image, target
+            return file.convert("RGB")
+
+    def _number(self, index: Any) -> int:
+        return int(self.targets[index])
 
 
 def _by_class_and_folder(path: str) -> tuple[str, str, str]:

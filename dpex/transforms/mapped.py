@@ -11,6 +11,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from dpex.seeding import begin_sample
 from dpex.transforms.chain import Chain
+from dpex.transforms.reading import read_at_once
 from dpex.transforms.stage import Stage
 
 __all__ = ["MappedDataset", "Part"]
@@ -113,15 +114,9 @@ class MappedDataset(Dataset[Any]):
         return self._samples if getattr(self.source, "__getitems__", None) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
-        read = self.source.__getitems__(indices)
-        if not isinstance(read, Sequence) or len(read) != len(indices):
-            raise TypeError(
-                f"__getitems__ of {type(self.source).__name__} must return a list of "
-                f"{len(indices)} samples, one for each index, got {type(read).__name__}"
-            )
         samples = []
         depth = _depth(self)
-        for place, sample in enumerate(read):
+        for place, sample in enumerate(read_at_once(self.source, indices)):
             begin_sample(place, depth)
             samples.append(self._through(sample))
         return list(map(Uncollated, samples)) if self.batched else samples
