@@ -6,6 +6,8 @@ What they buy is speed, never results:
   (public: one execution after the other, each of which drains);
 * an executor that polls as often as the consumer needs, and starts no helper actors
   (public: 100 ms polls, two actors beside it);
+* stages that are held back by nothing but their number of workers
+  (public: also where Ray sees much on its way);
 * a block iterator that leaves no thread behind (public: one parked thread per iteration);
 * dataset copies that share the object store's memory until they write to it
   (public: a copy in every worker process);
@@ -47,10 +49,10 @@ __all__ = [
     "StandingExecution",
     "bundle_iterator",
     "client_server",
-    "concurrency_caps",
     "fast_executor_available",
     "leak_free_batch_iterator",
     "lean_start",
+    "limit_to_concurrency",
     "private_mappings",
     "random_ids_untouched",
     "ref_bundle",
@@ -540,18 +542,20 @@ class _NoAutoscaler:
         return ExecutionResources.inf()
 
 
-def concurrency_caps() -> list[Any]:
-    """Return what keeps a stage to its ``concurrency``, for ``backpressure_policies.enabled``.
+def limit_to_concurrency(context: ray.data.DataContext) -> None:
+    """Have stages held back by their ``concurrency`` alone.
 
     Ray's own policies also hold back what the reader has asked for.
     """
+    if not fast_executor_available():
+        return
     try:
         from ray.data._internal.execution.backpressure_policy import BackpressurePolicy
         from ray.data._internal.execution.interfaces import PhysicalOperator
     except ImportError:
-        return []
+        return
     if not hasattr(PhysicalOperator, "get_max_concurrency_limit"):
-        return []
+        return
 
     class Caps(BackpressurePolicy):
         """No more tasks at once than a stage's concurrency."""
@@ -560,7 +564,7 @@ def concurrency_caps() -> list[Any]:
             limit = op.get_max_concurrency_limit()
             return limit is None or op.num_active_tasks() < limit
 
-    return [Caps]
+    context.set_config("backpressure_policies.enabled", [Caps])
 
 
 class _TaskErrors(logging.Handler):

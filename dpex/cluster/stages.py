@@ -20,7 +20,7 @@ import ray
 
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.memory import shared_memory
-from dpex.cluster.private import concurrency_caps, private_mappings
+from dpex.cluster.private import limit_to_concurrency, private_mappings
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -164,7 +164,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     context.target_max_block_size = 1
     # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
     context.op_resource_reservation_enabled = False
-    context.set_config("backpressure_policies.enabled", concurrency_caps())
+    limit_to_concurrency(context)
     # A chunk whose worker died for good is missing in the output; the reader notices.
     context.max_errored_blocks = -1
     # A trainer that evaluates for an hour is not stuck.
