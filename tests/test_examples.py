@@ -159,7 +159,9 @@ def test_mnist_object_store(place: Path) -> None:
             torch.save(digits()[part], store / "bucket" / "mnist" / f"{name}.pt")
         endpoint = f"http://{address}"
         output = run_ranks(
-            *("mnist_object_store", "bucket/mnist", "--epochs=4"),
+            "mnist_object_store",
+            "bucket/mnist",
+            "--epochs=4",
             place=place,
             **ENVIRONMENT,
             AWS_ENDPOINT_URL=endpoint,
