@@ -59,8 +59,6 @@ _PATIENT_SECONDS = 2.0
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
-# A task that waits no longer than this for its next chunk keeps its CPU.
-_SOON_S = 0.25
 _HOST_AWAY_S = 30.0
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
@@ -299,7 +297,7 @@ class _Asking:
             if self._answer is None:
                 return None
             try:
-                assignment = self._wait()
+                assignment = cast("Assignment | None", ray.get(self._answer))
             except ray.exceptions.ActorDiedError:
                 return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
@@ -312,16 +310,6 @@ class _Asking:
                     self._place = assignment.place + 1
                 return assignment
         return None
-
-    def _wait(self) -> Assignment | None:
-        assert self._answer is not None
-        # A task in ray.get gives its CPU back, on which a cluster may start another worker. Where
-        # there is work, the answer is there before that is worth while.
-        soon = cast("Future[Assignment | None]", self._answer.future())
-        try:
-            return soon.result(timeout=_SOON_S)
-        except TimeoutError:
-            return cast("Assignment | None", ray.get(self._answer))
 
 
 def _make_chunk(
