@@ -111,7 +111,7 @@ def test_all_workers_of_a_node_share_it(source: Logged, at: str | Path, assert_s
 
 def test_random_transforms_go_behind_it(source: Logged, tmp_path: Path) -> None:
     def noisy(value: Any) -> float:
-        return float(np.asarray(value).sum() + torch.rand(()))
+        return float(np.asarray(value).sum()) + float(torch.rand(()))
 
     chain = MappedDataset(cached(source, at=tmp_path / "cache"), noisy)
     first, again = chain[3][0], chain[3][0]

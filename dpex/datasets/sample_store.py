@@ -44,7 +44,7 @@ _STALE_S = 60.0
 _TOUCH_S = 10.0
 _SYNC_S = 5.0
 # How long the memory of a job that ends is waited for, that its workers let go of it.
-_LET_GO_S = 1.0
+_LET_GO_S = 3.0
 _IN_USE = "in-use"
 
 _open: dict[Path, tuple[int, SampleStore]] = {}
