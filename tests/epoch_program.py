@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 
 from dpex import DpexDataLoader
@@ -73,6 +74,7 @@ def kill_once(what: int, mark: str) -> None:
 
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
+    replies = take_stdout()
     dataset = Located(
         given["length"],
         given.get("seconds", 0.01),
@@ -100,7 +102,7 @@ def main() -> None:
         rows = zip(indices.tolist(), draws.double().sum(1).tolist(), nodes, strict=True)
         samples += list(rows)
         if stepping:
-            print(number, *sorted(set(nodes)), flush=True)
+            print(number, *sorted(set(nodes)), file=replies)
             stepping = sys.stdin.readline() == "next\n"
         asked = time.monotonic()
     Path(given["out"]).write_text(json.dumps({"samples": samples, "waits": waits}))

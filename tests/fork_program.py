@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
 
@@ -190,10 +191,11 @@ def without_server() -> Any:
 def killed() -> Any:
     loader = loader_of(persistent_workers=True)
     result = read(loader)[2]
-    print("outcome:", json.dumps(result), flush=True)
+    print(json.dumps(result), file=replies)
     time.sleep(1000)
 
 
 if __name__ == "__main__":
     sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
-    print("outcome:", json.dumps(globals()[sys.argv[1]]()), flush=True)
+    replies = take_stdout()
+    print(json.dumps(globals()[sys.argv[1]]()), file=replies)

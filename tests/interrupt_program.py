@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
 
@@ -30,6 +31,7 @@ class Waits:
 
 
 def main() -> None:
+    replies = take_stdout()
     loader = DpexDataLoader(
         Waits(Path(sys.argv[1])),
         batch_size=10,
@@ -39,11 +41,11 @@ def main() -> None:
     )
     try:
         for batch in loader:
-            print("batch", batch[0].item(), flush=True)
+            print("batch", batch[0].item(), file=replies)
     except KeyboardInterrupt:
-        print("interrupted", flush=True)
+        print("interrupted", file=replies)
     again = [int(index) for batch in loader for index in batch]
-    print("complete" if again == list(range(100)) else again, flush=True)
+    print("complete" if again == list(range(100)) else again, file=replies)
 
     lasting = DpexDataLoader(
         loader.dataset,
@@ -57,7 +59,7 @@ def main() -> None:
     ray.shutdown()
     for either in (loader, lasting):
         again = [int(index) for batch in either for index in batch]
-        print("complete" if again == list(range(100)) else again, flush=True)
+        print("complete" if again == list(range(100)) else again, file=replies)
 
 
 if __name__ == "__main__":

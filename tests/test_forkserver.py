@@ -25,9 +25,7 @@ def outcome_of(scenario: str) -> Any:
         done = run_program(PROGRAM, scenario, place=place, seconds=150)
         assert done.returncode == 0, done.stdout + done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
-        # Ray may have something to say about workers that were killed.
-        line = next(line for line in done.stdout.splitlines() if line.startswith("outcome: "))
-        return json.loads(line.removeprefix("outcome: "))
+        return json.loads(done.stdout)
 
 
 def test_workers_are_forks_of_the_trainer() -> None:
@@ -77,7 +75,7 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
     with workplace() as place:
         trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
         assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "outcome: true\n"
+        assert trainer.stdout.readline() == "true\n"
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 
+from output import take_stdout
+
 from dpex.cluster.connect import connect, report_busy_cpus
 
-replies = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # what Ray or a task prints must not look like a reply
+replies = take_stdout()
 logged: list[str] = []
 held: list[object] = []
 
