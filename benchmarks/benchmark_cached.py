@@ -18,14 +18,12 @@ from torchvision import transforms
 
 from benchmarks.goals import Goal
 from benchmarks.harness import (
-    SETTLE_S,
     arguments,
     close,
     describe_machine,
     make_loader,
-    say,
     summarise,
-    time_epoch,
+    take_turns,
     write,
 )
 from benchmarks.plots import bars
@@ -90,18 +88,8 @@ def measure(name: str, fixed: MappedDataset, rest: Any, options: Any) -> dict[st
         )
         for peer, dataset in (("torch", fixed), ("dpex", cached(fixed)))
     }
-    rates: dict[str, list[float]] = {peer: [] for peer in loaders}
     try:
-        for number in range(options.rounds + 1):
-            for peer, loader in loaders.items():
-                time.sleep(SETTLE_S)
-                rate = time_epoch(loader).samples_per_s
-                if number:  # the first one starts the workers and fills the cache
-                    rates[peer].append(rate)
-            say(
-                f"cached {name} {number}/{options.rounds}: "
-                + str({p: r[-1:] for p, r in rates.items()})
-            )
+        rates = take_turns(loaders, options.rounds, f"cached {name}")
     finally:
         for loader in loaders.values():
             close(loader)

@@ -16,14 +16,12 @@ from torchvision.transforms import v2
 
 from benchmarks.goals import Goal
 from benchmarks.harness import (
-    SETTLE_S,
     arguments,
     close,
     describe_machine,
     make_loader,
-    say,
     summarise,
-    time_epoch,
+    take_turns,
     write,
 )
 from benchmarks.plots import bars
@@ -58,16 +56,9 @@ def main() -> None:
         )
         for kind, chain in chains.items()
     }
-    rates: dict[str, list[float]] = {kind: [] for kind in loaders}
     sizes = {}
     try:
-        for number in range(options.rounds + 1):
-            for kind, loader in loaders.items():
-                time.sleep(SETTLE_S)
-                rate = time_epoch(loader).samples_per_s
-                if number:  # the first one starts the workers
-                    rates[kind].append(rate)
-            say(f"uint8 {number}/{options.rounds}: { {k: r[-1:] for k, r in rates.items()} }")
+        rates = take_turns(loaders, options.rounds, "uint8")
         for kind, loader in loaders.items():
             images, _ = next(iter(loader))
             sizes[kind] = images.nbytes / len(images)

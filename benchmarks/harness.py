@@ -241,6 +241,31 @@ def time_epoch(loader: Iterable[Any], max_batches: int | None = None) -> Epoch:
     return Epoch(seconds, first_batch_s, waiting_s, samples, samples / seconds)
 
 
+def take_turns(
+    loaders: Mapping[str, DataLoader[Any]], rounds: int, title: str
+) -> dict[str, list[float]]:
+    """Run one epoch of each loader after the other, several times.
+
+    Args:
+        loaders: By name.
+        rounds: Counted epochs of each; one more, the first, starts workers and fills caches.
+        title: Of what is run, for the progress.
+
+    Returns:
+        The samples per second of every counted epoch, by name.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    for number in range(rounds + 1):
+        for name, loader in loaders.items():
+            time.sleep(SETTLE_S)
+            rate = time_epoch(loader).samples_per_s
+            if number:
+                rates[name].append(rate)
+        last = {name: rate[-1:] for name, rate in rates.items()}
+        say(f"{title} {number}/{rounds}: {last}")
+    return rates
+
+
 def summarise(values: Sequence[float]) -> dict[str, Any]:
     """Give the median and the spread of some values, with the values."""
     lower, median, upper = (

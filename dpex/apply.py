@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +56,7 @@ def apply_stage(
     cancelled: Callable[[], bool],
     *,
     kept: bool = False,
-) -> Iterator[tuple[Entry, float, float]]:
+) -> Iterator[Entry]:
     """Do a stage's part of the batches of one block.
 
     Args:
@@ -70,14 +69,13 @@ def apply_stage(
             workers would do: what it has put on a GPU stays there.
 
     Yields:
-        The batch, or the error in its place; its wall seconds; its processor seconds.
+        The batch, or the error in its place.
     """
     for entry in entries:
         content = entry.value
         if entry.failed:
-            yield entry, 0.0, 0.0
+            yield entry
             continue
-        started, cpu_started = time.perf_counter(), time.process_time()
         at = At("indices", None)
         worker_id = 0
         try:
@@ -105,7 +103,7 @@ def apply_stage(
             done = Entry(entry.batch, error, failed=True)
         finally:
             leave_worker()
-        yield done, time.perf_counter() - started, time.process_time() - cpu_started
+        yield done
         if cancelled():
             return
 

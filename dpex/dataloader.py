@@ -14,7 +14,7 @@ from dpex.chunking import ChunkPlanner
 from dpex.cluster.connect import connect, parse_address
 from dpex.epochs import SamplerEpochs
 from dpex.iterator import ClusterIter, Generations
-from dpex.jobs import LaterStage, divide
+from dpex.jobs import StagePlan, divide
 from dpex.pickling import Pickled, dump
 from dpex.transforms.mapped import MappedDataset
 
@@ -201,7 +201,7 @@ class DpexDataLoader(DataLoader[T_co]):
             self, job_key, state.session, state.planner, state.generations, state.epochs
         )
 
-    def _jobs(self) -> tuple[Job, list[LaterStage]]:
+    def _jobs(self) -> tuple[Job, list[StagePlan]]:
         return divide(
             self.dataset,
             self.collate_fn,

@@ -66,10 +66,6 @@ class Frame:
     size_bytes: int
 
 
-def _slots(value: Pickled) -> tuple[tuple[int, ...], ...]:
-    return tuple(value.tensor_slots), tuple(value.image_slots)
-
-
 def _binary_column(data: Any, size: int) -> pa.Array:
     """Wrap memory as one large_binary value (int64 offsets: no 2 GiB limit), without a copy."""
     import pyarrow as pa
@@ -146,7 +142,7 @@ class FrameWriter:
                 self._seconds,
                 self._cpu_seconds,
                 [
-                    (e.batch, e.failed, e.value.head, _slots(e.value), places)
+                    (e.batch, e.failed, e.value.head, e.value.slots, places)
                     for e, places in zip(self._entries, placements, strict=True)
                 ],
             ),
@@ -186,7 +182,7 @@ def read_frame(table: pa.Table) -> Frame:
             gathered[start : start + size] if column < 0 else _view(table, column + 2)
             for column, start, size in places
         ]
-        entries.append(Entry(batch, Pickled(head, buffers, *map(frozenset, slots)), failed))
+        entries.append(Entry(batch, Pickled(head, buffers, *slots), failed))
     return Frame(run, chunk, entries, seconds, cpu_seconds, table.nbytes)
 
 

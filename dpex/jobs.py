@@ -13,11 +13,11 @@ from dpex.transforms.mapped import CollateAndTransform, MappedDataset
 if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
 
-__all__ = ["LaterStage", "divide"]
+__all__ = ["StagePlan", "divide"]
 
 
 @dataclass(frozen=True)
-class LaterStage:
+class StagePlan:
     """A stage after the one that reads.
 
     Attributes:
@@ -36,7 +36,7 @@ def divide(
     *,
     num_workers: int,
     auto_collation: bool,
-) -> tuple[Job, list[LaterStage]]:
+) -> tuple[Job, list[StagePlan]]:
     """Divide a loader's work at the stages of its dataset, if it has any.
 
     Samples become a batch in the last stage that gets samples.
@@ -54,7 +54,7 @@ def divide(
         finishes=not parts[1:],
     )
     later = [
-        LaterStage(
+        StagePlan(
             StageJob(
                 transform=part.chain,
                 batched=part.batched,

@@ -56,6 +56,11 @@ class Pickled:
     image_slots: frozenset[int] = frozenset()
 
     @property
+    def slots(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Both kinds of slots, in the order of the constructor's arguments."""
+        return self.tensor_slots, self.image_slots
+
+    @property
     def digest(self) -> str:
         """128 bits (XXH3) that stand for the contents: equal where those are."""
         digest = xxhash.xxh3_128(self.head)

@@ -27,7 +27,7 @@ from dpex.worker import Run
 
 if TYPE_CHECKING:
     from dpex.cluster.blocks import Receiver
-    from dpex.jobs import LaterStage as StagePlan
+    from dpex.jobs import StagePlan
     from dpex.transforms.stage import Stage
 
 __all__ = ["RemoteRun", "Session"]
@@ -167,7 +167,7 @@ class Session:
         return _StoredJob(key, [store_job(pickled)], None)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
-        at_once = _workers_at_once(number, stage)
+        _check_room(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
         if stage.num_gpus and forkserver.in_use():
             # A fork could not use CUDA once the trainer has.
@@ -181,12 +181,15 @@ class Session:
         if environment:
             options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
+        if stage.num_gpus:
+            # A pool of processes waits until all of them have started.
+            free = ray.available_resources().get("GPU", 0.0)
+            most = min(most, max(1, int(free / stage.num_gpus)))
         return LaterStage(
             [store_job(pickled)],
             pickled.digest,
             options,
-            # A pool of processes waits until all of them have started.
-            min(most, at_once) if stage.num_gpus else most,
+            most,
             capped=stage.max_workers is not None,
             keeps_processes=bool(stage.num_gpus),
         )
@@ -385,12 +388,8 @@ def _store_capacity() -> int:
     return 1 << 62
 
 
-def _workers_at_once(number: int, stage: Stage) -> int:
-    """Return how many workers of a stage the cluster's GPUs are free for, one at least.
-
-    Raises:
-        ClusterError: No node has what one of them asks for.
-    """
+def _check_room(number: int, stage: Stage) -> None:
+    """Raise ``ClusterError`` unless some node has what a worker of a stage asks for."""
     asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
     asked = {name: amount for name, amount in asked.items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -401,5 +400,3 @@ def _workers_at_once(number: int, stage: Stage) -> int:
             f"stage {number} ({what}) asks for {asked} for each of its workers, but no node has "
             f"more than {most}. Start a node that has it, or ask for less"
         )
-    free = ray.available_resources().get("GPU", 0.0)
-    return max(1, int(free / stage.num_gpus)) if stage.num_gpus else 1

@@ -250,8 +250,7 @@ def transform_batches(
     read_job = functools.partial(_read_job, job, job_key, host_name)
     # Chunks are sized by what the first stage takes for them.
     writer = FrameWriter(frame.run, frame.chunk, frame.seconds, frame.cpu_seconds)
-    batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
-    for entry, _, _ in batches:
+    for entry in apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept):
         writer.add(entry, 0.0, 0.0)
     yield writer.table()
 
@@ -384,8 +383,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
 def store_job(pickled: Pickled) -> ray.ObjectRef:
     """Put a pickled job where workers of all nodes find it."""
     search_path = [str(Path(path).resolve()) for path in sys.path]
-    slots = pickled.tensor_slots, pickled.image_slots
-    return ray.put((search_path, pickled.head, pickled.buffers, *slots))
+    return ray.put((search_path, pickled.head, pickled.buffers, *pickled.slots))
 
 
 def _here() -> str:

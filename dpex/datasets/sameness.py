@@ -20,11 +20,12 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape or one.layout != torch.strided:
-            return bool(one.dtype == other.dtype and one.shape == other.shape)
-        return same(_bytes_of(one), _bytes_of(other))
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        dense = one.layout is torch.strided
+        return alike and (not dense or same(_bytes_of(one), _bytes_of(other)))
     if isinstance(one, np.ndarray) and one.dtype != object:
-        return one.dtype == other.dtype and one.shape == other.shape and _equal_bytes(one, other)
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and bool(one.tobytes() == other.tobytes())
     if type(one).__module__.startswith("PIL."):
         alike = (one.mode, one.size) == (other.mode, other.size)
         return alike and bool(one.tobytes() == other.tobytes())
@@ -36,10 +37,6 @@ def same(one: Any, other: Any) -> bool:
     if dataclasses.is_dataclass(one) or equality is object.__eq__:
         return same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}))
     return bool(np.all(one == other)) or one != one  # a NaN
-
-
-def _equal_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return one.tobytes() == other.tobytes()
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

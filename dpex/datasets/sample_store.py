@@ -313,8 +313,7 @@ def _key(owner: bytes, index: Any) -> bytes:
 def _encoded(pickled: Pickled) -> bytes:
     """Pack a sample: length of the header, header, buffers."""
     sizes = [buffer.nbytes for buffer in pickled.buffers]
-    slots = pickled.tensor_slots, pickled.image_slots
-    header = pickle.dumps((pickled.head, sizes, slots), protocol=5)
+    header = pickle.dumps((pickled.head, sizes, pickled.slots), protocol=5)
     return b"".join([_LENGTH.pack(len(header)), header, *(b.data for b in pickled.buffers)])
 
 

@@ -57,6 +57,9 @@ class MappedDataset(Dataset[Any]):
         transforms: One or several for input and target together, in place of ``transform`` and
             ``target_transform``. They get all items of the sample, each an argument of its own.
 
+    Attributes:
+        depth: How many MappedDatasets there are in one another, this one being the outermost.
+
     Raises:
         TypeError: ``source`` is not map-style, or something in the chain cannot be called.
         ValueError: ``transforms`` is given beside the others; a stage that gets samples comes
@@ -87,6 +90,8 @@ class MappedDataset(Dataset[Any]):
                 "target_transform="
             )
         self.source = source
+        # Of those in one another, each draws numbers of its own.
+        self.depth = 1 + _depth(source)
         self.parts: list[Part] = list(_parts(_listed(transforms if joint else transform), joint))
         self.parts[0].chain.target_transform = target_transform
 
@@ -115,9 +120,8 @@ class MappedDataset(Dataset[Any]):
 
     def _samples(self, indices: list[Any]) -> list[Any]:
         samples = []
-        depth = _depth(self)
         for place, sample in enumerate(read_at_once(self.source, indices)):
-            begin_sample(place, depth)
+            begin_sample(place, self.depth)
             samples.append(self._through(sample))
         return list(map(Uncollated, samples)) if self.batched else samples
 
@@ -222,9 +226,8 @@ def _content(sample: Any) -> Any:
 
 
 def _depth(dataset: Any, most: int = 32) -> int:
-    """Return how many MappedDatasets there are in one another, this one being the last."""
-    inside = [
-        vars(dataset).get(name) for name in ("source", "dataset") if hasattr(dataset, "__dict__")
-    ]
-    own = int(isinstance(dataset, MappedDataset))
-    return own + max((_depth(i, most - 1) for i in inside if most and i is not None), default=0)
+    """Return how many MappedDatasets a dataset has in it, in one another."""
+    if isinstance(dataset, MappedDataset):
+        return dataset.depth
+    inside = [vars(dataset).get(n) for n in ("source", "dataset") if hasattr(dataset, "__dict__")]
+    return max((_depth(i, most - 1) for i in inside if most and i is not None), default=0)
