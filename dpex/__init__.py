@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         DpexError,
         NodeDataError,
         SerializationError,
+        TooManySkippedError,
     )
+    from dpex.stats import LoaderStats
 
 __version__ = "0.1.0"
 
@@ -30,8 +32,10 @@ __all__ = [
     "DatasetTooLargeError",
     "DpexDataLoader",
     "DpexError",
+    "LoaderStats",
     "NodeDataError",
     "SerializationError",
+    "TooManySkippedError",
     "dataloader",
 ]
 
@@ -42,6 +46,8 @@ def __getattr__(name: str) -> Any:
         return import_module("dpex.dataloader")
     if name == "DpexDataLoader":
         return import_module("dpex.dataloader").DpexDataLoader
+    if name == "LoaderStats":
+        return import_module("dpex.stats").LoaderStats
     if name in __all__:
         return getattr(import_module("dpex.errors"), name)
     raise AttributeError(f"module 'dpex' has no attribute {name!r}")

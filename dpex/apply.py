@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dpex.fetch import Unfinished, collate
+from dpex.costs import Costs, noted, spent
+from dpex.failures import Failures, NothingLeft
+from dpex.fetch import Unfinished, collate, encode
 from dpex.frame import Entry
-from dpex.pickling import dump, load
+from dpex.pickling import load
 from dpex.seeding import sample_seed, seed_generators, stage_key, stream_key
 from dpex.worker import (
     At,
@@ -39,6 +42,7 @@ class StageJob:
             before or after does.
         auto_collation: Whether a batch's samples come in a list.
         finishes: Whether there is no later stage.
+        skips_errors: Whether a sample that cannot be transformed is left out.
     """
 
     transform: Callable[[Any], Any]
@@ -46,6 +50,7 @@ class StageJob:
     collate_fn: Callable[[Any], Any] | None
     auto_collation: bool
     finishes: bool
+    skips_errors: bool = False
 
 
 def apply_stage(
@@ -56,7 +61,7 @@ def apply_stage(
     cancelled: Callable[[], bool],
     *,
     kept: bool = False,
-) -> Iterator[Entry]:
+) -> Iterator[tuple[Entry, Costs]]:
     """Do a stage's part of the batches of one block.
 
     Args:
@@ -69,41 +74,51 @@ def apply_stage(
             workers would do: what it has put on a GPU stays there.
 
     Yields:
-        The batch, or the error in its place.
+        The batch, or the error in its place, and what the stage's part of it cost.
     """
     for entry in entries:
-        content = entry.value
-        if entry.failed:
-            yield entry
+        content, left_out = entry.value, entry.left_out
+        if entry.outcome != "batch":
+            yield entry, Costs()
             continue
         at = At("indices", None)
         worker_id = 0
-        try:
-            came: Unfinished = load(content)
-            run = came.run
-            settle_process(run)
-            worker_id = entry.batch % run.num_workers
-            at.value = came.indices
-            generation, oldest = (0, 0) if kept else (run.generation, run.oldest_generation)
-            slot = (f"{run.loader}/{stage}", generation, -1)
-            copy = copy_of(slot, read_job, oldest, 0)
-            show_worker(worker_id, run, None)
-            key = stage_key(stream_key(run.base_seed, run.epoch), stage)
-            value = _apply(copy, came, functools.partial(load, content), key, cancelled, at)
-            if kept:
-                value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
-            if not copy.job.finishes:
-                value = Unfinished(run, came.indices, came.position, value)
-            done = Entry(entry.batch, dump(value, "batch"), failed=False)
-        except Cancelled:
-            return
-        except (Exception, SystemExit):
-            place_of_error = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
-            error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
-            done = Entry(entry.batch, error, failed=True)
-        finally:
-            leave_worker()
-        yield done
+        with noted() as costs:
+            try:
+                started = time.perf_counter()
+                came: Unfinished = load(content)
+                spent("encode_s", started)
+                run = came.run
+                settle_process(run)
+                worker_id = entry.batch % run.num_workers
+                at.value = came.indices
+                generation, oldest = (0, 0) if kept else (run.generation, run.oldest_generation)
+                slot = (f"{run.loader}/{stage}", generation, -1)
+                copy = copy_of(slot, read_job, oldest, 0)
+                show_worker(worker_id, run, None)
+                key = stage_key(stream_key(run.base_seed, run.epoch), stage)
+                failures = Failures(left_out=copy.job.skips_errors)
+                load_again = functools.partial(load, content)
+                value = _apply(copy, came, load_again, key, cancelled, at, failures)
+                if kept:
+                    value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
+                if not copy.job.finishes:
+                    places = failures.places(_placed(came)) if failures.samples else came.places
+                    value = replace(came, value=value, places=places)
+                done = Entry(entry.batch, encode(value), "batch", left_out + failures.samples)
+            except NothingLeft:
+                done = Entry(entry.batch, encode(None), "nothing", left_out + failures.samples)
+            except Cancelled:
+                return
+            except (Exception, SystemExit):
+                place_of_error = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
+                error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
+                done = Entry(entry.batch, error, "error")
+            finally:
+                leave_worker()
+        # Chunks are sized by what the first stage takes for them.
+        costs.seconds = costs.cpu_seconds = 0.0
+        yield done, costs
         if cancelled():
             return
 
@@ -115,6 +130,7 @@ def _apply(
     key: int,
     cancelled: Callable[[], bool],
     at: At,
+    failures: Failures,
 ) -> Any:
     """Transform a batch or its samples, each seeded.
 
@@ -125,24 +141,43 @@ def _apply(
         key: Key of the stage's seeds in this epoch.
         cancelled: Asked between samples.
         at: Kept at the index being worked on, for error messages.
+        failures: Takes the samples that fail, if they are to be left out.
     """
     job = copy.job
     if job.batched or not job.auto_collation:
         seed_generators(sample_seed(key, came.position))
-        return collate(job.collate_fn, job.transform(came.value))
-    indices = list(came.indices)
+        try:
+            value = job.transform(came.value)
+        except Exception as error:
+            if not job.batched and failures.take(0, came.indices, error):
+                raise NothingLeft from error
+            raise
+        return collate(job.collate_fn, value)
     untouched = [came]
 
     def attempt(before_sample: Callable[[int], None]) -> Any:
         samples = (untouched.pop() if untouched else load_again()).value
         at.set("index", None)
-        for place, sample in enumerate(samples):
-            at.value = indices[place]
+        failures.forget()
+        transformed = []
+        for (place, index), sample in zip(_placed(came), samples, strict=True):
+            at.value = index
             before_sample(place)
-            samples[place] = job.transform(sample)
+            try:
+                transformed.append(job.transform(sample))
+            except Exception as error:
+                if not failures.take(place, index, error):
+                    raise
             if cancelled():
                 raise Cancelled
         at.set("indices", came.indices)
-        return collate(job.collate_fn, samples)
+        return collate(job.collate_fn, failures.rest(transformed))
 
     return copy.habits.reproducibly(key, came.position, attempt)
+
+
+def _placed(came: Unfinished) -> list[tuple[int, Any]]:
+    """Return place and index of a batch's samples."""
+    indices = list(came.indices)
+    places = range(len(indices)) if came.places is None else came.places
+    return [(place, indices[place]) for place in places]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import warnings
@@ -13,13 +14,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from dpex.chunking import ChunkPlanner
 from dpex.cluster.connect import connect, parse_address
 from dpex.epochs import SamplerEpochs
+from dpex.indices import Indices, Source
 from dpex.iterator import ClusterIter, Generations
 from dpex.jobs import StagePlan, divide
 from dpex.pickling import Pickled, dump
+from dpex.plain import PlainIter, plain_iterator
+from dpex.progress import Progress
+from dpex.seeding import generators_kept
+from dpex.stats import LoaderStats, Meter
 from dpex.transforms.mapped import MappedDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.utils.data import Dataset, Sampler
 
@@ -31,6 +37,7 @@ __all__ = ["DpexDataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _DEFAULT_PREFETCH_BYTES = 512 << 20
+_DEFAULT_MAX_SKIPPED = 100
 _WORKER_OPTIONS = {
     "accelerator_type",
     "label_selector",
@@ -77,7 +84,10 @@ class DpexDataLoader(DataLoader[T_co]):
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``scheduling_strategy``, ``runtime_env``.
         prefetch_bytes: Bytes of batches that may be under way beyond ``prefetch_factor``.
-        on_error: ``"raise"`` passes an error in a sample on to the training loop.
+        on_error: ``"raise"`` passes an error in a sample on to the training loop; ``"skip"`` leaves
+            the sample out of its batch, which is smaller then, or out of the epoch if it had no
+            other, and logs the sample's index. Errors of ``collate_fn`` are always passed on.
+        max_skipped: How many samples of an epoch may be left out.
 
     Raises:
         ClusterError: ``head_address`` is one for Ray Client.
@@ -94,6 +104,7 @@ class DpexDataLoader(DataLoader[T_co]):
     worker_options: dict[str, Any] | None
     prefetch_bytes: int
     on_error: str
+    max_skipped: int
 
     def __init__(
         self,
@@ -120,8 +131,10 @@ class DpexDataLoader(DataLoader[T_co]):
         worker_options: dict[str, Any] | None = None,
         prefetch_bytes: int = _DEFAULT_PREFETCH_BYTES,
         on_error: str = "raise",
+        max_skipped: int = _DEFAULT_MAX_SKIPPED,
     ) -> None:
-        _check_options(distribute_mode, head_address, worker_options, prefetch_bytes, on_error)
+        _check_options(distribute_mode, head_address, worker_options, prefetch_bytes)
+        _check_skipping(on_error, max_skipped, distributed=distribute_mode and num_workers > 0)
         if distribute_mode and isinstance(dataset, IterableDataset):
             raise NotImplementedError(
                 f"distribute_mode=True cannot yet iterate an IterableDataset "
@@ -133,7 +146,10 @@ class DpexDataLoader(DataLoader[T_co]):
         self.worker_options = worker_options
         self.prefetch_bytes = prefetch_bytes
         self.on_error = on_error
+        self.max_skipped = max_skipped
         self._cluster: _ClusterState | None = None
+        self._progress = Progress()
+        self._meter = Meter()
         super().__init__(
             dataset,
             batch_size,
@@ -176,7 +192,9 @@ class DpexDataLoader(DataLoader[T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self._distributed:
-            return super()._get_iterator()
+            # What an epoch has drawn before is not drawn a second time.
+            with generators_kept() if self._progress.goes_on else contextlib.nullcontext():
+                return plain_iterator(self)
 
         job, later = self._jobs()
 
@@ -208,6 +226,7 @@ class DpexDataLoader(DataLoader[T_co]):
             self.worker_init_fn,
             num_workers=self.num_workers,
             auto_collation=self._auto_collation,
+            skips_errors=self.on_error == "skip",
         )
 
     def check_worker_number_rationality(self) -> None:
@@ -218,7 +237,78 @@ class DpexDataLoader(DataLoader[T_co]):
     def __iter__(self) -> _BaseDataLoaderIter:
         if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
             self._iterator = None  # persistent workers of a Ray that has gone
-        return super().__iter__()
+        meter = Meter()
+        with meter.asked(for_batch=False):
+            iterator = super().__iter__()
+            assert isinstance(iterator, ClusterIter | PlainIter)
+            for _ in range(iterator._sampler_iter.unread):
+                next(iterator, None)
+        iterator.meter = self._meter = meter
+        return iterator
+
+    def stats(self) -> LoaderStats:
+        """Return what the newest epoch has cost until now, and what was waited for.
+
+        Returns:
+            Numbers, with a ``repr`` that says what bounds the training loop. Without workers on a
+            cluster only times, batches and samples are known.
+        """
+        epoch = self._progress.epoch
+        return self._meter.stats(
+            samples=epoch.samples if epoch else 0, under_way=epoch.under_way if epoch else 0
+        )
+
+    @property
+    def _source(self) -> Source:
+        index_sampler = super()._index_sampler
+        return Source(index_sampler, self._auto_collation, self.generator, self.dataset)
+
+    @property
+    def _index_sampler(self) -> Indices:
+        return Indices(self._source, self._progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: what is needed to go on from there in another process.
+
+        Batches that were handed out count, not those under way. In the middle of an epoch the
+        state holds what random number generators were about to draw when the epoch began; the
+        global ones of the training process itself are the caller's to save.
+
+        Returns:
+            Strings, numbers, lists and dicts, some 30 kB, and what samplers with a
+            ``state_dict`` of their own return. ``{"version": 1, ...}``.
+
+        Raises:
+            RuntimeError: Without ``distribute_mode`` nobody knows which batches were handed out
+                with ``in_order=False``.
+
+        Source:
+            The protocol of torchdata's ``StatefulDataLoader``, with keys of our own.
+        """
+        if not self._distributed and self.num_workers and not self.in_order:
+            raise RuntimeError(
+                "with in_order=False torch's workers do not say which batches they have made: "
+                "state_dict() needs in_order=True, or distribute_mode=True"
+            )
+        return self._progress.state_dict(self._source, persistent_workers=self.persistent_workers)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on from where a loader stood.
+
+        That loader may have had another ``num_workers``, ``batch_size`` or cluster; with torch's
+        DistributedSampler, another number of ranks as well. Samplers with ``set_epoch`` are told
+        the epoch of the state.
+
+        Args:
+            state_dict: What ``state_dict`` returned; ``{}`` lets the next epoch begin anew.
+
+        Raises:
+            ValueError: It is no state of this version, or of another dataset or sampler.
+
+        Source:
+            The protocol of torchdata's ``StatefulDataLoader``.
+        """
+        self._progress.load_state_dict(state_dict, self._source)
 
     def close(self) -> None:
         """Stop what runs and release what the loader holds; it can be iterated again."""
@@ -231,7 +321,8 @@ class DpexDataLoader(DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy starts afresh."""
-        return {**self.__dict__, "_cluster": None, "_iterator": None}
+        own = {"_cluster": None, "_iterator": None, "_progress": Progress()}
+        return {**self.__dict__, **own}
 
     def __enter__(self) -> DpexDataLoader[T_co]:
         return self
@@ -266,7 +357,7 @@ def _warn_once(key: str, text: str) -> None:
 
 
 def _check_options(
-    distribute_mode: Any, head_address: Any, worker_options: Any, prefetch_bytes: Any, on_error: Any
+    distribute_mode: Any, head_address: Any, worker_options: Any, prefetch_bytes: Any
 ) -> None:
     if not isinstance(distribute_mode, bool):
         raise TypeError(f"distribute_mode must be True or False, got {distribute_mode!r}")
@@ -282,5 +373,15 @@ def _check_options(
         )
     if not isinstance(prefetch_bytes, int) or prefetch_bytes < 0:
         raise ValueError(f"prefetch_bytes must be an integer >= 0, got {prefetch_bytes!r}")
-    if on_error != "raise":
-        raise ValueError(f'on_error must be "raise", got {on_error!r}')
+
+
+def _check_skipping(on_error: Any, max_skipped: Any, *, distributed: bool) -> None:
+    if on_error not in {"raise", "skip"}:
+        raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
+    if not isinstance(max_skipped, int) or max_skipped < 0:
+        raise ValueError(f"max_skipped must be an integer >= 0, got {max_skipped!r}")
+    if on_error == "skip" and not distributed:
+        raise ValueError(
+            'on_error="skip" needs distribute_mode=True and num_workers > 0: torch\'s own workers '
+            "leave no sample out"
+        )

@@ -5,7 +5,8 @@
     ├── ClusterError          (ConnectionError)        no usable Ray at head_address
     ├── DatasetTooLargeError  (MemoryError)            the dataset does not fit the object store
     ├── NodeDataError         (RuntimeError)           a node has not the files that others have
-    └── SerializationError    (pickle.PicklingError)   something cannot travel to a worker
+    ├── SerializationError    (pickle.PicklingError)   something cannot travel to a worker
+    └── TooManySkippedError   (RuntimeError)           more samples cannot be read than is allowed
 
 What the user's own code raises in a worker keeps its type, as in torch.
 """
@@ -21,6 +22,7 @@ __all__ = [
     "DpexError",
     "NodeDataError",
     "SerializationError",
+    "TooManySkippedError",
 ]
 
 
@@ -46,3 +48,7 @@ class NodeDataError(DpexError, RuntimeError):
 
 class SerializationError(DpexError, pickle.PicklingError):
     """An object on its way to a worker cannot be pickled; names the attribute that cannot."""
+
+
+class TooManySkippedError(DpexError, RuntimeError):
+    """With ``on_error="skip"``, more samples of an epoch failed than ``max_skipped`` allows."""

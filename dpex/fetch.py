@@ -10,8 +10,10 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
+from dpex.costs import Costs, count, noted, spent
+from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
-from dpex.pickling import dump
+from dpex.pickling import Pickled, dump
 from dpex.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker import (
     At,
@@ -26,7 +28,7 @@ from dpex.worker import (
     wrap_error,
 )
 
-__all__ = ["Chunk", "Job", "Unfinished", "collate", "fetch_chunk"]
+__all__ = ["Chunk", "Job", "Unfinished", "collate", "encode", "fetch_chunk"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Job:
         num_workers: Number of logical workers.
         auto_collation: Whether indices come in lists (torch's automatic batching).
         finishes: Whether there is no later stage.
+        skips_errors: Whether a sample that cannot be read is left out.
     """
 
     dataset: Any
@@ -48,6 +51,7 @@ class Job:
     num_workers: int
     auto_collation: bool
     finishes: bool = True
+    skips_errors: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,14 @@ class Unfinished:
         indices: Its dataset indices, as the sampler gave them.
         position: Place in the epoch of its first sample.
         value: Its samples in a list, or what ``collate_fn`` made of them.
+        places: The samples' places in the batch, where some were left out.
     """
 
     run: Run
     indices: Any
     position: int
     value: Any
+    places: tuple[int, ...] | None = None
 
 
 def fetch_chunk(
@@ -93,7 +99,7 @@ def fetch_chunk(
     read_job: Callable[[], Job],
     where: str,
     cancelled: Callable[[], bool],
-) -> Iterator[tuple[Entry, float, float]]:
+) -> Iterator[tuple[Entry, Costs]]:
     """Make the batches of one chunk.
 
     Args:
@@ -103,8 +109,8 @@ def fetch_chunk(
         cancelled: Asked between samples; once it says so, nothing more is made.
 
     Yields:
-        The batch, or the error in its place; its wall seconds; its processor seconds. A batch that
-        a later stage finishes is an ``Unfinished``.
+        The batch, or the error in its place, and what it cost. A batch that a later stage finishes
+        is an ``Unfinished``.
     """
     run = chunk.run
     settle_process(run)
@@ -112,23 +118,28 @@ def fetch_chunk(
     for place, indices in enumerate(chunk.batches):
         batch, position = chunk.first_batch + place, chunk.positions[place]
         worker_id = batch % run.num_workers
-        started, cpu_started = time.perf_counter(), time.process_time()
         at = At("indices", indices)
-        try:
-            copy = _enter_worker(worker_id, run, read_job)
-            value = _fetch(copy, indices, key, position, cancelled, at)
-            if not copy.job.finishes:
-                value = Unfinished(run, indices, position, value)
-            entry = Entry(batch, dump(value, "batch"), failed=False)
-        except Cancelled:
-            return
-        except (Exception, SystemExit):
-            place_of_error = f"dataset {at}, batch {batch}, {where}"
-            error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
-            entry = Entry(batch, error, failed=True)
-        finally:
-            leave_worker()
-        yield entry, time.perf_counter() - started, time.process_time() - cpu_started
+        with noted() as costs:
+            try:
+                copy = _enter_worker(worker_id, run, read_job)
+                failures = Failures(left_out=copy.job.skips_errors)
+                value = _fetch(copy, indices, key, position, cancelled, at, failures)
+                if not copy.job.finishes:
+                    places = failures.places(enumerate(indices)) if failures.samples else None
+                    value = Unfinished(run, indices, position, value, places)
+                entry = Entry(batch, encode(value), "batch", failures.samples)
+            except NothingLeft:
+                entry = Entry(batch, encode(None), "nothing", failures.samples)
+            except Cancelled:
+                return
+            except (Exception, SystemExit):
+                place_of_error = f"dataset {at}, batch {batch}, {where}"
+                error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
+                entry = Entry(batch, error, "error")
+            finally:
+                leave_worker()
+        costs.read_s = costs.seconds - costs.transform_s - costs.collate_s - costs.encode_s
+        yield entry, costs
         if cancelled():
             return
 
@@ -151,6 +162,7 @@ def _fetch(
     position: int,
     cancelled: Callable[[], bool],
     at: At,
+    failures: Failures,
 ) -> Any:
     """Do what torch's ``_MapDatasetFetcher.fetch`` does, each sample seeded.
 
@@ -161,33 +173,68 @@ def _fetch(
         position: Place of the first sample in the epoch.
         cancelled: Asked between samples.
         at: Kept at the index being read, for error messages.
+        failures: Takes what fails, if that is to be left out.
     """
     job, dataset = copy.job, copy.job.dataset
+    count("samples", len(indices) if job.auto_collation and hasattr(indices, "__len__") else 1)
     if not job.auto_collation:
         at.set("index", indices)
         seed_generators(sample_seed(key, position))
-        return collate(job.collate_fn, dataset[indices])
+        try:
+            sample = dataset[indices]
+        except Exception as error:
+            if failures.take(0, indices, error):
+                raise NothingLeft from error
+            raise
+        return collate(job.collate_fn, sample)
     if getattr(dataset, "__getitems__", None):
-        seed_generators(sample_seed(key, position))
-        with seeds_offered(key, position):
-            samples = dataset.__getitems__(indices)
+        samples = _read_at_once(dataset, indices, key, position, failures)
         at.set("indices", indices)
-        return collate(job.collate_fn, samples)
+        return collate(job.collate_fn, failures.rest(samples))
     indices = list(indices)  # they may be read twice
 
     def attempt(before_sample: Callable[[int], None]) -> Any:
         at.set("index", None)
+        failures.forget()
         samples = []
         for place, index in enumerate(indices):
             at.value = index
             before_sample(place)
-            samples.append(dataset[index])
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if not failures.take(place, index, error):
+                    raise
             if cancelled():
                 raise Cancelled
         at.set("indices", indices)
-        return collate(job.collate_fn, samples)
+        return collate(job.collate_fn, failures.rest(samples))
 
     return copy.habits.reproducibly(key, position, attempt)
+
+
+def _read_at_once(
+    dataset: Any, indices: Any, key: int, position: int, failures: Failures
+) -> list[Any]:
+    """Read a batch's samples in one call; one by one if that fails and failures are left out."""
+    seed_generators(sample_seed(key, position))
+    try:
+        with seeds_offered(key, position):
+            samples: list[Any] = dataset.__getitems__(indices)
+            return samples
+    except Exception as error:
+        if not failures.take(-1, indices, error):
+            raise
+    failures.forget()
+    samples = []
+    for place, index in enumerate(indices):
+        seed_generators(sample_seed(key, position + place))
+        try:
+            with seeds_offered(key, position + place):
+                samples += dataset.__getitems__([index])
+        except Exception as error:
+            failures.take(place, index, error)
+    return samples
 
 
 def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
@@ -195,6 +242,7 @@ def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
     if collate_fn is None:
         return samples
     info = torch_worker._worker_info
+    started = time.perf_counter()
     try:
         if collate_fn is default_collate:
             # In a worker, default_collate would build the batch in a shared memory file.
@@ -202,3 +250,13 @@ def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
         return collate_fn(samples)
     finally:
         torch_worker._worker_info = info
+        spent("collate_s", started)
+
+
+def encode(value: Any) -> Pickled:
+    """Pickle a batch."""
+    started = time.perf_counter()
+    try:
+        return dump(value, "batch")
+    finally:
+        spent("encode_s", started)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from dpex.costs import Costs
 from dpex.pickling import Pickled, load
 
 if TYPE_CHECKING:
@@ -36,13 +37,15 @@ class Entry:
 
     Attributes:
         batch: Number of the batch in its epoch.
-        value: The pickled batch, or the pickled ``ExceptionWrapper`` in its place.
-        failed: Whether ``value`` is an error.
+        value: The batch, or the ``ExceptionWrapper`` in its place; pickled, until it is decoded.
+        outcome: Which of these it is; ``"nothing"`` where all samples were left out.
+        left_out: Samples that could not be read, each as its index and the error.
     """
 
     batch: int
-    value: Pickled
-    failed: bool
+    value: Any
+    outcome: Literal["batch", "error", "nothing"] = "batch"
+    left_out: tuple[tuple[Any, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,14 @@ class Frame:
         run: Identity of the iteration that the block belongs to.
         chunk: Number of the chunk in its iteration.
         entries: The batches, in order.
-        seconds: Wall time the batches took in the worker.
-        cpu_seconds: Processor time of the worker process in that time.
+        costs: What the batches took in the workers.
         size_bytes: Bytes of the block.
     """
 
     run: str
     chunk: int
     entries: list[Entry]
-    seconds: float
-    cpu_seconds: float
+    costs: Costs
     size_bytes: int
 
 
@@ -80,30 +81,24 @@ class FrameWriter:
     Args:
         run: Identity of the iteration that they belong to.
         chunk: Number of their chunk.
-        seconds: Wall time that they took before.
-        cpu_seconds: Processor time that they took before.
+        costs: What they took before.
     """
 
-    def __init__(
-        self, run: str, chunk: int, seconds: float = 0.0, cpu_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, run: str, chunk: int, costs: Costs | None = None) -> None:
         self._run = run
         self._chunk = chunk
         self._clear()
-        self._seconds = seconds
-        self._cpu_seconds = cpu_seconds
+        self._costs.add(costs or Costs())
 
     def _clear(self) -> None:
         self._entries: list[Entry] = []
-        self._seconds = 0.0
-        self._cpu_seconds = 0.0
+        self._costs = Costs()
         self.size_bytes = 0
 
-    def add(self, entry: Entry, seconds: float, cpu_seconds: float) -> None:
+    def add(self, entry: Entry, costs: Costs) -> None:
         """Take one batch and what it cost; its buffers stay where they are."""
         self._entries.append(entry)
-        self._seconds += seconds
-        self._cpu_seconds += cpu_seconds
+        self._costs.add(costs)
         self.size_bytes += entry.value.size_bytes
 
     def table(self) -> pa.Table:
@@ -139,10 +134,9 @@ class FrameWriter:
             (
                 self._run,
                 self._chunk,
-                self._seconds,
-                self._cpu_seconds,
+                self._costs.plain(),
                 [
-                    (e.batch, e.failed, e.value.head, e.value.slots, places)
+                    (e.batch, e.outcome, e.left_out, e.value.head, e.value.slots, places)
                     for e, places in zip(self._entries, placements, strict=True)
                 ],
             ),
@@ -174,16 +168,16 @@ def read_frame(table: pa.Table) -> Frame:
     Args:
         table: A block as ``FrameWriter.table`` made it.
     """
-    run, chunk, seconds, cpu_seconds, rows = pickle.loads(_view(table, 0).tobytes())
+    run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     entries = []
-    for batch, failed, head, slots, places in rows:
+    for batch, outcome, left_out, head, slots, places in rows:
         buffers = [
             gathered[start : start + size] if column < 0 else _view(table, column + 2)
             for column, start, size in places
         ]
-        entries.append(Entry(batch, Pickled(head, buffers, *slots), failed))
-    return Frame(run, chunk, entries, seconds, cpu_seconds, table.nbytes)
+        entries.append(Entry(batch, Pickled(head, buffers, *slots), outcome, left_out))
+    return Frame(run, chunk, entries, Costs(*costs), table.nbytes)
 
 
 def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -192,22 +186,22 @@ def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
     return own
 
 
-def decode(frame: Frame, *, pin_memory: bool) -> Iterator[tuple[int, bool, Any]]:
-    """Yield ``(batch number, failed, value)``, each value in memory of its own.
+def decode(frame: Frame, *, pin_memory: bool) -> Iterator[Entry]:
+    """Yield the batches, each in memory of its own.
 
     Args:
         frame: What ``read_frame`` returned, its block still alive.
         pin_memory: Put the batches' arrays into page-locked memory.
     """
     for entry in frame.entries:
-        failed, value = entry.failed, None
+        outcome = entry.outcome
         try:
-            if pin_memory and not failed:
+            if pin_memory and outcome == "batch":
                 # What is pinned stays; torch's own pass does small tensors and user classes.
                 value = pin(load(entry.value, _copy_pinned))
             else:
                 value = load(entry.value)
         except Exception:
-            failed = True
+            outcome = "error"
             value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")
-        yield entry.batch, failed, value
+        yield replace(entry, value=value, outcome=outcome)

@@ -12,6 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,14 +21,18 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
-from dpex.errors import ChunkLostError, DpexError, SerializationError
+from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.fetch import Chunk
+from dpex.frame import Entry
+from dpex.seeding import generators_kept
+from dpex.stats import Meter
 from dpex.worker import Run
 
 if TYPE_CHECKING:
     from dpex.cluster.session import RemoteRun, Session
     from dpex.dataloader import DpexDataLoader
     from dpex.epochs import SamplerEpochs
+    from dpex.progress import EpochProgress
 
 __all__ = ["ClusterIter"]
 
@@ -41,11 +46,9 @@ _DRAW_S = 0.01
 _PROMPT_S = 0.05
 # Chunks that are drawn within this time go in one message.
 _GATHER_S = 0.002
-_SLOW_WAIT_S = 10.0
+_SLOW_WAIT_S = 5.0
 # Pipelines lost one after the other, before a batch arrives.
 _MOST_LOSSES = 3
-# Places in the epoch that a batch of unknown length takes.
-_UNCOUNTED = 1 << 20
 
 
 class ClusterIter(_BaseDataLoaderIter):
@@ -58,6 +61,9 @@ class ClusterIter(_BaseDataLoaderIter):
         planner: Sizes the chunks; knows what batches cost in earlier iterations.
         generations: Counts dataset copies, and knows the oldest one still in use.
         epochs: The epochs that its samplers are in.
+
+    Attributes:
+        meter: Counts the epoch.
 
     Source:
         torch's ``_MultiProcessingDataLoaderIter``: order of draws, reset, life cycle.
@@ -72,7 +78,10 @@ class ClusterIter(_BaseDataLoaderIter):
         generations: Generations,
         epochs: SamplerEpochs,
     ) -> None:
-        super().__init__(loader)
+        # An epoch that goes on has drawn its base_seed before.
+        with generators_kept(loader.generator) if loader._progress.seeded else nullcontext():
+            super().__init__(loader)
+        self.meter = Meter()
         self._session = session
         self._planner = planner
         self._generations = generations
@@ -94,10 +103,14 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _begin(self) -> None:
         self._end_run()
+        epoch = self._epoch_progress
+        if epoch.base_seed is None:
+            epoch.base_seed, epoch.iteration = int(self._base_seed), self._epoch
+        self._base_seed, self._epoch = epoch.base_seed, epoch.iteration
         run = Run(
             key=uuid.uuid4().hex,
             loader=self._generations.loader,
-            base_seed=int(self._base_seed),
+            base_seed=self._base_seed,
             epoch=self._epoch,
             num_workers=self._num_workers,
             generation=self._generation,
@@ -108,18 +121,16 @@ class ClusterIter(_BaseDataLoaderIter):
         )
         self._run_spec = run
         self._planner.begin(free_cores=self._session.free_cores)
-        self._drawn = 0
-        self._position = 0
-        self._delivered = 0
+        self._first = self._drawn = self._delivered = epoch.batches
         self._exhausted = False
         self._draining = False
-        self._failure: ChunkLostError | None = None
+        self._failure: DpexError | None = None
         self._length = _length(self._index_sampler)
         self._sent = 0
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
         self._waiting: dict[int, _Sent] = {}
-        self._stash: dict[int, tuple[bool, Any]] = {}
+        self._stash: dict[int, Entry] = {}
         self._errors: list[str] = []
         self._losses = 0
         self._open_run()
@@ -131,7 +142,7 @@ class ClusterIter(_BaseDataLoaderIter):
     def _open_run(self) -> None:
         self._run = self._session.open(self._run_spec, self._job_key, pin_memory=self._pin_memory)
         # Whatever becomes of this object, the workers stop.
-        self._finalizer = weakref.finalize(self, self._run.end)
+        self._finalizer = weakref.finalize(self, self._run.end, later=True)
         self._finalizer.atexit = False
 
     def _end_run(self) -> None:
@@ -149,6 +160,11 @@ class ClusterIter(_BaseDataLoaderIter):
     def alive(self) -> bool:
         """Whether further epochs can be read from it."""
         return self._session.alive
+
+    @property
+    def _epoch_progress(self) -> EpochProgress:
+        progress: EpochProgress = self._sampler_iter.epoch
+        return progress
 
     # --- drawing indices --------------------------------------------------------------------------
 
@@ -211,8 +227,7 @@ class ClusterIter(_BaseDataLoaderIter):
         try:
             while len(batches) < size:
                 batches.append(next(self._sampler_iter))
-                positions.append(self._position)
-                self._position += _count(batches[-1]) if self._auto_collation else 1
+                positions.append(self._sampler_iter.position)
                 if enough():
                     break
         except StopIteration:
@@ -253,7 +268,7 @@ class ClusterIter(_BaseDataLoaderIter):
         except SerializationError as error:
             for chunk in chunks:
                 for place in range(len(chunk.batches)):
-                    self._stash[chunk.first_batch + place] = (True, _Raises(error))
+                    self._fail_batch(chunk.first_batch + place, error)
             return
         for chunk in chunks:
             self._waiting[chunk.number] = _Sent(chunk, alone)
@@ -262,35 +277,60 @@ class ClusterIter(_BaseDataLoaderIter):
     # --- handing out batches ----------------------------------------------------------------------
 
     def _next_data(self) -> Any:
+        with self.meter.asked():
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
         if self._failure is not None:
             raise self._failure
         if self._run is None:
             raise StopIteration
-        if self._delivered == 0:
+        if self._delivered == self._first:
             if self._sampler_epochs.now != self._epoch_drawn_for:
                 # set_epoch() between iter() and the first next(): what was drawn is for another.
                 self._sampler_iter = iter(self._index_sampler)
                 self._begin()
             self._sampler_epochs.begin()
         self._fill()
-        failed, value = self._wait_for_batch()
+        entry = self._wait_for_batch()
         self._delivered += 1
         self._fill()
         for _ in range(_CHUNKS_PER_STEP):
             if not self._draw_ahead():
                 break
-        if failed:
-            value.reraise()
-        return value
+        if entry.left_out:
+            self._leave_out(entry)
+        if entry.outcome == "nothing":
+            return self._next_batch()
+        if entry.outcome == "error":
+            entry.value.reraise()
+        return entry.value
 
-    def _wait_for_batch(self) -> tuple[bool, Any]:
-        """Return the next batch, or its error."""
+    def _leave_out(self, entry: Entry) -> None:
+        """Count and log the samples that a batch is without."""
+        for index, error in entry.left_out:
+            self.meter.skipped += 1
+            logger.warning(
+                "sample %r is left out of batch %d: %s", index, entry.batch, error.rstrip()
+            )
+            if self.meter.skipped > self._loader_options.max_skipped:
+                self._end_run()
+                self._failure = TooManySkippedError(
+                    f"{self.meter.skipped} samples of this epoch cannot be read, more than "
+                    f"max_skipped={self._loader_options.max_skipped}; the last one is {index!r}: "
+                    f"{error.rstrip()}. Mend the data, or allow more"
+                )
+                raise self._failure
+
+    def _wait_for_batch(self) -> Entry:
+        """Return the next batch, or what came in its place."""
         deadline = time.monotonic() + self._timeout if self._timeout else None
         noted = False
         while True:
             self._collect()
             batch = self._next_batch_number()
             if batch is not None:
+                self._epoch_progress.deliver(batch - self._first)
                 return self._stash.pop(batch)
             if not self._waiting:
                 self._fill()  # drawing had stopped until it was known what was lost
@@ -299,6 +339,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._shutdown_workers()
                 else:
                     self._end_run()
+                self._epoch_progress.finish()
                 self._sampler_epochs.end()
                 raise StopIteration
             wait_s = _SLOW_WAIT_S
@@ -343,15 +384,21 @@ class ClusterIter(_BaseDataLoaderIter):
             sent = self._waiting.get(frame.chunk)
             if frame.run != self._run_spec.key or sent is None:
                 continue
-            for batch, failed, value in arrival.batches:
-                if batch in sent.missing:
-                    sent.missing.discard(batch)
-                    self._stash[batch] = (failed, value)
+            for entry in arrival.batches:
+                if entry.batch in sent.missing:
+                    sent.missing.discard(entry.batch)
+                    self._stash[entry.batch] = entry
             self._planner.observe(
                 batches=len(arrival.batches),
-                seconds=frame.seconds,
-                cpu_seconds=frame.cpu_seconds,
+                seconds=frame.costs.seconds,
+                cpu_seconds=frame.costs.cpu_seconds,
                 size_bytes=frame.size_bytes,
+            )
+            self.meter.arrived(
+                frame.costs,
+                size_bytes=frame.size_bytes,
+                transfer_s=arrival.transfer_s,
+                decode_s=arrival.decode_s,
             )
             if not sent.missing:
                 del self._waiting[frame.chunk]
@@ -380,7 +427,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 again.extend(sent.rest(most=1))
                 continue
             for batch in sent.missing:
-                self._stash[batch] = (True, _Raises(_lost_error(sent.chunk, batch, reason)))
+                self._fail_batch(batch, _lost_error(sent.chunk, batch, reason))
+        self.meter.retries += len(again)
         if again:
             logger.warning(
                 "workers died on %d batches (%s); they are tried again one by one",
@@ -431,11 +479,15 @@ class ClusterIter(_BaseDataLoaderIter):
             ]
             self._send(numbered, alone=alone)
 
+    def _fail_batch(self, batch: int, error: DpexError) -> None:
+        """Raise an error in the place of a batch."""
+        self._stash[batch] = Entry(batch, _Raises(error), "error")
+
     def _fail(self, cause: BaseException | None) -> NoReturn:
         """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
         raise self._give_up(cause) from cause
 
-    def _give_up(self, cause: BaseException | None) -> ChunkLostError:
+    def _give_up(self, cause: BaseException | None) -> DpexError:
         """Return what every further ``next()`` raises."""
         self._end_run()
         where = f"with {self._under_way} batches outstanding; the next one is {self._delivered}"
@@ -471,14 +523,6 @@ def _lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
         f"{batch} (dataset indices {chunk.batches[0]!r}) died. Read these samples in the main "
         f"process to see why. Ray says: {reason}"
     )
-
-
-def _count(indices: Any) -> int:
-    """Return how many places of the epoch a batch takes."""
-    try:
-        return len(indices)
-    except TypeError:  # torch only iterates a batch; places need not be dense
-        return _UNCOUNTED
 
 
 class _Sent:
@@ -558,4 +602,5 @@ class _Options:
 
     def __init__(self, loader: DpexDataLoader[Any]) -> None:
         self.in_order = loader.in_order
+        self.max_skipped = loader.max_skipped
         self.worker_init_fn: Callable[[int], None] | None = loader.worker_init_fn

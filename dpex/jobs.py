@@ -36,6 +36,7 @@ def divide(
     *,
     num_workers: int,
     auto_collation: bool,
+    skips_errors: bool,
 ) -> tuple[Job, list[StagePlan]]:
     """Divide a loader's work at the stages of its dataset, if it has any.
 
@@ -52,6 +53,7 @@ def divide(
         num_workers=num_workers,
         auto_collation=auto_collation,
         finishes=not parts[1:],
+        skips_errors=skips_errors,
     )
     later = [
         StagePlan(
@@ -61,6 +63,7 @@ def divide(
                 collate_fn=collate_fn if number == collating else None,
                 auto_collation=auto_collation,
                 finishes=number == len(parts) - 1,
+                skips_errors=skips_errors,
             ),
             part.stage,
         )

@@ -103,8 +103,13 @@ def begin_sample(place: int, depth: int) -> None:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the generators as they are found."""
+def generators_kept(other: torch.Generator | None = None) -> Iterator[None]:
+    """Leave the generators as they are found.
+
+    Args:
+        other: One more than the global ones.
+    """
+    other_state = None if other is None else other.get_state()
     torch_state, numpy_state, state = (
         torch.get_rng_state(),
         np.random.get_state(),
@@ -116,6 +121,8 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(state)
+        if other is not None and other_state is not None:
+            other.set_state(other_state)
 
 
 def generator_states() -> list[Any]:

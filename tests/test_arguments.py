@@ -27,7 +27,7 @@ class Stream(IterableDataset[int]):
         ({"worker_options": {"cpus": 1}}, ValueError, r"\['cpus'\]; known are .*'num_cpus'"),
         ({"prefetch_bytes": -1}, ValueError, ">= 0, got -1"),
         ({"prefetch_bytes": 1.5}, ValueError, "got 1.5"),
-        ({"on_error": "skip"}, ValueError, "'skip'"),
+        ({"on_error": "ignore"}, ValueError, "'ignore'"),
         ({"distribute_mode": 32}, TypeError, "True or False, got 32"),
     ],
 )

@@ -88,7 +88,7 @@ def read(
         positions = [sum(sizes[:k]) for k in range(len(sizes))]
     chunk = Chunk(run or make_run(), 0, first_batch, batches, positions)
     entries = fetch_chunk(chunk, lambda: load(pickled), "node here, pid 1", lambda: False)
-    return [load(entry.value) for entry, _, _ in entries]
+    return [load(entry.value) for entry, _ in entries]
 
 
 def test_a_sample_draws_the_same_whatever_batch_chunk_and_worker_it_is_in() -> None:
@@ -273,7 +273,7 @@ def test_nothing_is_made_once_nobody_waits() -> None:
     asked = iter([False, False, True])
     chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
     made = list(fetch_chunk(chunk, lambda: load(pickled), "here", lambda: next(asked)))
-    assert [load(entry.value) for entry, _, _ in made] == [[0, 1]]
+    assert [load(entry.value) for entry, _ in made] == [[0, 1]]
 
 
 class Moody:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from dpex.costs import Costs
 from dpex.errors import SerializationError
 from dpex.frame import Entry, FrameWriter, decode, read_frame
 from dpex.pickling import Pickled, dump, dump_in_band, load
@@ -22,15 +23,15 @@ def through_frame(*values: Any) -> list[Any]:
     """Send values through a block, as bytes that share nothing with them."""
     writer = FrameWriter("run", 3)
     for number, value in enumerate(values):
-        writer.add(Entry(number, dump(value, "batch"), failed=False), 0.5, 0.25)
+        writer.add(Entry(number, dump(value, "batch")), Costs(seconds=0.5, samples=2))
     sink = pa.BufferOutputStream()
     table = writer.table()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     frame = read_frame(pa.ipc.open_stream(sink.getvalue()).read_all())
     assert (frame.run, frame.chunk) == ("run", 3)
-    assert frame.seconds == 0.5 * len(values)
-    return [value for _, _, value in decode(frame, pin_memory=False)]
+    assert frame.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
+    return [entry.value for entry in decode(frame, pin_memory=False)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1 << 18, (1 << 18) + 1])
@@ -123,17 +124,17 @@ class _Fragile:
 def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
     writer = FrameWriter("run", 0)
     for number, value in enumerate([1, _Fragile(), 3]):
-        writer.add(Entry(number, dump(value, "batch"), failed=False), 0.0, 0.0)
+        writer.add(Entry(number, dump(value, "batch")), Costs())
     first, second, third = decode(read_frame(writer.table()), pin_memory=False)
-    assert (first, third) == ((0, False, 1), (2, False, 3))
-    assert second[:2] == (1, True)
+    assert (first, third) == (Entry(0, 1), Entry(2, 3))
+    assert (second.batch, second.outcome) == (1, "error")
     with pytest.raises(OSError, match="not here"):
-        second[2].reraise()
+        second.value.reraise()
 
 
 def test_a_writer_begins_anew_after_each_block() -> None:
     writer = FrameWriter("run", 0)
-    writer.add(Entry(0, dump(torch.ones(5000), "batch"), False), 1.0, 1.0)
+    writer.add(Entry(0, dump(torch.ones(5000), "batch")), Costs())
     assert writer.size_bytes > 20_000
     writer.table()
     assert writer.size_bytes == 0

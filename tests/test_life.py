@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,26 @@ def test_a_sampler_that_counts_its_epochs_itself_is_drawn_from_once() -> None:
     for _ in range(2):
         assert indices(ours) == indices(theirs)
         assert sampler.epoch == torch_s.epoch
+
+
+def test_the_collector_meets_no_call_of_ray_s() -> None:
+    """It may run anywhere, also where Ray or gRPC hold a lock that the call would need."""
+    loader: Any = loader_of(Plain())
+    iterator = iter(loader)
+    next(iterator)
+    gone = weakref.ref(iterator)
+    loader.cycle = loader, iterator
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and f"{os.sep}ray{os.sep}" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    del loader, iterator
+    sys.setprofile(note)
+    try:
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert gone() is None
+    assert not called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from dpex.cluster.client import fetched
 from dpex.cluster.embedded import settled
 from dpex.cluster.private import Block, bundle_iterator, leak_free_batch_iterator, ref_bundle
-from dpex.frame import Frame, decode, read_frame
+from dpex.frame import Entry, Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
 
@@ -28,11 +29,15 @@ class Arrival:
 
     Attributes:
         frame: Its header.
-        batches: Batch number, whether it is an error, and the batch.
+        decode_s: Seconds it took to decode it.
+        transfer_s: Seconds it took to get it, once it was known that it is there.
+        batches: Its batches.
     """
 
     frame: Frame
-    batches: list[tuple[int, bool, Any]]
+    batches: list[Entry]
+    decode_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 class _Decode(ArrowBatchCollateFn):
@@ -45,6 +50,7 @@ class _Decode(ArrowBatchCollateFn):
 
     def __call__(self, table: pa.Table) -> Arrival:
         """Copy a block's batches into memory of their own."""
+        started = time.perf_counter()
         frame = read_frame(table)
         if frame.run != self._run:  # a chunk of an iteration that was given up
             return Arrival(replace(frame, entries=[]), [])
@@ -52,7 +58,8 @@ class _Decode(ArrowBatchCollateFn):
             torch.accelerator.set_device_index(self._device_index)
         batches = list(decode(frame, pin_memory=self._pin_memory))
         # The entries are views of the block, which is to be freed.
-        return Arrival(replace(frame, entries=[]), batches)
+        frame = replace(frame, entries=[])
+        return Arrival(frame, batches, time.perf_counter() - started)
 
 
 class _HostedBlocks(ray.data.DataIterator):
@@ -105,6 +112,7 @@ class Receiver:
         self._errors: list[str] = []
         self._failure: BaseException | None = None
         self._ended = False
+        self._known_at = 0.0
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
         decode_block = _Decode(run, pin_memory, device_index)
         replies = self._replies(host, lane_key, run)
@@ -133,6 +141,7 @@ class Receiver:
                 request = host.take.remote(lane_key, run)
             count += len(reply.blocks)
             self._note(count, reply.quiet_at, reply.errors)
+            self._known_at = time.perf_counter()
             yield reply.blocks
             if reply.ended:
                 return
@@ -143,11 +152,15 @@ class Receiver:
 
     def _receive(self, arrivals: Iterator[Arrival]) -> None:
         try:
+            last_at = 0.0
             for arrival in arrivals:
                 settled.set()
+                now = time.perf_counter()
+                transfer_s = now - max(last_at, self._known_at) - arrival.decode_s
+                last_at = now
                 with self._changed:
                     self._read += 1
-                    self._arrivals.append(arrival)
+                    self._arrivals.append(replace(arrival, transfer_s=transfer_s))
                     self._settle()
                     self._changed.notify_all()
         except BaseException as error:

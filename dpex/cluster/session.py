@@ -19,6 +19,7 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
+from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
@@ -247,7 +248,8 @@ class Session:
         self._host: HostHandle = get_host(self._connection.runtime_env)
         self._lanes = _Lanes(self._host)
         # Iterators keep the session, so it outlives a loader that is dropped before them.
-        self._release = weakref.finalize(self, self._lanes.close)
+        self._release = weakref.finalize(self, release_later, self._lanes.close)
+        be_ready()
         self._release.atexit = False
         if self._stored is not None and self._stored.inherited is not None:
             # The host may have gone together with the fork server.
@@ -268,7 +270,8 @@ class Session:
     def close(self) -> None:
         """Release pipelines and stored bytes; running tasks stop."""
         self._stored = None
-        self._release()
+        if self._release.detach():
+            self._lanes.close()
 
 
 class _Lanes:
@@ -369,14 +372,24 @@ class RemoteRun:
         died = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
         return isinstance(self.receiver.failure, died)
 
-    def end(self) -> None:
-        """Give the run up, finished or not; its pipeline is free for the next."""
+    def end(self, *, later: bool = False) -> None:
+        """Give the run up, finished or not; its pipeline is free for the next.
+
+        Args:
+            later: Whether this is called by a finalizer, which must not call Ray.
+        """
         if not self._over:
             self._over = True
             _open_runs.discard(self)
-            if ray.is_initialized():
-                self._host.actor.cancel.remote(self._lane.key, self._run)
+            if later:
+                release_later(self._cancel)
+            else:
+                self._cancel()
             self._lane.busy = False
+
+    def _cancel(self) -> None:
+        if ray.is_initialized():
+            self._host.actor.cancel.remote(self._lane.key, self._run)
 
 
 def _store_capacity() -> int:

@@ -248,10 +248,10 @@ def transform_batches(
     interest = _interest(host_name, lane_key)
     interest.in_run(frame.run)
     read_job = functools.partial(_read_job, job, job_key, host_name)
-    # Chunks are sized by what the first stage takes for them.
-    writer = FrameWriter(frame.run, frame.chunk, frame.seconds, frame.cpu_seconds)
-    for entry in apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept):
-        writer.add(entry, 0.0, 0.0)
+    writer = FrameWriter(frame.run, frame.chunk, frame.costs)
+    batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
+    for entry, costs in batches:
+        writer.add(entry, costs)
     yield writer.table()
 
 
@@ -315,10 +315,11 @@ def _make_chunk(
     chunk: Chunk, read_job: Callable[[], Job], cancelled: Callable[[], bool], *, again: bool
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Yield a chunk's blocks, and whether each is the last one."""
+    from dpex.costs import Costs
     from dpex.fetch import fetch_chunk
     from dpex.frame import FrameWriter
 
-    writer = FrameWriter(chunk.run.key, chunk.number)
+    writer = FrameWriter(chunk.run.key, chunk.number, Costs(retries=int(again)))
     opened = time.monotonic()
     batches = fetch_chunk(chunk, read_job, _here(), cancelled)
     remaining = len(chunk.batches)
@@ -331,11 +332,11 @@ def _make_chunk(
     else:
         long_block_s = _BLOCK_SECONDS
         long_batch_s = 0.0 if remaining <= _SHORT_CHUNK else _LONG_BATCH_S
-    for entry, seconds, cpu_seconds in batches:
-        writer.add(entry, seconds, cpu_seconds)
+    for entry, costs in batches:
+        writer.add(entry, costs)
         remaining -= 1
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
-        if remaining == 0 or full or seconds >= long_batch_s:
+        if remaining == 0 or full or costs.seconds >= long_batch_s:
             yield writer.table(), remaining == 0
             opened = time.monotonic()
 

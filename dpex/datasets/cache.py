@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from dpex.costs import count
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.sameness import same
 from dpex.pickling import dump
@@ -138,6 +139,7 @@ class Cached(Dataset[Any]):
         found, sample = self._store.get(self._owner, index)
         if found:
             self._hits += 1
+            count("cache_hits")
             return sample
         if not self._checked:
             self._check(index)
@@ -152,6 +154,7 @@ class Cached(Dataset[Any]):
         looked_up = [self._store.get(self._owner, index) for index in indices]
         missing = [i for i, (found, _) in zip(indices, looked_up, strict=True) if not found]
         self._hits += len(indices) - len(missing)
+        count("cache_hits", len(indices) - len(missing))
         if missing and not self._checked:
             self._check(missing[0])
         made = iter(read_at_once(self.dataset, missing) if missing else ())
@@ -162,6 +165,7 @@ class Cached(Dataset[Any]):
 
     def _kept(self, index: Any, sample: Any) -> Any:
         self._misses += 1
+        count("cache_misses")
         self._store.put(self._owner, index, dump(sample, "sample"))
         return sample
 

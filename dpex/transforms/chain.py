@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from dpex.costs import spent
 
 __all__ = ["Chain"]
 
@@ -44,6 +47,13 @@ class Chain:
 
     def __call__(self, sample: Any) -> Any:
         """Return the transformed sample, of the same structure unless a transform changes it."""
+        started = time.perf_counter()
+        try:
+            return self._apply(sample)
+        finally:
+            spent("transform_s", started)
+
+    def _apply(self, sample: Any) -> Any:
         if self.target_transform is not None:
             first, second, *rest = sample
             sample = _like(sample, [first, self.target_transform(second), *rest])

@@ -1,0 +1,57 @@
+"""torch's own iterators, which note how far they have got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from dpex.stats import Meter
+
+__all__ = ["PlainIter", "plain_iterator"]
+
+
+def plain_iterator(loader: Any) -> PlainIter:
+    """Return what torch's loader would iterate with."""
+    if loader.num_workers == 0:
+        return _SingleProcessDataLoaderIter(loader)
+    loader.check_worker_number_rationality()
+    return _MultiProcessingDataLoaderIter(loader)
+
+
+class PlainIter(_BaseDataLoaderIter):
+    """What dpex adds to torch's iterators.
+
+    Attributes:
+        meter: Counts the epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.meter = Meter()
+        super().__init__(loader)
+
+    def _next_data(self) -> Any:
+        epoch = self._sampler_iter.epoch
+        next_data: Callable[[], Any] = super()._next_data
+        with self.meter.asked():
+            try:
+                data = next_data()
+            except StopIteration:
+                epoch.finish()
+                raise
+            except Exception:  # its batch is used up
+                epoch.deliver_next()
+                raise
+            epoch.deliver_next()
+            return data
+
+
+# They have torch's names, which profiles show.
+class _SingleProcessDataLoaderIter(PlainIter, torch_dataloader._SingleProcessDataLoaderIter):
+    pass
+
+
+class _MultiProcessingDataLoaderIter(PlainIter, torch_dataloader._MultiProcessingDataLoaderIter):
+    pass

@@ -1,0 +1,308 @@
+"""How far an epoch has been delivered, and how it goes on from there in another process.
+
+An epoch's order follows from what the generators were about to draw when it began. So a state holds
+these, and how many batches were delivered; going on means to draw the same order again and to leave
+out its beginning: indices are drawn again, no sample is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dpex.draws import Draws
+
+if TYPE_CHECKING:
+    from dpex.indices import Source
+
+__all__ = ["Drawn", "EpochProgress", "Progress", "State"]
+
+_VERSION = 1
+
+
+class Progress:
+    """Where a loader stands, from its first iteration to its last."""
+
+    def __init__(self) -> None:
+        self._epoch: EpochProgress | None = None
+        self._pending: State | None = None
+
+    @property
+    def pending(self) -> State | None:
+        """The state that the next epoch goes on from."""
+        return self._pending
+
+    @property
+    def epoch(self) -> EpochProgress | None:
+        """The newest one."""
+        return self._epoch
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next epoch has begun in another process."""
+        return self._pending is not None and self._pending.under_way
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the next epoch's base_seed has been drawn before."""
+        return self.goes_on or (self._pending is not None and self._pending.base_seed is not None)
+
+    def begin(self, epoch: EpochProgress) -> None:
+        """Note the newest epoch: the one that ``state_dict`` tells of."""
+        self._epoch = epoch
+
+    def delivered_from(self, epoch: EpochProgress) -> None:
+        """Note that an epoch goes on: a loaded state has served its purpose."""
+        if epoch is self._epoch:
+            self._pending = None
+
+    def state_dict(self, source: Source, *, persistent_workers: bool) -> dict[str, Any]:
+        """Return where the newest epoch stands, as strings, numbers, lists and dicts.
+
+        Args:
+            source: What the loader draws indices from.
+            persistent_workers: Whether its next epoch draws no base_seed.
+        """
+        if self._epoch is None and self._pending is not None:
+            return self._pending.plain()
+        epoch = self._epoch
+        if epoch is None or epoch.finished:
+            state = State(
+                under_way=False,
+                base_seed=epoch.base_seed if epoch and persistent_workers else None,
+                iteration=epoch.iteration if epoch else -1,
+                length=source.length,
+                before_iter=Draws.now(source.generators),
+                samplers=source.sampler_states(None),
+            )
+        else:
+            state = epoch.state(source.length)
+        return state.plain()
+
+    def load_state_dict(self, plain: Mapping[str, Any], source: Source) -> None:
+        """Let the next epoch go on from a state; an empty one begins anew.
+
+        Args:
+            plain: What ``state_dict`` returned.
+            source: What the loader draws indices from.
+
+        Raises:
+            ValueError: It is no state of this version, or of another dataset or sampler.
+        """
+        self._epoch = None
+        self._pending = None
+        if plain:
+            state = State.from_plain(plain)
+            source.check(state)
+            self._pending = state
+            if not state.under_way:
+                source.load_sampler_states(state.samplers, between_epochs=True)
+                state.before_iter.give(source.generators)
+            elif state.sampler_epoch is not None:
+                source.set_epoch(state.sampler_epoch)
+
+
+@dataclass(frozen=True)
+class State:
+    """What ``state_dict`` returns.
+
+    Attributes:
+        under_way: Whether an epoch was.
+        batches: Delivered ones, up to the first that was not.
+        samples: In these.
+        ahead: Numbers of batches delivered beyond, with ``in_order=False``.
+        base_seed: Of the samples' seeds; None if the next epoch draws its own.
+        iteration: How many epochs with this base_seed came before.
+        offset: Samples of all ranks delivered before the number of ranks changed.
+        world_size: Ranks that share the epoch; None without a DistributedSampler.
+        sampler_epoch: What ``set_epoch`` was called with.
+        length: Of the dataset, where it has one.
+        before_iter: What was about to be drawn when the sampler's iterator was made.
+        before_first: What was about to be drawn when it was first asked for a batch.
+        samplers: States of samplers that have some, after the last of ``batches``.
+    """
+
+    under_way: bool
+    before_iter: Draws
+    batches: int = 0
+    samples: int = 0
+    ahead: tuple[int, ...] = ()
+    base_seed: int | None = None
+    iteration: int = -1
+    offset: int = 0
+    world_size: int | None = None
+    sampler_epoch: int | None = None
+    length: int | None = None
+    before_first: Draws | None = None
+    samplers: dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as strings, numbers, lists and dicts, and what the samplers returned."""
+        return {
+            "version": _VERSION,
+            **vars(self),
+            "ahead": list(self.ahead),
+            "before_iter": self.before_iter.plain(),
+            "before_first": self.before_first and self.before_first.plain(),
+            "samplers": copy.deepcopy(self.samplers),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> State:
+        """Make it from what ``plain`` returned."""
+        rest = dict(plain)
+        version = rest.pop("version", None)
+        if version != _VERSION:
+            raise ValueError(
+                f"load_state_dict got a state of version {version!r}; this dpex reads version "
+                f"{_VERSION}, as DpexDataLoader.state_dict() returns it. Its keys: {sorted(plain)}"
+            )
+        try:
+            first = rest["before_first"]
+            return cls(
+                **{
+                    **rest,
+                    "ahead": tuple(rest["ahead"]),
+                    "before_iter": Draws.from_plain(rest["before_iter"]),
+                    "before_first": None if first is None else Draws.from_plain(first),
+                    "samplers": copy.deepcopy(rest["samplers"]),
+                }
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"load_state_dict got a state that is damaged ({type(error).__name__}: {error}). "
+                "Pass what DpexDataLoader.state_dict() returned, as it was"
+            ) from error
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have delivered, this one's share being like the others'."""
+        return self.offset + self.samples * (self.world_size or 1)
+
+
+@dataclass
+class Drawn:
+    """A batch of indices that was drawn and is not yet delivered.
+
+    Attributes:
+        number: Of the batch in its epoch.
+        samples: How many are in it.
+        end: Place in the epoch after its last sample.
+        samplers: States of the samplers after it.
+    """
+
+    number: int
+    samples: int
+    end: int
+    samplers: dict[str, Any] | None
+
+
+@dataclass
+class EpochProgress:
+    """How far one epoch has been delivered.
+
+    Attributes:
+        owner: The loader's.
+        begin: What is known of it at its beginning.
+        base_seed: Of its samples' seeds, where they have any.
+        iteration: How many epochs with this base_seed came before.
+        finished: Whether it has been delivered to its end.
+    """
+
+    owner: Progress
+    begin: State
+    base_seed: int | None = None
+    iteration: int = 0
+    finished: bool = False
+    _batches: int = 0
+    _samples: int = 0
+    _samplers: dict[str, Any] | None = None
+    _drawn: dict[int, Drawn] = field(default_factory=dict)
+    _done: dict[int, Drawn] = field(default_factory=dict)
+    _ahead: set[int] = field(default_factory=set)
+    _count: int = 0
+    _delivered_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self._batches, self._samples = self.begin.batches, self.begin.samples
+        self._samplers = self.begin.samplers
+        self._ahead = set(self.begin.ahead)
+        self.base_seed, self.iteration = self.begin.base_seed, self.begin.iteration
+        self.before_first = self.begin.before_first
+
+    @property
+    def batches(self) -> int:
+        """Delivered batches, up to the first that was not."""
+        return self._batches
+
+    @property
+    def samples(self) -> int:
+        """Delivered samples, from where it was begun or gone on with."""
+        return self._delivered_samples
+
+    @property
+    def under_way(self) -> int:
+        """Batches that were drawn and are not yet delivered."""
+        return len(self._drawn)
+
+    def draw(self, drawn: Drawn) -> bool:
+        """Take note of a batch of indices.
+
+        Returns:
+            Whether it is still to be delivered.
+        """
+        if drawn.number in self._ahead:
+            self._ahead.discard(drawn.number)
+            self._finish(drawn)
+            return False
+        self._drawn[self._count] = drawn
+        self._count += 1
+        return True
+
+    def deliver(self, count: int) -> None:
+        """Take note that a batch was delivered.
+
+        Args:
+            count: How many batches were drawn before it, and were to be delivered.
+        """
+        drawn = self._drawn.pop(count)
+        self._delivered_samples += drawn.samples
+        self._finish(drawn)
+        self.owner.delivered_from(self)
+
+    def deliver_next(self) -> None:
+        """Take note that the next batch was delivered, or an error in its place."""
+        if self._drawn:  # if not, it is the sampler's error
+            self.deliver(min(self._drawn))
+
+    def _finish(self, drawn: Drawn) -> None:
+        self._done[drawn.number] = drawn
+        while (last := self._done.pop(self._batches, None)) is not None:
+            self._batches += 1
+            self._samples = last.end
+            self._samplers = last.samplers
+
+    def finish(self) -> None:
+        """Take note that the epoch has been delivered to its end."""
+        self.finished = True
+        self.owner.delivered_from(self)
+
+    def state(self, length: int | None) -> State:
+        """Return where it stands."""
+        return State(
+            under_way=True,
+            batches=self._batches,
+            samples=self._samples,
+            ahead=tuple(sorted({*self._done, *self._ahead})),
+            base_seed=self.base_seed,
+            iteration=self.iteration,
+            offset=self.begin.offset,
+            world_size=self.begin.world_size,
+            sampler_epoch=self.begin.sampler_epoch,
+            length=length,
+            before_iter=self.begin.before_iter,
+            before_first=self.before_first,
+            samplers=self._samplers,
+        )
