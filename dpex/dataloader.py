@@ -8,7 +8,7 @@ import multiprocessing
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
@@ -57,7 +57,8 @@ class DpexDataLoader(DataLoader[T_co]):
     Constructing one starts nothing: Ray is looked for at the first iteration.
 
     Args:
-        dataset: A map-style dataset. It is pickled once, while its bytes stay the same.
+        dataset: Map-style, or an ``IterableDataset``, of which every worker reads a copy, as in
+            torch. It is pickled once, while its bytes stay the same.
         batch_size: Samples per batch; None turns automatic batching off.
         shuffle: Whether to draw a new permutation for every epoch.
         sampler: Yields indices; read in this process, never further than the run-ahead.
@@ -92,7 +93,7 @@ class DpexDataLoader(DataLoader[T_co]):
     Raises:
         ClusterError: ``head_address`` is one for Ray Client.
         ValueError: An argument has a value that torch or dpex does not know.
-        NotImplementedError: ``dataset`` is an ``IterableDataset`` in distribute mode.
+        NotImplementedError: ``dataset`` is one of torch's DataPipes, in distribute mode.
 
     Source:
         The contract of ``torch.utils.data.DataLoader``.
@@ -135,11 +136,16 @@ class DpexDataLoader(DataLoader[T_co]):
     ) -> None:
         _check_options(distribute_mode, head_address, worker_options, prefetch_bytes)
         _check_skipping(on_error, max_skipped, distributed=distribute_mode and num_workers > 0)
-        if distribute_mode and isinstance(dataset, IterableDataset):
+        if distribute_mode and isinstance(dataset, IterDataPipe):
             raise NotImplementedError(
-                f"distribute_mode=True cannot yet iterate an IterableDataset "
-                f"({type(dataset).__name__}): each worker would read the whole stream. Use a "
-                "map-style dataset, or distribute_mode=False"
+                f"distribute_mode=True does not run torch's DataPipes ({type(dataset).__name__}). "
+                "Use a plain IterableDataset, or distribute_mode=False"
+            )
+        if on_error == "skip" and isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f'on_error="skip" needs a map-style dataset: an IterableDataset '
+                f"({type(dataset).__name__}) has no next sample once it has raised. Catch the "
+                "error in its __iter__"
             )
         self.distribute_mode = distribute_mode
         self.head_address = head_address
@@ -227,6 +233,7 @@ class DpexDataLoader(DataLoader[T_co]):
             num_workers=self.num_workers,
             auto_collation=self._auto_collation,
             skips_errors=self.on_error == "skip",
+            drop_last=self.drop_last,
         )
 
     def check_worker_number_rationality(self) -> None:
@@ -241,8 +248,8 @@ class DpexDataLoader(DataLoader[T_co]):
         with meter.asked(for_batch=False):
             iterator = super().__iter__()
             assert isinstance(iterator, ClusterIter | PlainIter)
-            for _ in range(iterator._sampler_iter.unread):
-                next(iterator, None)
+            if isinstance(iterator, PlainIter):
+                iterator.read_on()
         iterator.meter = self._meter = meter
         return iterator
 
@@ -254,9 +261,8 @@ class DpexDataLoader(DataLoader[T_co]):
             cluster only times, batches and samples are known.
         """
         epoch = self._progress.epoch
-        return self._meter.stats(
-            samples=epoch.samples if epoch else 0, under_way=epoch.under_way if epoch else 0
-        )
+        streams = self._distributed and self._source.streams
+        return self._meter.stats(samples=None if streams else epoch.samples if epoch else 0)
 
     @property
     def _source(self) -> Source:

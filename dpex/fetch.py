@@ -36,13 +36,14 @@ class Job:
     """What every worker of a loader needs; pickled once, while its bytes stay the same.
 
     Attributes:
-        dataset: The map-style dataset.
+        dataset: The dataset.
         collate_fn: Makes a batch from a list of samples; None where a later stage does.
         worker_init_fn: Called with the worker id before a logical worker's first sample.
         num_workers: Number of logical workers.
         auto_collation: Whether indices come in lists (torch's automatic batching).
         finishes: Whether there is no later stage.
         skips_errors: Whether a sample that cannot be read is left out.
+        drop_last: Whether a stream's incomplete last batch is left out.
     """
 
     dataset: Any
@@ -52,6 +53,7 @@ class Job:
     auto_collation: bool
     finishes: bool = True
     skips_errors: bool = False
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Chunk:
         batches: The indices of each batch, as the sampler gave them.
         positions: Place in the epoch of each batch's first sample.
         patient: Whether so much is under way before it that its batches may come together.
+        stream: Whether its batches are one worker's, of an ``IterableDataset``.
     """
 
     run: Run
@@ -73,6 +76,23 @@ class Chunk:
     batches: Sequence[Any]
     positions: Sequence[int]
     patient: bool = False
+    stream: bool = False
+
+    @property
+    def stride(self) -> int:
+        """How far its batches' numbers are apart: those of a stream are every num_workers-th."""
+        return self.run.num_workers if self.stream else 1
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its batches in the epoch."""
+        end = self.first_batch + len(self.batches) * self.stride
+        return range(self.first_batch, end, self.stride)
+
+    @property
+    def worker(self) -> int | None:
+        """Whose stream it is of."""
+        return self.first_batch % self.run.num_workers if self.stream else None
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,14 @@ class Entry:
     Attributes:
         batch: Number of the batch in its epoch.
         value: The batch, or the ``ExceptionWrapper`` in its place; pickled, until it is decoded.
-        outcome: Which of these it is; ``"nothing"`` where all samples were left out.
+        outcome: Which of these it is; ``"nothing"`` where all samples were left out, ``"end"``
+            where a stream has ended before.
         left_out: Samples that could not be read, each as its index and the error.
     """
 
     batch: int
     value: Any
-    outcome: Literal["batch", "error", "nothing"] = "batch"
+    outcome: Literal["batch", "error", "nothing", "end"] = "batch"
     left_out: tuple[tuple[Any, str], ...] = ()
 
 

@@ -274,6 +274,11 @@ class IndexIterator:
     def __iter__(self) -> IndexIterator:
         return self
 
+    @property
+    def request(self) -> Any:
+        """What a batch of a stream is asked for with: None for each sample that it is to have."""
+        return next(self._inner)
+
     def __next__(self) -> Any:
         while True:
             indices = next(self._inner) if self._asked else self._first()

@@ -11,16 +11,17 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dpex.chunking import ChunkPlanner
+from dpex.demand import Demand, IndexDemand, StreamDemand
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.fetch import Chunk
 from dpex.frame import Entry
@@ -90,7 +91,6 @@ class ClusterIter(_BaseDataLoaderIter):
         self._epoch = -1
         self._job_key = job_key
         self._generation = generations.open(self)
-        self._guaranteed = planner.guaranteed
         self._run: RemoteRun | None = None
         self._reset(loader, first_iter=True)
 
@@ -121,11 +121,8 @@ class ClusterIter(_BaseDataLoaderIter):
         )
         self._run_spec = run
         self._planner.begin(free_cores=self._session.free_cores)
-        self._first = self._drawn = self._delivered = epoch.batches
-        self._exhausted = False
         self._draining = False
         self._failure: DpexError | None = None
-        self._length = _length(self._index_sampler)
         self._sent = 0
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
@@ -133,11 +130,26 @@ class ClusterIter(_BaseDataLoaderIter):
         self._stash: dict[int, Entry] = {}
         self._errors: list[str] = []
         self._losses = 0
+        self._demand = self._make_demand()
         self._open_run()
         # As many as torch draws in iter(); more follow with every next().
         self._fill()
         # Read now: some samplers count their epochs themselves, when they are iterated.
         self._epoch_drawn_for = self._sampler_epochs.now
+
+    def _make_demand(self) -> Demand:
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return StreamDemand(
+                self._sampler_iter, self._planner, self._take_chunk, run=self._run_spec
+            )
+        return IndexDemand(
+            self._sampler_iter,
+            self._planner,
+            self._take_chunk,
+            run=self._run_spec,
+            length=_length(self._index_sampler),
+            patient=not self._timeout,
+        )
 
     def _open_run(self) -> None:
         self._run = self._session.open(self._run_spec, self._job_key, pin_memory=self._pin_memory)
@@ -170,12 +182,11 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _fill(self) -> None:
         """Draw and send as far ahead as torch does."""
-        while not self._exhausted and not self._draining and self._under_way < self._guaranteed:
-            size = self._planner.size(remaining=self._remaining)
-            self._draw_next(min(size, self._guaranteed - self._under_way))
+        if not self._draining:
+            self._demand.fill()
         self._flush()
 
-    def _draw_ahead(self, *, waiting: bool = False) -> bool:
+    def _ask_ahead(self, *, waiting: bool = False) -> bool:
         """Draw and send one chunk more than torch would, if costs allow it.
 
         Args:
@@ -184,14 +195,6 @@ class ClusterIter(_BaseDataLoaderIter):
         Returns:
             Whether it did.
         """
-        room = self._planner.window - self._under_way
-        # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
-        remaining = self._remaining
-        size = self._planner.size(remaining=remaining)
-        if remaining is not None:
-            size = min(size, remaining - 1)
-        if self._exhausted or self._draining or size < 1 or room < size:
-            return False
         stop_at = time.monotonic() + _DRAW_S
 
         def enough() -> bool:
@@ -201,53 +204,16 @@ class ClusterIter(_BaseDataLoaderIter):
                 return self._run.receiver.wait(0, self._quiet_seen)
             return time.monotonic() >= stop_at
 
-        self._draw_next(size, enough)
+        asked = not self._draining and self._demand.ask_ahead(enough)
         self._flush()
-        return True
+        return asked
 
-    @property
-    def _under_way(self) -> int:
-        """Batches drawn and not yet delivered."""
-        return self._drawn - self._delivered
-
-    @property
-    def _remaining(self) -> int | None:
-        """How many batches the sampler has left, where it says so."""
-        return None if self._length is None else max(1, self._length - self._drawn)
-
-    def _draw_next(self, size: int, enough: Callable[[], bool] = lambda: False) -> None:
-        """Draw the next chunk's indices.
-
-        Args:
-            size: Batches, if the sampler has as many.
-            enough: Asked after each; if it says so, the chunk has no more.
-        """
-        batches: list[Any] = []
-        positions: list[int] = []
-        try:
-            while len(batches) < size:
-                batches.append(next(self._sampler_iter))
-                positions.append(self._sampler_iter.position)
-                if enough():
-                    break
-        except StopIteration:
-            self._exhausted = True
-        finally:  # what was drawn before an error of the sampler is delivered all the same
-            if batches:
-                chunk = Chunk(
-                    self._run_spec,
-                    self._sent + len(self._unsent),
-                    self._drawn,
-                    batches,
-                    positions,
-                    patient=self._planner.settled and not self._timeout,
-                )
-                self._drawn += len(batches)
-                self._planner.issued()
-                self._unsent.append(chunk)
-                # One message for several chunks, but none of them is to wait for it.
-                if time.monotonic() - self._flushed_at > _GATHER_S:
-                    self._flush()
+    def _take_chunk(self, chunk: Chunk) -> None:
+        number = self._sent + len(self._unsent)
+        self._unsent.append(replace(chunk, run=self._run_spec, number=number))
+        # One message for several chunks, but none of them is to wait for it.
+        if time.monotonic() - self._flushed_at > _GATHER_S:
+            self._flush()
 
     def _flush(self) -> None:
         """Send what has been drawn."""
@@ -262,13 +228,13 @@ class ClusterIter(_BaseDataLoaderIter):
             self._run.feed(
                 chunks,
                 alone=alone,
-                parallel=self._planner.parallel,
+                parallel=self._demand.parallel,
                 hurried=not self._stash,
             )
         except SerializationError as error:
             for chunk in chunks:
-                for place in range(len(chunk.batches)):
-                    self._fail_batch(chunk.first_batch + place, error)
+                for batch in chunk.numbers:
+                    self._fail_batch(batch, error)
             return
         for chunk in chunks:
             self._waiting[chunk.number] = _Sent(chunk, alone)
@@ -278,14 +244,17 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         with self.meter.asked():
-            return self._next_batch()
+            try:
+                return self._next_batch()
+            finally:
+                self.meter.under_way = self._demand.under_way
 
     def _next_batch(self) -> Any:
         if self._failure is not None:
             raise self._failure
         if self._run is None:
             raise StopIteration
-        if self._delivered == self._first:
+        if not self._demand.delivered:
             if self._sampler_epochs.now != self._epoch_drawn_for:
                 # set_epoch() between iter() and the first next(): what was drawn is for another.
                 self._sampler_iter = iter(self._index_sampler)
@@ -293,10 +262,9 @@ class ClusterIter(_BaseDataLoaderIter):
             self._sampler_epochs.begin()
         self._fill()
         entry = self._wait_for_batch()
-        self._delivered += 1
         self._fill()
         for _ in range(_CHUNKS_PER_STEP):
-            if not self._draw_ahead():
+            if not self._ask_ahead():
                 break
         if entry.left_out:
             self._leave_out(entry)
@@ -328,18 +296,18 @@ class ClusterIter(_BaseDataLoaderIter):
         noted = False
         while True:
             self._collect()
-            batch = self._next_batch_number()
+            batch = self._demand.choose(self._stash, in_order=self._loader_options.in_order)
             if batch is not None:
-                self._epoch_progress.deliver(batch - self._first)
+                self._demand.deliver(batch)
                 return self._stash.pop(batch)
             if not self._waiting:
                 self._fill()  # drawing had stopped until it was known what was lost
-            if self._exhausted and self._delivered == self._drawn:
+            if self._demand.next_batch is None:
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 else:
                     self._end_run()
-                self._epoch_progress.finish()
+                self._demand.finish()
                 self._sampler_epochs.end()
                 raise StopIteration
             wait_s = _SLOW_WAIT_S
@@ -353,19 +321,12 @@ class ClusterIter(_BaseDataLoaderIter):
             prompt_s = min(wait_s, _PROMPT_S)
             if self._run.receiver.wait(prompt_s, self._quiet_seen):
                 continue
-            if self._draw_ahead(waiting=True):
+            if self._ask_ahead(waiting=True):
                 continue  # there is nothing better to do with the time
             arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
             if not arrived and deadline is None and not noted:
                 noted = True
                 logger.warning("%s", self._session.waiting_text())
-
-    def _next_batch_number(self) -> int | None:
-        if not self._stash:
-            return None
-        if self._loader_options.in_order:
-            return self._delivered if self._delivered in self._stash else None
-        return min(self._stash)
 
     @property
     def _quiet_seen(self) -> int:
@@ -385,7 +346,10 @@ class ClusterIter(_BaseDataLoaderIter):
             if frame.run != self._run_spec.key or sent is None:
                 continue
             for entry in arrival.batches:
-                if entry.batch in sent.missing:
+                if entry.outcome == "end":
+                    self._demand.end_stream(entry.batch)
+                    sent.missing.clear()
+                elif entry.batch in sent.missing:
                     sent.missing.discard(entry.batch)
                     self._stash[entry.batch] = entry
             self._planner.observe(
@@ -422,10 +386,13 @@ class ClusterIter(_BaseDataLoaderIter):
         reason = "; ".join(self._errors) or "no reason known"
         self._errors = []
         again: list[Chunk] = []
-        for sent in lost.values():
+        for sent in _joined(lost.values()):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
                 continue
+            if sent.chunk.stream:  # which goes no further than its first lost batch
+                self._demand.end_stream(min(sent.missing) + sent.chunk.stride)
+                sent.missing = {min(sent.missing)}
             for batch in sent.missing:
                 self._fail_batch(batch, _lost_error(sent.chunk, batch, reason))
         self.meter.retries += len(again)
@@ -452,7 +419,7 @@ class ClusterIter(_BaseDataLoaderIter):
         logger.warning(
             "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
             failure,
-            self._delivered,
+            self._demand.next_batch,
         )
         lost, self._waiting = list(self._waiting.values()), {}
         try:
@@ -490,7 +457,10 @@ class ClusterIter(_BaseDataLoaderIter):
     def _give_up(self, cause: BaseException | None) -> DpexError:
         """Return what every further ``next()`` raises."""
         self._end_run()
-        where = f"with {self._under_way} batches outstanding; the next one is {self._delivered}"
+        where = (
+            f"with {self._demand.under_way} batches outstanding; the next one is "
+            f"{self._demand.next_batch}"
+        )
         if self._session.alive:
             reason = "; ".join(self._errors) or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
@@ -501,10 +471,10 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _timeout_text(self) -> str:
         at = ""
+        batch = self._demand.next_batch
         for sent in self._waiting.values():
-            if self._delivered in sent.missing:
-                indices = sent.chunk.batches[self._delivered - sent.chunk.first_batch]
-                at = f" waiting for batch {self._delivered} (dataset indices {indices!r})"
+            if batch in sent.missing:
+                at = f" waiting for batch {batch} ({_described(sent.chunk, batch)})"
                 if len(sent.missing) > 1:
                     at += f"; its task is to make batches up to {max(sent.missing)}"
         return f"DataLoader timed out after {self._timeout} seconds{at}"
@@ -517,10 +487,18 @@ def _length(sampler: Any) -> int | None:
         return None
 
 
+def _described(chunk: Chunk, batch: int) -> str:
+    """Say which samples a batch of a chunk has."""
+    if chunk.stream:
+        workers = chunk.run.num_workers
+        return f"batch {batch // workers} of worker {batch % workers}'s stream"
+    return f"dataset indices {chunk.batches[batch - chunk.first_batch]!r}"
+
+
 def _lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
     return ChunkLostError(
         f"DataLoader worker exited unexpectedly: every worker process that was given batch "
-        f"{batch} (dataset indices {chunk.batches[0]!r}) died. Read these samples in the main "
+        f"{batch} ({_described(chunk, batch)}) died. Read these samples in the main "
         f"process to see why. Ray says: {reason}"
     )
 
@@ -533,7 +511,7 @@ class _Sent:
     def __init__(self, chunk: Chunk, alone: bool) -> None:
         self.chunk = chunk
         self.alone = alone
-        self.missing = set(range(chunk.first_batch, chunk.first_batch + len(chunk.batches)))
+        self.missing = set(chunk.numbers)
 
     def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
         """Yield chunks of what has not arrived.
@@ -542,11 +520,15 @@ class _Sent:
             most: Batches in each at the most.
         """
         missing = sorted(self.missing)
+        stride = self.chunk.stride
+        if self.chunk.stream:  # each begins where the one before it ended
+            most = sys.maxsize
         while missing:
             first = missing[0]
-            count = next((n for n, batch in enumerate(missing) if batch != first + n), len(missing))
+            expected = enumerate(missing)
+            count = next((n for n, b in expected if b != first + n * stride), len(missing))
             count = min(count, most)
-            place = first - self.chunk.first_batch
+            place = (first - self.chunk.first_batch) // stride
             yield replace(
                 self.chunk,
                 first_batch=first,
@@ -554,6 +536,24 @@ class _Sent:
                 positions=self.chunk.positions[place : place + count],
             )
             del missing[:count]
+
+
+def _joined(lost: Iterable[_Sent]) -> list[_Sent]:
+    """Make one chunk of those that go on with the same stream."""
+    joined: dict[Any, _Sent] = {}
+    for sent in lost:
+        chunk = sent.chunk
+        before = joined.get(chunk.worker) if chunk.stream else None
+        if before is None:
+            joined[chunk.number if chunk.worker is None else chunk.worker] = sent
+        else:
+            batches = [*before.chunk.batches, *chunk.batches]
+            positions = [*before.chunk.positions, *chunk.positions]
+            whole = replace(before.chunk, batches=batches, positions=positions)
+            missing = before.missing | sent.missing
+            joined[chunk.worker] = _Sent(whole, before.alone)
+            joined[chunk.worker].missing = missing
+    return list(joined.values())
 
 
 class _Raises:

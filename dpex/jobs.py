@@ -37,6 +37,7 @@ def divide(
     num_workers: int,
     auto_collation: bool,
     skips_errors: bool,
+    drop_last: bool,
 ) -> tuple[Job, list[StagePlan]]:
     """Divide a loader's work at the stages of its dataset, if it has any.
 
@@ -54,6 +55,7 @@ def divide(
         auto_collation=auto_collation,
         finishes=not parts[1:],
         skips_errors=skips_errors,
+        drop_last=drop_last,
     )
     later = [
         StagePlan(

@@ -32,6 +32,11 @@ class PlainIter(_BaseDataLoaderIter):
         self.meter = Meter()
         super().__init__(loader)
 
+    def read_on(self) -> None:
+        """Read what was delivered before, in an epoch of a stream that goes on."""
+        for _ in range(self._sampler_iter.unread):
+            next(self, None)
+
     def _next_data(self) -> Any:
         epoch = self._sampler_iter.epoch
         next_data: Callable[[], Any] = super()._next_data
@@ -45,6 +50,7 @@ class PlainIter(_BaseDataLoaderIter):
                 epoch.deliver_next()
                 raise
             epoch.deliver_next()
+            self.meter.under_way = epoch.under_way
             return data
 
 

@@ -122,6 +122,7 @@ class State:
         before_iter: What was about to be drawn when the sampler's iterator was made.
         before_first: What was about to be drawn when it was first asked for a batch.
         samplers: States of samplers that have some, after the last of ``batches``.
+        streams: How many batches of each worker's stream were delivered, of an IterableDataset.
     """
 
     under_way: bool
@@ -137,6 +138,7 @@ class State:
     length: int | None = None
     before_first: Draws | None = None
     samplers: dict[str, Any] | None = None
+    streams: tuple[int, ...] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return it as strings, numbers, lists and dicts, and what the samplers returned."""
@@ -144,6 +146,7 @@ class State:
             "version": _VERSION,
             **vars(self),
             "ahead": list(self.ahead),
+            "streams": None if self.streams is None else list(self.streams),
             "before_iter": self.before_iter.plain(),
             "before_first": self.before_first and self.before_first.plain(),
             "samplers": copy.deepcopy(self.samplers),
@@ -165,6 +168,7 @@ class State:
                 **{
                     **rest,
                     "ahead": tuple(rest["ahead"]),
+                    "streams": None if rest["streams"] is None else tuple(rest["streams"]),
                     "before_iter": Draws.from_plain(rest["before_iter"]),
                     "before_first": None if first is None else Draws.from_plain(first),
                     "samplers": copy.deepcopy(rest["samplers"]),
@@ -224,6 +228,7 @@ class EpochProgress:
     _ahead: set[int] = field(default_factory=set)
     _count: int = 0
     _delivered_samples: int = 0
+    _streams: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._batches, self._samples = self.begin.batches, self.begin.samples
@@ -272,6 +277,36 @@ class EpochProgress:
         self._finish(drawn)
         self.owner.delivered_from(self)
 
+    def begin_streams(self, num_workers: int, delivered: int) -> list[int]:
+        """Return how many batches of each worker's stream have been delivered.
+
+        Args:
+            num_workers: Number of workers.
+            delivered: Batches of all of them.
+
+        Raises:
+            ValueError: The epoch was begun with another number of workers.
+        """
+        known = self.begin.streams
+        if known is None and delivered:
+            known = ()
+        if known is not None and len(known) != num_workers:
+            raise ValueError(
+                f"the state is of {len(known) or 'unknown'} workers' streams, this loader has "
+                f"num_workers={num_workers}: an IterableDataset's epoch goes on with as many "
+                "workers in distribute mode as began it there"
+            )
+        self._streams = list(known or [0] * num_workers)
+        self._batches = sum(self._streams)
+        return list(self._streams)
+
+    def deliver_stream(self, worker: int) -> None:
+        """Take note that a batch of a worker's stream was delivered."""
+        assert self._streams is not None
+        self._streams[worker] += 1
+        self._batches += 1
+        self.owner.delivered_from(self)
+
     def deliver_next(self) -> None:
         """Take note that the next batch was delivered, or an error in its place."""
         if self._drawn:  # if not, it is the sampler's error
@@ -305,4 +340,5 @@ class EpochProgress:
             before_iter=self.begin.before_iter,
             before_first=self.before_first,
             samplers=self._samplers,
+            streams=None if self._streams is None else tuple(self._streams),
         )

@@ -133,6 +133,7 @@ class Meter:
     Attributes:
         retries: Batches that were sent a second time.
         skipped: Samples that were left out.
+        under_way: Batches asked for and not delivered.
     """
 
     def __init__(self) -> None:
@@ -146,6 +147,7 @@ class Meter:
         self._decode_s = 0.0
         self.retries = 0
         self.skipped = 0
+        self.under_way = 0
 
     @contextlib.contextmanager
     def asked(self, *, for_batch: bool = True) -> Iterator[None]:
@@ -172,12 +174,11 @@ class Meter:
         self._transfer_s += transfer_s
         self._decode_s += decode_s
 
-    def stats(self, *, samples: int, under_way: int) -> LoaderStats:
+    def stats(self, *, samples: int | None) -> LoaderStats:
         """Return what has been counted.
 
         Args:
-            samples: Delivered ones.
-            under_way: Batches asked for and not delivered.
+            samples: Delivered ones; None if it is the workers who know.
         """
         costs = self._costs
         return LoaderStats(
@@ -185,7 +186,7 @@ class Meter:
             waiting_s=self._waiting_s,
             first_batch_s=self._first_batch_s,
             batches=self._batches,
-            samples=samples,
+            samples=costs.samples if samples is None else samples,
             size_bytes=self._size_bytes,
             read_s=costs.read_s,
             transform_s=costs.transform_s,
@@ -197,5 +198,5 @@ class Meter:
             skipped=self.skipped,
             cache_hits=costs.cache_hits,
             cache_misses=costs.cache_misses,
-            under_way=under_way,
+            under_way=self.under_way,
         )

@@ -34,6 +34,7 @@ __all__ = [
     "Copy",
     "Run",
     "copy_of",
+    "forget_copy",
     "initialise",
     "leave_worker",
     "settle_process",
@@ -129,6 +130,11 @@ def copy_of(
             sys.modules["cv2"].setNumThreads(0)
     _copies.move_to_end(slot)
     return copy
+
+
+def forget_copy(slot: tuple[str, int, int]) -> None:
+    """Have the next one in a slot made anew."""
+    _copies.pop(slot, None)
 
 
 def settle_process(run: Run) -> None:

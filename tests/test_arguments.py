@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 from dpex import DpexDataLoader, dataloader
@@ -36,12 +35,6 @@ def test_bad_values_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         DpexDataLoader(range(3), **arguments)  # type: ignore[arg-type]
-
-
-def test_an_iterable_dataset_is_refused_only_where_it_would_be_distributed() -> None:
-    with pytest.raises(NotImplementedError, match="Stream"):
-        DpexDataLoader(Stream(), num_workers=2, distribute_mode=True)
-    assert list(DpexDataLoader(Stream())) == [torch.tensor([i]) for i in range(3)]
 
 
 def test_the_second_positional_argument_is_torch_s() -> None:

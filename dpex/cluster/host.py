@@ -89,19 +89,22 @@ class _Lane:
         self.run = run
         self.turns.in_run = run is not None
         self._first_chunk = self.turns.fed
-        self._early: dict[int, tuple[bytes, bool]] = {}
+        self._early: dict[int, tuple[bytes, int | None, bool]] = {}
         self._blocks.clear()
         self._errors.clear()
         self.changed.set()
 
-    def feed(self, number: int, payloads: list[bytes], *, alone: bool) -> None:
+    def feed(
+        self, number: int, payloads: list[bytes], workers: list[int | None], *, alone: bool
+    ) -> None:
         """Append chunks, the first one being the run's ``number``-th.
 
         Calls of an async actor may overtake one another; chunks must not.
         """
-        self._early.update((at, (load, alone)) for at, load in enumerate(payloads, number))
+        chunks = zip(payloads, workers, strict=True)
+        self._early.update((at, (*chunk, alone)) for at, chunk in enumerate(chunks, number))
         while (chunk := self._early.pop(self.turns.fed - self._first_chunk, None)) is not None:
-            self.turns.feed(chunk[0], alone=chunk[1])
+            self.turns.feed(chunk[0], worker=chunk[1], alone=chunk[2])
 
     def news(self) -> Reply | None:
         """Return what is new since the last call, or None."""
@@ -200,6 +203,7 @@ class _Host:
         number: int,
         payloads: list[bytes],
         *,
+        workers: list[int | None],
         alone: bool,
         parallel: int,
         hurried: bool,
@@ -211,6 +215,7 @@ class _Host:
             run: The run that the chunks belong to; ignored if it was given up.
             number: Number of the first of these chunks in the run.
             payloads: Pickled chunks.
+            workers: Whose stream each is of; None where any task can make it.
             alone: Whether each is to have a task of its own.
             parallel: Number of tasks to run at once.
             hurried: Whether the training loop waits, so that it pays to look often.
@@ -221,7 +226,7 @@ class _Host:
         if lane.run == run:
             lane.turns.parallel = parallel
             lane.execution.hurried = hurried
-            lane.feed(number, payloads, alone=alone)
+            lane.feed(number, payloads, workers, alone=alone)
 
     async def next_chunk(
         self, lane_key: str, turn: str, place: int, blocks: int

@@ -354,6 +354,7 @@ class RemoteRun:
             self._run,
             chunks[0].number,
             payloads,
+            workers=[chunk.worker for chunk in chunks],
             alone=alone,
             parallel=parallel,
             hurried=hurried,

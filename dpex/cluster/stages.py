@@ -318,10 +318,12 @@ def _make_chunk(
     from dpex.costs import Costs
     from dpex.fetch import fetch_chunk
     from dpex.frame import FrameWriter
+    from dpex.stream import stream_chunk
 
     writer = FrameWriter(chunk.run.key, chunk.number, Costs(retries=int(again)))
     opened = time.monotonic()
-    batches = fetch_chunk(chunk, read_job, _here(), cancelled)
+    make = stream_chunk if chunk.stream else fetch_chunk
+    batches = make(chunk, read_job, _here(), cancelled)
     remaining = len(chunk.batches)
     if again:
         # Ray drops as many blocks of this attempt as it had got of the one that failed: with a
@@ -336,8 +338,9 @@ def _make_chunk(
         writer.add(entry, costs)
         remaining -= 1
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
-        if remaining == 0 or full or costs.seconds >= long_batch_s:
-            yield writer.table(), remaining == 0
+        last = remaining == 0 or entry.outcome == "end"
+        if last or full or costs.seconds >= long_batch_s:
+            yield writer.table(), last
             opened = time.monotonic()
 
 

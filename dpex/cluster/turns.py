@@ -2,11 +2,15 @@
 
 Starting a task costs Ray some ten milliseconds in which a worker does nothing; asking for the next
 chunk costs one. So a task goes on as long as there are chunks, and waits a while for more.
+
+A stream can only be read on in the process that has it: a turn that was given a chunk of a logical
+worker's stream gets that worker's chunks and no others, and waits for them while the run lasts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -45,6 +49,21 @@ class Assignment:
     skipped_blocks: int = 0
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A chunk that no task has.
+
+    Attributes:
+        payload: The pickled chunk.
+        worker: Whose stream it is of; None where any task can make it.
+        alone: Whether its task may make no other.
+    """
+
+    payload: bytes
+    worker: int | None
+    alone: bool
+
+
 @dataclass
 class _Turn:
     """One task's turn.
@@ -55,6 +74,7 @@ class _Turn:
         blocks: How many blocks were made before each of these.
         given: How many chunks it was given in all.
         alone: Whether the last one was to be made alone.
+        worker: Whose stream it reads.
         over: Whether it is to get no more.
         news: Done when a chunk, or the end, has come for the task that waits.
     """
@@ -64,6 +84,7 @@ class _Turn:
     blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     given: int = 0
     alone: bool = False
+    worker: int | None = None
     over: bool = False
     news: asyncio.Future[None] | None = None
 
@@ -97,7 +118,8 @@ class Turns:
         self._on_wanted = on_wanted
         # Of what the executor's thread reads or writes too.
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._streams = False
         self._fed = 0
         self._turns: dict[str, _Turn] = {}
         self._idle: OrderedDict[str, _Turn] = OrderedDict()
@@ -108,18 +130,24 @@ class Turns:
         self.parallel = 1
         self.in_run = True
 
-    def feed(self, payload: bytes, *, alone: bool) -> None:
+    def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
         """Append a chunk.
 
         Args:
             payload: The pickled chunk.
             alone: Whether its task may make no other: it has killed one before, perhaps.
+            worker: Whose stream it is of, if it is of one.
         """
         with self._lock:
             self._fed += 1
-            self._waiting.append((payload, alone))
-            while self._waiting and self._idle:
-                _, turn = self._idle.popitem(last=False)
+            self._streams = worker is not None
+            self._waiting.append(_Waiting(payload, worker, alone))
+            while self._waiting:
+                fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
+                name = next(fitting, None)
+                if name is None:
+                    break
+                turn = self._idle.pop(name)
                 self._advance(turn)
                 self._tell(turn)
             wanted = bool(self._waiting)
@@ -165,7 +193,10 @@ class Turns:
         idle_since = time.monotonic()
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
-            patience_s = _IDLE_S if self.in_run else self._between_runs_s
+            if self.in_run:
+                patience_s = _IDLE_S if turn.worker is None else math.inf
+            else:
+                patience_s = self._between_runs_s
             with self._lock:
                 if name in self._idle and time.monotonic() - idle_since >= patience_s:
                     del self._idle[name]
@@ -175,21 +206,36 @@ class Turns:
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
         late = turn.given > 0 and time.monotonic() - turn.began >= self._turn_s
+        late = late and turn.worker is None
         if self._closed or turn.alone or late or self._active > self.parallel:
             turn.over = True
-        elif self._waiting:
-            payload, alone = self._waiting[0]
-            if alone and turn.given:
+        elif (place := self._place_for(turn)) is not None:
+            chunk = self._waiting[place]
+            if chunk.alone and turn.given:
                 turn.over = True
             else:
-                self._waiting.popleft()
-                turn.chunks.append(payload)
+                del self._waiting[place]
+                turn.chunks.append(chunk.payload)
                 turn.blocks.append(0)
                 turn.given += 1
-                turn.alone = alone
+                turn.alone = chunk.alone
+                turn.worker = chunk.worker
         else:
             return False
         return True
+
+    def _place_for(self, turn: _Turn) -> int | None:
+        """Return the place of the first waiting chunk that a turn may be given."""
+        owned = self._owned_streams() if self._streams and turn.worker is None else ()
+        for place, chunk in enumerate(self._waiting):
+            if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in owned):
+                return place
+        return None
+
+    def _owned_streams(self) -> set[int]:
+        """Return the workers whose streams a turn has."""
+        turns = self._turns.values()
+        return {turn.worker for turn in turns if turn.worker is not None and not turn.over}
 
     def _tell(self, turn: _Turn) -> None:
         if turn.news is not None and not turn.news.done():
@@ -219,8 +265,11 @@ class Turns:
             self._waiting.clear()
 
     def release(self) -> None:
-        """End the turns of the tasks that wait."""
+        """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
+            if self._streams:
+                # Its stream's chunks would wait for it; what is lost is tried again in the end.
+                self._waiting.clear()
             while self._idle:
                 _, turn = self._idle.popitem()
                 turn.over = True
@@ -249,7 +298,10 @@ class Turns:
                     self._waiting.popleft()
                 self._started = self._begun
             not_begun = self._started - self._begun
-            return max(0, min(self.parallel - active, len(self._waiting) - not_begun))
+            wanted = len(self._waiting)
+            if self._streams:
+                wanted = len({chunk.worker for chunk in self._waiting} - self._owned_streams())
+            return max(0, min(self.parallel - active, wanted - not_begun))
 
     def may_want(self, active: int) -> bool:
         """Tell whether a chunk that is fed now needs another task.
@@ -257,7 +309,7 @@ class Turns:
         Args:
             active: As for ``wanted``.
         """
-        return active < self.parallel and not self._idle
+        return active < self.parallel and (self._streams or not self._idle)
 
     def started(self, tasks: int = 1) -> None:
         """Note that tasks were started."""
