@@ -110,7 +110,7 @@ def measure(folder: str, workers: int, rounds: int) -> dict[str, Any]:
         rounds: Counted epochs of each.
 
     Returns:
-        ``samples`` of an epoch, their rates and what was spent, by loader.
+        ``samples`` of an epoch, their rates, and what each epoch took, also the first, by loader.
     """
     torch.set_num_threads(1)
     with object_store(Path(folder), DELAY_S) as store:
@@ -139,8 +139,7 @@ def measure(folder: str, workers: int, rounds: int) -> dict[str, Any]:
         finally:
             for loader in loaders.values():
                 close(loader)
-    counted = {name: spent[1:] for name, spent in meter.spent.items()}
-    return {"samples": samples, "rates": rates, "spent": counted}
+    return {"samples": samples, "rates": rates, "spent": meter.spent}
 
 
 def of(peer: str, workers: int) -> str:
@@ -157,9 +156,10 @@ def sum_up(spent: Sequence[Spent], samples: int) -> dict[str, float]:
     """
     total = {what: sum(epoch[what] for epoch in spent) for what in spent[0]}
     count = samples * len(spent)
+    total["others"] = total["busy"] - total["server"] - total["loader"]
+    shares = {who: 1e2 * total[who] / total["machine"] for who in ("server", "loader", "others")}
     return {
-        **{f"{who}_percent": 1e2 * total[who] / total["machine"] for who in ("server", "loader")},
-        "busy_percent": 1e2 * total["busy"] / total["machine"],
+        **{f"{who}_percent": share for who, share in shares.items()},
         **{f"{who}_ms_per_sample": 1e3 * total[who] / count for who in ("server", "loader")},
         "requests_per_sample": sum(total[method] for method in METHODS) / count,
     }
@@ -178,6 +178,8 @@ def main() -> None:
         rounds=options.rounds,
     )
     rates = found["rates"]
+    few = of("torch", FEW_WORKERS)
+    many = {peer: of(peer, options.workers) for peer in ("torch", "dpex")}
     record["settings"] = {
         "delay_s": DELAY_S,
         "batch_size": BATCH_SIZE,
@@ -187,9 +189,13 @@ def main() -> None:
     record["spent"] = found["spent"]
     record["samples_per_s"] = {name: summarise(rate) for name, rate in rates.items()}
     record["means"] = {
-        name: sum_up(spent, found["samples"][name]) for name, spent in found["spent"].items()
+        name: sum_up(spent[1:], found["samples"][name]) for name, spent in found["spent"].items()
     }
-    many = {peer: of(peer, options.workers) for peer in ("torch", "dpex")}
+    # In torch's turns dpex's workers wait, and their Ray, which its first epoch was without.
+    without_ray = sum_up(found["spent"][few][:1], found["samples"][few])
+    idle_percent = record["means"][few]["loader_percent"] - without_ray["loader_percent"]
+    record["without_ray"] = without_ray
+    record["idle_ray_percent"] = idle_percent
     over = ratios(rates[many["dpex"]], rates[many["torch"]])
     gains = {
         peer: summarise(ratios(rates[name], rates[of(peer, FEW_WORKERS)]))
@@ -206,10 +212,11 @@ def main() -> None:
         "ratio",
         f"{gains['torch']['median']:.1f} and {gains['dpex']['median']:.1f} times the rate of "
         f"{FEW_WORKERS} workers; {ours['requests_per_sample']:.1f} requests a sample, for which "
-        f"the server takes {ours['server_ms_per_sample']:.1f} ms of processor time, torch "
-        f"{torchs['loader_ms_per_sample']:.1f}, dpex {ours['loader_ms_per_sample']:.1f}; machine "
-        f"{torchs['busy_percent']:.0f} and {ours['busy_percent']:.0f} % busy, "
-        f"{torchs['server_percent']:.0f} and {ours['server_percent']:.0f} % with the server",
+        f"the server takes {ours['server_ms_per_sample']:.1f} ms of processor time; of the machine "
+        f"the server has {torchs['server_percent']:.0f} and {ours['server_percent']:.0f} %, the "
+        f"loader {torchs['loader_percent']:.0f} (of them dpex's, idle, {idle_percent:.0f}) and "
+        f"{ours['loader_percent']:.0f} %, others {torchs['others_percent']:.0f} and "
+        f"{ours['others_percent']:.0f} %",
     )
     record["goals"] = [asdict(goal)]
     write(record, options.out)
@@ -219,7 +226,7 @@ def main() -> None:
         rates,
         "samples/s",
     )
-    for name, means in record["means"].items():
+    for name, means in {**record["means"], f"{few}, before Ray": without_ray}.items():
         print(f"{name}: " + ", ".join(f"{what} {mean:.2f}" for what, mean in means.items()))
     print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
 
