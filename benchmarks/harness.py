@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,10 @@ def time_epoch(loader: Iterable[Any], max_batches: int | None = None) -> Epoch:
 
 
 def take_turns(
-    loaders: Mapping[str, DataLoader[Any]], rounds: int, title: str
+    loaders: Mapping[str, DataLoader[Any]],
+    rounds: int,
+    title: str,
+    watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, list[float]]:
     """Run one epoch of each loader after the other, several times.
 
@@ -250,6 +254,7 @@ def take_turns(
         loaders: By name.
         rounds: Counted epochs of each; one more, the first, starts workers and fills caches.
         title: Of what is run, for the progress.
+        watch: Given a name, what to enter around an epoch of that loader; it is not timed.
 
     Returns:
         The samples per second of every counted epoch, by name.
@@ -258,7 +263,8 @@ def take_turns(
     for number in range(rounds + 1):
         for name, loader in loaders.items():
             time.sleep(SETTLE_S)
-            rate = time_epoch(loader).samples_per_s
+            with watch(name):
+                rate = time_epoch(loader).samples_per_s
             if number:
                 rates[name].append(rate)
         last = {name: rate[-1:] for name, rate in rates.items()}
