@@ -122,5 +122,6 @@ class DpexTrainerMixin:
         if updates == 0 or self.args.ignore_data_skip:
             return None
         rest = skip_first_batches(loader, updates * per_update)
-        rest.set_epoch(epoch)
+        if hasattr(rest, "set_epoch"):  # not one that Accelerate has not prepared
+            rest.set_epoch(epoch)
         return iter(rest)
