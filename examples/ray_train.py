@@ -45,8 +45,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
 
-    # Two CPUs for the workers of Ray Train, and two for dpex's.
-    ray.init(num_cpus=4)
+    # One for each worker of Ray Train, and two for its loader: ranks in step must not wait for
+    # one another's.
+    ray.init(num_cpus=6)
     with tempfile.TemporaryDirectory() as directory:
         result = ray_torch.TorchTrainer(
             train_loop,
