@@ -156,6 +156,7 @@ class DpexDataLoader(DataLoader[T_co]):
         self._cluster: _ClusterState | None = None
         self._progress = Progress()
         self._meter = Meter()
+        self._accelerate_knows: bool | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -187,6 +188,22 @@ class DpexDataLoader(DataLoader[T_co]):
     @property
     def _distributed(self) -> bool:
         return self.distribute_mode and self.num_workers > 0
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What Accelerate asks of a loader, before it makes one of torch's from one that is not."""
+        if self._distributed and self._accelerate_knows is None:
+            _warn_once(
+                "accelerate",
+                "Accelerate makes a plain torch DataLoader of this DpexDataLoader: its workers run "
+                "on this host. Call dpex.integrations.accelerate.prepare(accelerator, ...) in "
+                "place of accelerator.prepare(...)",
+            )
+        return bool(self._accelerate_knows)
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool | None) -> None:
+        self._accelerate_knows = prepared
 
     @property
     def _forks(self) -> bool:

@@ -155,7 +155,8 @@ class State:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> State:
         """Make it from what ``plain`` returned."""
-        rest = dict(plain)
+        # Accelerate adds something of its own.
+        rest = {name: value for name, value in plain.items() if not name.startswith("_")}
         version = rest.pop("version", None)
         if version != _VERSION:
             raise ValueError(

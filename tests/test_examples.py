@@ -31,7 +31,7 @@ EXAMPLES = ROOT / "examples"
 SECONDS = 120
 GONE_SECONDS = 60
 # What others import, and what .ci/run itself runs.
-NOT_HERE = {"mnist", "ranks", "vectors", "demo"}
+NOT_HERE = {"mnist", "ranks", "vectors", "digits", "demo"}
 
 
 @pytest.fixture
@@ -142,6 +142,26 @@ def test_mnist_ddp_under_torchrun(place: Path) -> None:
 def test_mnist_ddp_spawns_its_ranks(place: Path) -> None:
     write_idx(place / "data", "MNIST")
     assert_ranks_shared(run("mnist_ddp", "--epochs", "4", "--spawn", "2", place=place))
+
+
+def test_lightning_trainer(place: Path) -> None:
+    assert accuracy_in(run("lightning_trainer", place=place)) > 80
+
+
+def test_accelerate_ddp(place: Path) -> None:
+    output = run_ranks("accelerate_ddp", place=place)
+    for rank in range(2):
+        assert f"rank {rank}, epoch 4: 15 steps" in output
+    assert output.count(" of 297") == 1
+    assert accuracy_in(output) > 80
+
+
+def test_hf_trainer(place: Path) -> None:
+    assert accuracy_in(run("hf_trainer", place=place)) > 80
+
+
+def test_ray_train(place: Path) -> None:
+    assert "after 15 steps in each epoch" in run("ray_train", place=place)
 
 
 def assert_ranks_shared(output: str) -> None:

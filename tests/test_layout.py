@@ -13,6 +13,8 @@ import dpex
 PACKAGE = Path(dpex.__file__).parent
 # The two that may know that there is a cluster.
 DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.iterator"}
+# Each may be imported by the module of its name in dpex.integrations, and by no other.
+FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
 
 def module_name(path: Path) -> str:
@@ -90,6 +92,20 @@ def test_only_its_doors_import_cluster(module: str) -> None:
         name for name in imports(module, top_level_only=False) if is_within(name, "dpex.cluster")
     }
     assert not cluster_imports, f"{module} imports {cluster_imports}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_framework_is_imported_by_its_own_integration_alone(module: str) -> None:
+    named = {name.partition(".")[0] for name in imports(module, top_level_only=False)}
+    own = {module.rpartition(".")[2]} if is_within(module, "dpex.integrations") else set()
+    assert not (named & FRAMEWORKS) - own
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_depends_on_an_integration_but_integrations(module: str) -> None:
+    if not is_within(module, "dpex.integrations"):
+        named = imports(module, top_level_only=False)
+        assert not {name for name in named if is_within(name, "dpex.integrations")}
 
 
 def test_no_import_cycles() -> None:

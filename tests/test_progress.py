@@ -440,7 +440,7 @@ def test_a_rank_that_is_told_another_epoch_hears_of_it() -> None:
     ("change", "message"),
     [
         ({"version": 2}, "version 2; this dpex reads version 1"),
-        ({"_snapshot": 1}, "damaged"),
+        ({"snapshot": 1}, "damaged"),
         ({"before_iter": None}, "damaged"),
         ({"before_iter": {"torch": "%"}}, "damaged"),
         ({"length": 24}, "length 24, this one has 23"),

@@ -1,0 +1,54 @@
+"""Ray Train: a loader that ``ray.train.torch.prepare_data_loader`` leaves as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from dpex.dataloader import DpexDataLoader
+from dpex.integrations.remaking import own_options, remake
+
+__all__ = ["add_distributed_sampler"]
+
+
+def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
+    """Return the loader with a ``DistributedSampler``, as ``prepare_data_loader`` would add it.
+
+    ``prepare_data_loader`` makes a new loader of torch's to add one, and none if there is one.
+
+    Args:
+        loader: A loader of a training function of Ray Train.
+
+    Returns:
+        A loader of this rank's share; shuffled if the given one is. The given one itself, if it
+        has a ``DistributedSampler``, or there is but one rank.
+
+    Raises:
+        ValueError: It has a sampler of another kind, or a batch sampler, which a
+            ``DistributedSampler`` would replace.
+
+    Source:
+        ``ray.train.torch.prepare_data_loader``, Ray 2.60.
+    """
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks == 1 or isinstance(loader.sampler, DistributedSampler):
+        return loader
+    sampler = loader.sampler
+    batched_by_others = loader.batch_size is None and loader.batch_sampler is not None
+    if batched_by_others or not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        given = loader.batch_sampler if batched_by_others else sampler
+        raise ValueError(
+            f"a DistributedSampler would replace the loader's own {type(given).__name__}. Divide "
+            f"the indices among the {ranks} ranks in it, and call prepare_data_loader with "
+            "add_dist_sampler=False"
+        )
+    shuffle = isinstance(sampler, RandomSampler)
+    sampling: dict[str, Any] = {
+        "batch_size": loader.batch_size,
+        "sampler": DistributedSampler(loader.dataset, shuffle=shuffle),
+        "drop_last": loader.drop_last,
+    }
+    return remake(loader, own_options(loader), sampling, kind=type(loader))

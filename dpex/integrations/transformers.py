@@ -1,0 +1,124 @@
+"""transformers: a ``Trainer`` whose batches dpex makes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
+
+from dpex.integrations.accelerate import distribute, skip_first_batches
+from dpex.integrations.remaking import OWN_OPTIONS
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+__all__ = ["DpexTrainerMixin", "DpexTrainingArguments"]
+
+
+@dataclass
+class DpexTrainingArguments(TrainingArguments):
+    """``TrainingArguments`` with dpex's options, named as torch's are there.
+
+    They can be given on a command line, through ``HfArgumentParser``. To have them with a subclass
+    of ``TrainingArguments``, inherit from both.
+
+    Attributes:
+        dataloader_distribute_mode: ``distribute_mode`` of ``DpexDataLoader``.
+        dataloader_head_address: ``head_address``: which Ray.
+        dataloader_worker_options: ``worker_options``: Ray's for one worker, a dict or its JSON.
+        dataloader_prefetch_bytes: ``prefetch_bytes``.
+
+    Raises:
+        ValueError: ``dataloader_worker_options`` is a string and no JSON.
+
+    Source:
+        ``dataloader_num_workers`` and its like in ``TrainingArguments``, transformers 5.23.
+    """
+
+    dataloader_distribute_mode: bool = field(
+        default=True, metadata={"help": "Whether the loaders' workers are Ray tasks."}
+    )
+    dataloader_head_address: str = field(
+        default="auto", metadata={"help": 'Which Ray: "auto", "local", or "host:port".'}
+    )
+    dataloader_worker_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Ray's options of one worker, as JSON."}
+    )
+    dataloader_prefetch_bytes: int = field(
+        default=512 << 20,
+        metadata={"help": "Bytes of batches under way beyond the prefetch factor."},
+    )
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and read what came as JSON."""
+        if isinstance(self.dataloader_worker_options, str):
+            self.dataloader_worker_options = json.loads(self.dataloader_worker_options)
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
+
+class DpexTrainerMixin:
+    """Has a ``Trainer`` read training, evaluation and test sets through dpex.
+
+    ``class MyTrainer(DpexTrainerMixin, Trainer)``, and nothing else changes: batches, shares of the
+    ranks and shuffling are the Trainer's. How many workers there are is
+    ``dataloader_num_workers``, 0 unless it is set. dpex's options are those of
+    ``DpexTrainingArguments``; with arguments of another class, their defaults.
+
+    Source:
+        ``Trainer.get_train_dataloader`` and its like, transformers 5.23.
+    """
+
+    # An iterator of the Trainer's, and the one that is read in its place.
+    _read_instead: tuple[Any, Any] | None = None
+
+    # mypy sees the Trainer's methods only where both are bases.
+    if TYPE_CHECKING:
+        args: TrainingArguments
+        state: TrainerState
+        callback_handler: Any
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader, its batches made by dpex."""
+        return self._distributed(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the Trainer's loader, its batches made by dpex."""
+        return self._distributed(super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the Trainer's loader, its batches made by dpex."""
+        return self._distributed(super().get_test_dataloader(test_dataset))  # type: ignore[misc]
+
+    def _distributed(self, loader: Any) -> Any:
+        options = {name: getattr(self.args, f"dataloader_{name}", None) for name in OWN_OPTIONS}
+        given = {name: value for name, value in options.items() if value is not None}
+        return distribute(loader, **{"distribute_mode": True, **given})
+
+    def get_batch_samples(self, epoch_iterator: Any, *others: Any, **named: Any) -> Any:
+        """Return the next batches; dpex makes them also where the Trainer skips some.
+
+        To go on in the middle of an epoch, the Trainer makes a loader of torch's that skips. What
+        comes here is its iterator, from which nothing has been read.
+        """
+        if self._read_instead is None or self._read_instead[0] is not epoch_iterator:
+            self._read_instead = (epoch_iterator, self._rest_of_epoch() or epoch_iterator)
+        return super().get_batch_samples(  # type: ignore[misc]
+            self._read_instead[1], *others, **named
+        )
+
+    def _rest_of_epoch(self) -> Any:
+        """Return an iterator over what has not been read of the epoch, if some has been."""
+        loader: Any = self.callback_handler.train_dataloader
+        batches = len(loader) if has_length(loader) else 0
+        per_update = self.args.gradient_accumulation_steps
+        epoch, updates = divmod(self.state.global_step, max(1, math.ceil(batches / per_update)))
+        if updates == 0 or self.args.ignore_data_skip:
+            return None
+        rest = skip_first_batches(loader, updates * per_update)
+        if hasattr(rest, "set_epoch"):  # not one that Accelerate has not prepared
+            rest.set_epoch(epoch)
+        return iter(rest)

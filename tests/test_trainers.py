@@ -1,0 +1,249 @@
+"""Lightning, Accelerate, transformers and Ray Train: the same steps as with torch's loader."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import trainer_runs
+from cluster_programs import processes_in, run_program, torchrun, wait_until, workplace
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+from trainer_runs import OURS, Points
+
+from dpex import DpexDataLoader, dataloader
+from dpex.integrations.accelerate import distribute, prepare, skip_first_batches
+from dpex.integrations.ray_train import add_distributed_sampler
+from dpex.integrations.remaking import own_options, remake
+
+GONE_SECONDS = 60
+RANKS = 2
+SECONDS = 140
+
+
+def assert_the_same_steps(runs: dict[str, Any]) -> None:
+    for name, run in runs.items():
+        assert run["dpex"]["steps"] == run["torch"]["steps"], name
+        assert run["torch"]["by_torch"] == [True], name
+        assert run["dpex"]["by_torch"] == [False], f"{name}: torch's workers made batches"
+        # The loaders that the framework reads from are dpex's, with all of its options.
+        assert run["torch"]["options"] == [], name
+        assert run["dpex"]["options"], name
+        assert all(options == OURS for options in run["dpex"]["options"]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("framework", trainer_runs.RUNS)
+@pytest.mark.usefixtures("shared_ray")
+def test_one_process_takes_the_same_steps(framework: str, tmp_path: Path) -> None:
+    assert_the_same_steps(trainer_runs.both(framework, 1, tmp_path))
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as directory:
+        yield directory
+        wait_until(lambda: not processes_in(directory), GONE_SECONDS, "end of the ranks' Ray")
+
+
+def assert_every_rank_took_the_same_steps(
+    place: Path, run: subprocess.CompletedProcess[str]
+) -> None:
+    assert run.returncode == 0, run.stdout + run.stderr
+    reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    for report in reports:
+        assert_the_same_steps(report)
+    one, other = ([run["dpex"]["steps"] for run in report.values()] for report in reports)
+    assert one != other, "the ranks read the same"
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("framework", trainer_runs.RUNS)
+def test_ranks_take_the_same_steps(framework: str, place: Path) -> None:
+    program = Path(__file__).with_name("trainers_program.py")
+    run = torchrun(program, framework, str(place), ranks=RANKS, place=place, seconds=SECONDS)
+    assert_every_rank_took_the_same_steps(place, run)
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
+    program = Path(__file__).with_name("ray_train_program.py")
+    run = run_program(program, str(place), place=place, seconds=SECONDS)
+    assert_every_rank_took_the_same_steps(place, run)
+
+
+# --- Accelerate, without anything being started ---------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[accelerate.Accelerator]:
+    monkeypatch.setattr(dataloader, "_warned", set())
+    yield accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state()
+    accelerate.state.GradientState._reset_state()
+
+
+def make_loader(**options: Any) -> DpexDataLoader[Any]:
+    return DpexDataLoader(Points(), **{"batch_size": 4, "num_workers": 2, **OURS, **options})
+
+
+def test_what_accelerate_makes_a_plain_loader_of_is_warned_of_once(
+    accelerator: accelerate.Accelerator,
+) -> None:
+    with pytest.warns(UserWarning, match=r"dpex\.integrations\.accelerate\.prepare\(") as caught:
+        prepared = accelerator.prepare(make_loader())
+    assert len(caught) == 1
+    assert type(prepared.base_dataloader) is DataLoader
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(make_loader())
+
+
+@pytest.mark.parametrize("options", [{"distribute_mode": False}, {"num_workers": 0}])
+def test_what_is_not_distributed_is_accelerate_s_to_make(
+    accelerator: accelerate.Accelerator, options: dict[str, Any]
+) -> None:
+    dataloader._warned.add("num_workers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(make_loader(**options))
+
+
+def test_our_prepare_is_silent_and_the_loader_given_is_as_before(
+    accelerator: accelerate.Accelerator,
+) -> None:
+    loader = make_loader()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared = prepare(accelerator, loader)
+        assert prepare(accelerator, prepared) is prepared
+    assert accelerator._dataloaders == [prepared]
+    with pytest.warns(UserWarning, match="Accelerate makes a plain torch DataLoader"):
+        accelerator.prepare(loader)
+
+
+def test_who_says_that_a_loader_is_prepared_keeps_it(accelerator: accelerate.Accelerator) -> None:
+    loader = make_loader()
+    loader._is_accelerate_prepared = True
+    assert accelerator.prepare(loader) is loader
+
+
+def test_a_subclass_stays_what_it_is(accelerator: accelerate.Accelerator) -> None:
+    class Mine(DpexDataLoader[Any]):
+        pass
+
+    prepared = prepare(accelerator, Mine(Points(), num_workers=2, **OURS))
+    assert type(prepared.base_dataloader) is Mine
+    assert type(skip_first_batches(prepared, 1).base_dataloader) is Mine
+
+
+def test_torch_s_arguments_are_all_taken_over() -> None:
+    given = {
+        "num_workers": 2,
+        "collate_fn": list,
+        "pin_memory": True,
+        "timeout": 9.0,
+        "worker_init_fn": print,
+        "generator": torch.Generator(),
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "in_order": False,
+    }
+    own = own_options(make_loader())
+    assert set(OURS) < set(own)
+    batch_sampler = BatchSampler(SequentialSampler(range(9)), 3, True)
+    for sampling in ({"batch_sampler": batch_sampler}, {"batch_size": None, "sampler": [5, 3]}):
+        remade = remake(DataLoader(Points(), **sampling, **given), own)
+        assert {name: getattr(remade, name) for name in given} == given
+        assert {name: getattr(remade, name) for name in sampling} == sampling
+        assert own_options(remade) == own
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_prepared_loader_goes_on_where_it_was(
+    accelerator: accelerate.Accelerator, stateful: bool
+) -> None:
+    accelerator.dataloader_config.use_stateful_dataloader = stateful
+
+    def prepared() -> Any:
+        return prepare(accelerator, make_loader(shuffle=True, generator=torch.Generator()))
+
+    whole = list(map(str, prepared()))
+    for batches in range(1, len(whole) + 1):
+        loader = prepared()
+        iterator = iter(loader)
+        read = [str(next(iterator)) for _ in range(batches)]
+        state = copy.deepcopy(loader.state_dict())
+        after = prepared()
+        after.load_state_dict(state)
+        if batches < len(whole):
+            read += list(map(str, after))
+        assert read == whole, batches
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_stream_keeps_its_batches(accelerator: accelerate.Accelerator) -> None:
+    loader = DpexDataLoader(Stream(), batch_size=2, num_workers=1, **OURS)
+    prepared = prepare(accelerator, loader)
+    assert type(prepared.base_dataloader) is DpexDataLoader
+    assert [batch.tolist() for batch in prepared] == [[0, 1], [2]]
+
+
+def test_what_cannot_be_distributed_is_refused(accelerator: accelerate.Accelerator) -> None:
+    with pytest.raises(TypeError, match="prepared, got DpexDataLoader"):
+        distribute(make_loader(), distribute_mode=True)
+    prepared = accelerator.prepare(DataLoader(Points(), num_workers=2))
+    with pytest.raises(TypeError, match="distribute_mod"):
+        distribute(prepared, distribute_mod=True)
+
+
+class Late(Points):
+    """Whose first samples must not be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        assert index >= 12, "what is skipped was read"
+        return index
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_what_is_skipped_is_not_read(accelerator: accelerate.Accelerator) -> None:
+    loader = DpexDataLoader(Late(), batch_size=4, num_workers=2, **OURS)
+    for given in (loader, prepare(accelerator, loader)):
+        skipped = skip_first_batches(given, 3)
+        assert len(skipped) == len(loader) - 3
+        assert [batch.tolist() for batch in skipped] == [[*range(12, 16)], [*range(16, 20)], [20]]
+    assert type(skip_first_batches(loader, 3)) is DpexDataLoader
+    assert type(skip_first_batches(DataLoader(Points()), 3)) is DataLoader
+
+
+# --- Ray Train, without ranks ---------------------------------------------------------------------
+
+
+def test_one_rank_needs_no_distributed_sampler() -> None:
+    loader = make_loader()
+    assert add_distributed_sampler(loader) is loader
+    sampler: DistributedSampler[Any] = DistributedSampler(Points(), num_replicas=2, rank=0)
+    loader = make_loader(sampler=sampler)
+    assert add_distributed_sampler(loader) is loader

@@ -1,0 +1,25 @@
+"""One rank of ``test_trainers.py``, started by torchrun: what both loaders gave, into a file.
+
+Usage: trainers_program.py FRAMEWORK DIRECTORY
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+import trainer_runs
+
+
+def main() -> None:
+    framework, directory = sys.argv[1:]
+    reports = trainer_runs.both(framework, int(os.environ["WORLD_SIZE"]), Path(directory))
+    Path(directory, f"rank{os.environ['RANK']}.json").write_text(json.dumps(reports))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
