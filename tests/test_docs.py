@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_programs import ROOT, run_program, workplace
 
-GUIDES = ["datasets.md", "stages.md", "trainers.md"]
+GUIDES = ["datasets.md", "running.md", "stages.md", "trainers.md"]
 
 
 def code_of(page: Path) -> list[str]:
