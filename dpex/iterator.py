@@ -260,16 +260,17 @@ class ClusterIter(_BaseDataLoaderIter):
                 self._sampler_iter = iter(self._index_sampler)
                 self._begin()
             self._sampler_epochs.begin()
-        self._fill()
-        entry = self._wait_for_batch()
-        self._fill()
-        for _ in range(_CHUNKS_PER_STEP):
-            if not self._ask_ahead():
+        while True:
+            self._fill()
+            entry = self._wait_for_batch()
+            self._fill()
+            for _ in range(_CHUNKS_PER_STEP):
+                if not self._ask_ahead():
+                    break
+            if entry.left_out:
+                self._leave_out(entry)
+            if entry.outcome != "nothing":
                 break
-        if entry.left_out:
-            self._leave_out(entry)
-        if entry.outcome == "nothing":
-            return self._next_batch()
         if entry.outcome == "error":
             entry.value.reraise()
         return entry.value

@@ -35,8 +35,8 @@ from dpex.worker import (
 
 __all__ = ["stream_chunk"]
 
-# Streams that a process keeps: of a training and a validation loader, where it serves all workers.
-_MAX_STREAMS = 128
+# Streams that a process keeps, as it does copies: of loaders that have gone too.
+_MAX_STREAMS = 8
 
 
 class _Stream:
@@ -45,12 +45,14 @@ class _Stream:
     Attributes:
         copy: The worker's copy of the dataset.
         made: How many batches have been read.
+        generators: What the global generators are about to draw, while it is not read.
     """
 
     def __init__(self, copy: Copy[Job]) -> None:
         job = copy.job
         self.copy = copy
         self.made = 0
+        self.generators: tuple[Any, ...] | None = None
         self._fetcher = _IterableDatasetFetcher(
             job.dataset,
             job.auto_collation,
@@ -72,8 +74,6 @@ class _Stream:
 
 
 _streams: OrderedDict[tuple[str, int, int, int], _Stream] = OrderedDict()
-# What the global generators are about to draw in a worker that is at work in no chunk.
-_generators: dict[tuple[str, int, int], tuple[Any, ...]] = {}
 
 
 def stream_chunk(
@@ -100,14 +100,21 @@ def stream_chunk(
     run = chunk.run
     worker_id = chunk.first_batch % run.num_workers
     settle_process(run)
-    slot = (run.loader, run.generation, worker_id)
+    key = (run.loader, run.generation, run.epoch, worker_id)
+    stream = _streams.get(key)
+    if stream is not None and stream.made > chunk.first_batch // run.num_workers:
+        stream = None  # it cannot go back
+    if stream is not None and stream.generators is not None:
+        _set_generators(stream.generators)
     try:
-        if slot in _generators:
-            _set_generators(_generators[slot])
         for number, request in zip(chunk.numbers, chunk.batches, strict=True):
             with noted() as costs:
                 try:
-                    entry = _read(number, request, run, read_job, cancelled)
+                    if stream is None:
+                        stream = _begin(key, run, read_job)
+                    show_worker(worker_id, run, stream.copy.job.dataset)
+                    _read_up_to(number // run.num_workers, stream, request, cancelled)
+                    entry = Entry(number, encode(stream.read(request)))
                 except Cancelled:
                     return
                 except StopIteration:
@@ -120,25 +127,18 @@ def stream_chunk(
                     leave_worker()
             costs.read_s = costs.seconds - costs.transform_s - costs.collate_s - costs.encode_s
             yield entry, costs
+            if stream is None:  # it could not begin, and will not
+                yield Entry(number + chunk.stride, encode(None), "end"), Costs()
+                return
             if entry.outcome == "end" or cancelled():
                 return
     finally:
-        _generators[slot] = _get_generators()
+        if stream is not None:
+            stream.generators = _get_generators()
 
 
-def _read(
-    number: int,
-    request: Any,
-    run: Run,
-    read_job: Callable[[], Job],
-    cancelled: Callable[[], bool],
-) -> Entry:
-    """Read one batch of a stream, after those before it if need be."""
-    place, worker_id = divmod(number, run.num_workers)
-    stream = _streams.get((run.loader, run.generation, run.epoch, worker_id))
-    if stream is None or stream.made > place:
-        stream = _begin(run, worker_id, read_job)
-    show_worker(worker_id, run, stream.copy.job.dataset)
+def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[], bool]) -> None:
+    """Read the batches that come before one in a stream, which nobody gets."""
     while stream.made < place:
         if cancelled():
             raise Cancelled
@@ -146,35 +146,31 @@ def _read(
             stream.read(request)
         except StopIteration:
             raise
-        except Exception:
+        except Exception:  # which was raised where this batch was delivered
             continue
-    return Entry(number, encode(stream.read(request)))
 
 
-def _begin(run: Run, worker_id: int, read_job: Callable[[], Job]) -> _Stream:
+def _begin(key: tuple[str, int, int, int], run: Run, read_job: Callable[[], Job]) -> _Stream:
     """Begin a worker's stream of an epoch, as torch's worker does when it starts, or resumes."""
+    worker_id = key[3]
     slot = (run.loader, run.generation, worker_id)
-    goes_on = (*slot[:2], run.epoch - 1, worker_id) in _streams
-    for key in [key for key in _streams if key[0] == run.loader and key[1:3] != _epoch(run)]:
-        if key[3] == worker_id or key[1] < run.oldest_generation:
-            del _streams[key]
-    if not goes_on:
+    before = _streams.get((*slot[:2], run.epoch - 1, worker_id))
+    for other in [k for k in _streams if k[0] == run.loader]:
+        over = other[1] == run.generation and other[3] == worker_id
+        if over or other[1] < run.oldest_generation:
+            del _streams[other]
+    if before is None:
         forget_copy(slot)
     copy = copy_of(slot, read_job, run.oldest_generation, 2 * run.num_workers)
     show_worker(worker_id, run, copy.job.dataset)
-    if not goes_on:
+    if before is None or before.generators is None:
         initialise(worker_id, run, copy.job.worker_init_fn or _do_nothing)
-    stream = _streams[run.loader, run.generation, run.epoch, worker_id] = _Stream(copy)
-    while len(_streams) > _MAX_STREAMS:
+    else:
+        _set_generators(before.generators)
+    stream = _streams[key] = _Stream(copy)
+    while len(_streams) > max(_MAX_STREAMS, 2 * run.num_workers):
         _streams.popitem(last=False)
-    for old in [old for old in _generators if old[0] == run.loader and old[1] != run.generation]:
-        if old[1] < run.oldest_generation:
-            del _generators[old]
     return stream
-
-
-def _epoch(run: Run) -> tuple[int, int]:
-    return run.generation, run.epoch
 
 
 def _do_nothing(_: int) -> None:

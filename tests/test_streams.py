@@ -261,6 +261,19 @@ def test_errors_come_in_their_place_and_the_stream_goes_on(batch_size: int | Non
     assert any("LookupError" in outcome for outcome in got)
 
 
+def test_a_stream_that_cannot_begin_says_so_once() -> None:
+    with DpexDataLoader(CannotBegin(), 2, num_workers=2, **OURS) as loader:
+        got = outcomes(loader)
+    assert got == ["LookupError nothing here", "tensor([0, 1])", "tensor([2])"]
+
+
+class CannotBegin(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info().id == 0:
+            raise LookupError("nothing here")
+        return iter(range(3))
+
+
 def test_an_error_names_worker_and_place() -> None:
     loader = DpexDataLoader(Failing(), None, num_workers=2, **OURS)
     with pytest.raises(LookupError, match=r"process 0 \(batch 4 of its stream, node .*, pid"):
