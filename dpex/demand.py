@@ -27,15 +27,11 @@ class Demand(abc.ABC):
     Args:
         indices: Yields what a batch is asked for with.
         planner: Sizes the chunks.
-        emit: Takes a chunk, to be sent.
     """
 
-    def __init__(
-        self, indices: IndexIterator, planner: ChunkPlanner, emit: Callable[[Chunk], None]
-    ) -> None:
+    def __init__(self, indices: IndexIterator, planner: ChunkPlanner) -> None:
         self._indices = indices
         self._planner = planner
-        self._emit = emit
         self.delivered = 0
         """Batches delivered in this process."""
 
@@ -55,14 +51,19 @@ class Demand(abc.ABC):
         """Tasks to run at once."""
 
     @abc.abstractmethod
-    def fill(self) -> None:
-        """Ask as far ahead as torch does."""
+    def fill(self, send: Callable[[Chunk], None]) -> None:
+        """Ask as far ahead as torch does.
+
+        Args:
+            send: Takes the chunks.
+        """
 
     @abc.abstractmethod
-    def ask_ahead(self, enough: Callable[[], bool]) -> bool:
+    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Ask for one chunk more than torch would, if costs allow it.
 
         Args:
+            send: Takes the chunk.
             enough: Asked after each batch; if it says so, the chunk has no more.
 
         Returns:
@@ -108,13 +109,12 @@ class IndexDemand(Demand):
         self,
         indices: IndexIterator,
         planner: ChunkPlanner,
-        emit: Callable[[Chunk], None],
         *,
         run: Run,
         length: int | None,
         patient: bool,
     ) -> None:
-        super().__init__(indices, planner, emit)
+        super().__init__(indices, planner)
         self._run = run
         self._length = length
         self._patient = patient
@@ -142,14 +142,14 @@ class IndexDemand(Demand):
         """How many batches the sampler has left, where it says so."""
         return None if self._length is None else max(1, self._length - self._drawn)
 
-    def fill(self) -> None:
+    def fill(self, send: Callable[[Chunk], None]) -> None:
         """Draw as far ahead as torch does."""
         most = self._planner.guaranteed
         while not self._exhausted and self.under_way < most:
             size = self._planner.size(remaining=self._remaining)
-            self._draw(min(size, most - self.under_way), lambda: False)
+            self._draw(min(size, most - self.under_way), send, lambda: False)
 
-    def ask_ahead(self, enough: Callable[[], bool]) -> bool:
+    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Draw one chunk more than torch would, if costs allow it."""
         room = self._planner.window - self.under_way
         # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
@@ -159,14 +159,15 @@ class IndexDemand(Demand):
             size = min(size, remaining - 1)
         if self._exhausted or size < 1 or room < size:
             return False
-        self._draw(size, enough)
+        self._draw(size, send, enough)
         return True
 
-    def _draw(self, size: int, enough: Callable[[], bool]) -> None:
+    def _draw(self, size: int, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> None:
         """Draw the next chunk's indices.
 
         Args:
             size: Batches, if the sampler has as many.
+            send: Takes the chunk.
             enough: Asked after each; if it says so, the chunk has no more.
         """
         batches: list[Any] = []
@@ -185,7 +186,7 @@ class IndexDemand(Demand):
                 chunk = Chunk(self._run, 0, self._drawn, batches, positions, patient=patient)
                 self._drawn += len(batches)
                 self._planner.issued()
-                self._emit(chunk)
+                send(chunk)
 
     def deliver(self, batch: int) -> None:
         """Take note that a batch is handed out."""
@@ -204,11 +205,10 @@ class StreamDemand(Demand):
         self,
         indices: IndexIterator,
         planner: ChunkPlanner,
-        emit: Callable[[Chunk], None],
         *,
         run: Run,
     ) -> None:
-        super().__init__(indices, planner, emit)
+        super().__init__(indices, planner)
         self._run = run
         self._workers = run.num_workers
         # One batch is asked for like the other: with as many indices as it is to have samples.
@@ -242,21 +242,21 @@ class StreamDemand(Demand):
         """Tasks to run at once: one for every stream."""
         return self._workers
 
-    def fill(self) -> None:
+    def fill(self, send: Callable[[Chunk], None]) -> None:
         """Ask every worker for as many batches as torch does."""
         most = self._planner.guaranteed // self._workers
         while (worker := self._least_asked(most, 1)) is not None:
             size = self._planner.size(remaining=None)
-            self._ask(worker, min(size, most - self._ahead(worker)))
+            self._ask(worker, min(size, most - self._ahead(worker)), send)
 
-    def ask_ahead(self, enough: Callable[[], bool]) -> bool:
+    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Ask one worker for more than torch would, if costs allow it."""
         del enough  # nothing is drawn here
         size = self._planner.size(remaining=None)
         worker = self._least_asked(self._planner.window // self._workers, size)
         if worker is None:
             return False
-        self._ask(worker, size)
+        self._ask(worker, size, send)
         return True
 
     def _least_asked(self, most: int, size: int) -> int | None:
@@ -268,11 +268,11 @@ class StreamDemand(Demand):
         )
         return min(may, default=(0, None))[1]
 
-    def _ask(self, worker: int, size: int) -> None:
+    def _ask(self, worker: int, size: int, send: Callable[[Chunk], None]) -> None:
         first = self._asked[worker] * self._workers + worker
         self._asked[worker] += size
         self._planner.issued()
-        self._emit(Chunk(self._run, 0, first, [self._request] * size, [0] * size, stream=True))
+        send(Chunk(self._run, 0, first, [self._request] * size, [0] * size, stream=True))
 
     def deliver(self, batch: int) -> None:
         """Take note that a batch is handed out."""

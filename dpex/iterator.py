@@ -139,13 +139,10 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _make_demand(self) -> Demand:
         if self._dataset_kind == _DatasetKind.Iterable:
-            return StreamDemand(
-                self._sampler_iter, self._planner, self._take_chunk, run=self._run_spec
-            )
+            return StreamDemand(self._sampler_iter, self._planner, run=self._run_spec)
         return IndexDemand(
             self._sampler_iter,
             self._planner,
-            self._take_chunk,
             run=self._run_spec,
             length=_length(self._index_sampler),
             patient=not self._timeout,
@@ -183,7 +180,7 @@ class ClusterIter(_BaseDataLoaderIter):
     def _fill(self) -> None:
         """Draw and send as far ahead as torch does."""
         if not self._draining:
-            self._demand.fill()
+            self._demand.fill(self._take_chunk)
         self._flush()
 
     def _ask_ahead(self, *, waiting: bool = False) -> bool:
@@ -204,7 +201,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 return self._run.receiver.wait(0, self._quiet_seen)
             return time.monotonic() >= stop_at
 
-        asked = not self._draining and self._demand.ask_ahead(enough)
+        asked = not self._draining and self._demand.ask_ahead(self._take_chunk, enough)
         self._flush()
         return asked
 

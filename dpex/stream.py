@@ -43,14 +43,14 @@ class _Stream:
     """What one logical worker reads in one epoch.
 
     Attributes:
-        copy: The worker's copy of the dataset.
+        dataset: The worker's copy of the dataset.
         made: How many batches have been read.
         generators: What the global generators are about to draw, while it is not read.
     """
 
     def __init__(self, copy: Copy[Job]) -> None:
         job = copy.job
-        self.copy = copy
+        self.dataset = job.dataset
         self.made = 0
         self.generators: tuple[Any, ...] | None = None
         self._fetcher = _IterableDatasetFetcher(
@@ -71,6 +71,19 @@ class _Stream:
         """
         self.made += 1
         return self._fetcher.fetch(request)
+
+
+class _NeverBegun(_Stream):
+    """A stream whose beginning failed: it has ended, as torch's has."""
+
+    def __init__(self) -> None:
+        self.dataset = None
+        self.made = 0
+        self.generators = None
+
+    def read(self, request: Any) -> Any:
+        """Return nothing."""
+        raise StopIteration
 
 
 _streams: OrderedDict[tuple[str, int, int, int], _Stream] = OrderedDict()
@@ -112,7 +125,7 @@ def stream_chunk(
                 try:
                     if stream is None:
                         stream = _begin(key, run, read_job)
-                    show_worker(worker_id, run, stream.copy.job.dataset)
+                    show_worker(worker_id, run, stream.dataset)
                     _read_up_to(number // run.num_workers, stream, request, cancelled)
                     entry = Entry(number, encode(stream.read(request)))
                 except Cancelled:
@@ -120,6 +133,8 @@ def stream_chunk(
                 except StopIteration:
                     entry = Entry(number, encode(None), "end")
                 except (Exception, SystemExit):
+                    if stream is None:
+                        stream = _streams[key] = _NeverBegun()
                     place = f"batch {number // run.num_workers} of its stream, {where}"
                     error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
                     entry = Entry(number, error, "error")
@@ -127,9 +142,6 @@ def stream_chunk(
                     leave_worker()
             costs.read_s = costs.seconds - costs.transform_s - costs.collate_s - costs.encode_s
             yield entry, costs
-            if stream is None:  # it could not begin, and will not
-                yield Entry(number + chunk.stride, encode(None), "end"), Costs()
-                return
             if entry.outcome == "end" or cancelled():
                 return
     finally:

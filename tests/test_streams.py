@@ -264,7 +264,7 @@ def test_errors_come_in_their_place_and_the_stream_goes_on(batch_size: int | Non
 def test_a_stream_that_cannot_begin_says_so_once() -> None:
     with DpexDataLoader(CannotBegin(), 2, num_workers=2, **OURS) as loader:
         got = outcomes(loader)
-    assert got == ["LookupError nothing here", "tensor([0, 1])", "tensor([2])"]
+    assert got == ["LookupError LookupError: nothing here", "tensor([0, 1])", "tensor([2])"]
 
 
 class CannotBegin(IterableDataset[int]):
