@@ -47,6 +47,11 @@ class Costs:
         for name in _NAMES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def settle(self) -> None:
+        """Take what is left of a batch's wall time for reading."""
+        others = self.transform_s + self.collate_s + self.encode_s
+        self.read_s = max(0.0, self.seconds - others)
+
     def plain(self) -> tuple[float, ...]:
         """Return the numbers, for ``Costs(*numbers)``."""
         return astuple(self)

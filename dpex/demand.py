@@ -244,7 +244,7 @@ class StreamDemand(Demand):
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Ask every worker for as many batches as torch does."""
-        most = self._planner.guaranteed // self._workers
+        most = max(1, self._planner.guaranteed // self._workers)
         while (worker := self._least_asked(most, 1)) is not None:
             size = self._planner.size(remaining=None)
             self._ask(worker, min(size, most - self._ahead(worker)), send)
@@ -253,7 +253,7 @@ class StreamDemand(Demand):
         """Ask one worker for more than torch would, if costs allow it."""
         del enough  # nothing is drawn here
         size = self._planner.size(remaining=None)
-        worker = self._least_asked(self._planner.window // self._workers, size)
+        worker = self._least_asked(max(1, self._planner.window // self._workers), size)
         if worker is None:
             return False
         self._ask(worker, size, send)

@@ -11,8 +11,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["SamplerEpochs"]
 
-# From here to the for loop of the user: begin, _next_data, __next__, the loop.
-_USERS_LOOP = 4
+# From here to the for loop of the user: begin, _next_batch, _next_data, __next__, the loop.
+_USERS_LOOP = 5
 
 
 class SamplerEpochs:

@@ -158,7 +158,7 @@ def fetch_chunk(
                 entry = Entry(batch, error, "error")
             finally:
                 leave_worker()
-        costs.read_s = costs.seconds - costs.transform_s - costs.collate_s - costs.encode_s
+        costs.settle()
         yield entry, costs
         if cancelled():
             return
@@ -170,7 +170,7 @@ def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Copy
     show_worker(worker_id, run, copy.job.dataset)
     if not copy.initialised:
         if copy.job.worker_init_fn is not None:
-            initialise(worker_id, run, copy.job.worker_init_fn)
+            initialise(worker_id, run.base_seed, copy.job.worker_init_fn)
         copy.initialised = True
     return copy
 

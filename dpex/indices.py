@@ -136,6 +136,11 @@ class Source:
         """Whether any number of samples can be left out, not just whole batches."""
         return not self.batched or type(self.index_sampler) is BatchSampler
 
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples every batch has, but perhaps the last; None where they differ."""
+        return self.index_sampler.batch_size if self.batched and self.by_samples else None
+
     def check(self, state: State) -> None:
         """Raise ``ValueError`` unless an epoch of this loader can go on from a state."""
         if not state.under_way or not (state.samples or state.offset or state.ahead):
@@ -145,14 +150,11 @@ class Source:
                 f"the state is of a dataset of length {state.length}, this one has "
                 f"{self.length}: an epoch can only go on over the same dataset"
             )
-        outer = self.index_sampler
-        if state.ahead and self.batched and self.by_samples:
-            batch_size = state.samples / max(1, state.batches)
-            if state.batches and batch_size != outer.batch_size:
-                raise ValueError(
-                    f"the state is of batches of {batch_size:g} samples with in_order=False, this "
-                    f"loader's batch_size is {outer.batch_size}: keep it until the epoch's end"
-                )
+        if state.ahead and state.batch_size != self.batch_size:
+            raise ValueError(
+                f"the state is of batches of {state.batch_size} samples with in_order=False, this "
+                f"loader's batch_size is {self.batch_size}: keep it until the epoch's end"
+            )
         if state.world_size == self.world_size and not state.offset:
             return
         sampler = self.distributed
@@ -220,8 +222,7 @@ class IndexIterator:
         self.epoch = EpochProgress(progress, begin)
         self._number = begin.batches
         self._end = begin.samples
-        # Places that seeds have been made of already are not to be used again.
-        self._base = math.ceil(begin.offset / (begin.world_size or 1))
+        self._base = begin.place
         self.position = self._base + self._end
         self._asked = False
         progress.begin(self.epoch)
@@ -236,6 +237,7 @@ class IndexIterator:
         begin = State(
             under_way=True,
             before_iter=Draws.now(source.generators),
+            batch_size=source.batch_size,
             world_size=source.world_size,
             sampler_epoch=source.epoch,
             samplers=source.sampler_states(None),
@@ -258,11 +260,14 @@ class IndexIterator:
                 begin = replace(
                     state,
                     offset=state.global_samples,
+                    # Places that seeds have been made of already are not to be used again.
+                    place=state.place + state.samples,
                     world_size=source.world_size,
                     batches=0,
                     samples=0,
                 )
             sampler, self._skip = source.rest(begin)
+            begin = replace(begin, batch_size=source.batch_size)
         source.load_sampler_states(states, between_epochs=not state.samples)
         with state.before_iter.repeated(source.generators):
             self._inner = iter(sampler)
@@ -273,6 +278,13 @@ class IndexIterator:
 
     def __iter__(self) -> IndexIterator:
         return self
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether the epoch has as many batches as its sampler says."""
+        begin = self.epoch.begin
+        size = begin.batch_size
+        return not begin.offset and (size is None or begin.samples == begin.batches * size)
 
     @property
     def request(self) -> Any:
@@ -306,8 +318,15 @@ class IndexIterator:
                 stacklevel=2,
             )
         with self._draws.repeated(own):
+            skipped = 0
             for _ in range(self._skip):
-                next(self._inner)
+                skipped += _count(next(self._inner))
+            if self._skip and skipped != self.epoch.begin.samples:
+                raise ValueError(
+                    f"the first {self._skip} batches of the batch_sampler have {skipped} indices, "
+                    f"those that were delivered had {self.epoch.begin.samples}: an epoch can only "
+                    "go on with the same batch_sampler"
+                )
             return next(self._inner)
 
 

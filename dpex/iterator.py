@@ -50,6 +50,8 @@ _GATHER_S = 0.002
 _SLOW_WAIT_S = 5.0
 # Pipelines lost one after the other, before a batch arrives.
 _MOST_LOSSES = 3
+# How often a stream's chunk is sent to a task of its own.
+_STREAM_TRIES = 2
 
 
 class ClusterIter(_BaseDataLoaderIter):
@@ -144,7 +146,7 @@ class ClusterIter(_BaseDataLoaderIter):
             self._sampler_iter,
             self._planner,
             run=self._run_spec,
-            length=_length(self._index_sampler),
+            length=_length(self._index_sampler) if self._sampler_iter.whole_batches else None,
             patient=not self._timeout,
         )
 
@@ -219,7 +221,7 @@ class ClusterIter(_BaseDataLoaderIter):
             chunks, self._unsent = self._unsent, []
             self._send(chunks)
 
-    def _send(self, chunks: list[Chunk], *, alone: bool = False) -> None:
+    def _send(self, chunks: list[Chunk], *, alone: bool = False, tries: int = 1) -> None:
         assert self._run is not None
         try:
             self._run.feed(
@@ -234,7 +236,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._fail_batch(batch, error)
             return
         for chunk in chunks:
-            self._waiting[chunk.number] = _Sent(chunk, alone)
+            self._waiting[chunk.number] = _Sent(chunk, alone, tries)
             self._sent += 1
 
     # --- handing out batches ----------------------------------------------------------------------
@@ -384,9 +386,15 @@ class ClusterIter(_BaseDataLoaderIter):
         reason = "; ".join(self._errors) or "no reason known"
         self._errors = []
         again: list[Chunk] = []
+        again_alone: list[_Sent] = []
         for sent in _joined(lost.values()):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
+                continue
+            if sent.chunk.stream and sent.tries < _STREAM_TRIES:
+                # Perhaps it was another stream whose worker died.
+                sent.tries += 1
+                again_alone.append(sent)
                 continue
             if sent.chunk.stream:  # which goes no further than its first lost batch
                 self._demand.end_stream(min(sent.missing) + sent.chunk.stride)
@@ -401,6 +409,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 reason,
             )
             self._send_again(again, alone=True)
+        for sent in again_alone:
+            self._send_again(list(sent.rest()), alone=True, tries=sent.tries)
 
     def _go_on_elsewhere(self) -> None:
         """Have a new pipeline make the batches under way, where the old one was lost.
@@ -436,13 +446,13 @@ class ClusterIter(_BaseDataLoaderIter):
             self._give_up(None)
             raise
 
-    def _send_again(self, chunks: list[Chunk], *, alone: bool) -> None:
+    def _send_again(self, chunks: list[Chunk], *, alone: bool, tries: int = 1) -> None:
         if chunks:
             numbered = [
                 replace(chunk, run=self._run_spec, number=number)
                 for number, chunk in enumerate(chunks, self._sent)
             ]
-            self._send(numbered, alone=alone)
+            self._send(numbered, alone=alone, tries=tries)
 
     def _fail_batch(self, batch: int, error: DpexError) -> None:
         """Raise an error in the place of a batch."""
@@ -504,11 +514,12 @@ def _lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
 class _Sent:
     """A chunk under way, and its batches that have not arrived."""
 
-    __slots__ = ("alone", "chunk", "missing")
+    __slots__ = ("alone", "chunk", "missing", "tries")
 
-    def __init__(self, chunk: Chunk, alone: bool) -> None:
+    def __init__(self, chunk: Chunk, alone: bool, tries: int) -> None:
         self.chunk = chunk
         self.alone = alone
+        self.tries = tries
         self.missing = set(chunk.numbers)
 
     def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
@@ -549,7 +560,7 @@ def _joined(lost: Iterable[_Sent]) -> list[_Sent]:
             positions = [*before.chunk.positions, *chunk.positions]
             whole = replace(before.chunk, batches=batches, positions=positions)
             missing = before.missing | sent.missing
-            joined[chunk.worker] = _Sent(whole, before.alone)
+            joined[chunk.worker] = _Sent(whole, before.alone, before.tries)
             joined[chunk.worker].missing = missing
     return list(joined.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,19 +36,23 @@ class PlainIter(_BaseDataLoaderIter):
     def read_on(self) -> None:
         """Read what was delivered before, in an epoch of a stream that goes on."""
         for _ in range(self._sampler_iter.unread):
-            next(self, None)
+            with contextlib.suppress(Exception):  # StopIteration, or what was raised before too
+                next(self)
 
     def _next_data(self) -> Any:
         epoch = self._sampler_iter.epoch
         next_data: Callable[[], Any] = super()._next_data
+        received = getattr(self, "_rcvd_idx", None)
         with self.meter.asked():
             try:
                 data = next_data()
             except StopIteration:
                 epoch.finish()
                 raise
-            except Exception:  # its batch is used up
-                epoch.deliver_next()
+            except Exception:
+                # Its batch is used up, unless it is a timeout, or a worker that died.
+                if received is None or received != getattr(self, "_rcvd_idx", None):
+                    epoch.deliver_next()
                 raise
             epoch.deliver_next()
             self.meter.under_way = epoch.under_way

@@ -116,6 +116,8 @@ class State:
         base_seed: Of the samples' seeds; None if the next epoch draws its own.
         iteration: How many epochs with this base_seed came before.
         offset: Samples of all ranks delivered before the number of ranks changed.
+        place: Of the first sample since then, in what seeds are made of.
+        batch_size: Of batches in which a sampler's indices come, where they all have it.
         world_size: Ranks that share the epoch; None without a DistributedSampler.
         sampler_epoch: What ``set_epoch`` was called with.
         length: Of the dataset, where it has one.
@@ -133,6 +135,8 @@ class State:
     base_seed: int | None = None
     iteration: int = -1
     offset: int = 0
+    place: int = 0
+    batch_size: int | None = None
     world_size: int | None = None
     sampler_epoch: int | None = None
     length: int | None = None
@@ -335,6 +339,8 @@ class EpochProgress:
             base_seed=self.base_seed,
             iteration=self.iteration,
             offset=self.begin.offset,
+            place=self.begin.place,
+            batch_size=self.begin.batch_size,
             world_size=self.begin.world_size,
             sampler_epoch=self.begin.sampler_epoch,
             length=length,

@@ -26,7 +26,8 @@ class LoaderStats:
         waiting_s: Of these, in ``iter()`` and in ``next()``.
         first_batch_s: From ``iter()`` until the first batch was there; None before.
         batches: Delivered ones.
-        samples: In these.
+        samples: That these were to have, with those that were left out; of a stream, those that
+            the workers have read.
         size_bytes: Of all blocks that came, batches under way among them.
         read_s: Workers' seconds in the dataset; its own transforms are among them.
         transform_s: Workers' seconds in the transforms of a ``MappedDataset``.

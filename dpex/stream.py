@@ -20,6 +20,7 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 from dpex.costs import Costs, count, noted
 from dpex.fetch import Chunk, Job, collate, encode
 from dpex.frame import Entry
+from dpex.seeding import stream_key
 from dpex.worker import (
     Cancelled,
     Copy,
@@ -37,6 +38,10 @@ __all__ = ["stream_chunk"]
 
 # Streams that a process keeps, as it does copies: of loaders that have gone too.
 _MAX_STREAMS = 8
+
+
+# Loader, generation, epoch, logical worker, base_seed.
+_Key = tuple[str, int, int, int, int]
 
 
 class _Stream:
@@ -86,7 +91,7 @@ class _NeverBegun(_Stream):
         raise StopIteration
 
 
-_streams: OrderedDict[tuple[str, int, int, int], _Stream] = OrderedDict()
+_streams: OrderedDict[_Key, _Stream] = OrderedDict()
 
 
 def stream_chunk(
@@ -113,7 +118,7 @@ def stream_chunk(
     run = chunk.run
     worker_id = chunk.first_batch % run.num_workers
     settle_process(run)
-    key = (run.loader, run.generation, run.epoch, worker_id)
+    key = (run.loader, run.generation, run.epoch, worker_id, run.base_seed)
     stream = _streams.get(key)
     if stream is not None and stream.made > chunk.first_batch // run.num_workers:
         stream = None  # it cannot go back
@@ -133,14 +138,14 @@ def stream_chunk(
                 except StopIteration:
                     entry = Entry(number, encode(None), "end")
                 except (Exception, SystemExit):
-                    if stream is None:
+                    if stream is None and number < run.num_workers:
                         stream = _streams[key] = _NeverBegun()
                     place = f"batch {number // run.num_workers} of its stream, {where}"
                     error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
                     entry = Entry(number, error, "error")
                 finally:
                     leave_worker()
-            costs.read_s = costs.seconds - costs.transform_s - costs.collate_s - costs.encode_s
+            costs.settle()
             yield entry, costs
             if entry.outcome == "end" or cancelled():
                 return
@@ -162,11 +167,16 @@ def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[
             continue
 
 
-def _begin(key: tuple[str, int, int, int], run: Run, read_job: Callable[[], Job]) -> _Stream:
-    """Begin a worker's stream of an epoch, as torch's worker does when it starts, or resumes."""
+def _begin(key: _Key, run: Run, read_job: Callable[[], Job]) -> _Stream:
+    """Begin a worker's stream of an epoch.
+
+    What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
+    next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
+    again, in another process, is the same.
+    """
     worker_id = key[3]
     slot = (run.loader, run.generation, worker_id)
-    before = _streams.get((*slot[:2], run.epoch - 1, worker_id))
+    before = _streams.get((*slot[:2], run.epoch - 1, worker_id, run.base_seed))
     for other in [k for k in _streams if k[0] == run.loader]:
         over = other[1] == run.generation and other[3] == worker_id
         if over or other[1] < run.oldest_generation:
@@ -175,10 +185,9 @@ def _begin(key: tuple[str, int, int, int], run: Run, read_job: Callable[[], Job]
         forget_copy(slot)
     copy = copy_of(slot, read_job, run.oldest_generation, 2 * run.num_workers)
     show_worker(worker_id, run, copy.job.dataset)
-    if before is None or before.generators is None:
-        initialise(worker_id, run, copy.job.worker_init_fn or _do_nothing)
-    else:
-        _set_generators(before.generators)
+    base_seed = stream_key(run.base_seed, run.epoch) >> 2 if run.epoch else run.base_seed
+    init_fn = copy.job.worker_init_fn if before is None else None
+    initialise(worker_id, base_seed, init_fn or _do_nothing)
     stream = _streams[key] = _Stream(copy)
     while len(_streams) > max(_MAX_STREAMS, 2 * run.num_workers):
         _streams.popitem(last=False)

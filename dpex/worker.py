@@ -182,12 +182,12 @@ def show_worker(worker_id: int, run: Run, dataset: Any) -> None:
     )
 
 
-def initialise(worker_id: int, run: Run, worker_init_fn: Callable[[int], None]) -> None:
+def initialise(worker_id: int, base_seed: int, worker_init_fn: Callable[[int], None]) -> None:
     """Call ``worker_init_fn`` with the generators as torch's workers have them then."""
-    seed = run.base_seed + worker_id
+    seed = base_seed + worker_id
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(torch_worker._generate_state(run.base_seed, worker_id))
+    np.random.seed(torch_worker._generate_state(base_seed, worker_id))
     worker_init_fn(worker_id)
 
 

@@ -912,6 +912,7 @@ OUR_PARAMETERS = {
     "worker_options": None,
     "prefetch_bytes": 512 << 20,
     "on_error": "raise",
+    "max_skipped": 100,
 }
 
 
@@ -946,6 +947,7 @@ def test_attributes_are_public_as_passed() -> None:
         "worker_options": {"num_cpus": 2, "resources": {"disk": 1}},
         "prefetch_bytes": 12345,
         "on_error": "raise",
+        "max_skipped": 7,
     }
     options = dict(passed["worker_options"])
     loader = DpexDataLoader(**passed)

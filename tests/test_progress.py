@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -482,6 +483,43 @@ def test_torch_s_workers_out_of_order_have_no_state() -> None:
     loader = DpexDataLoader(DATASET, 4, num_workers=2, in_order=False)
     with pytest.raises(RuntimeError, match="in_order=True, or distribute_mode=True"):
         loader.state_dict()
+
+
+def test_another_batch_sampler_is_noticed() -> None:
+    def loader(sizes: list[int]) -> DpexDataLoader[Any]:
+        batches = [[index] * size for index, size in enumerate(sizes)]
+        return DpexDataLoader(DATASET, batch_sampler=batches, **MODES["dpex"])
+
+    first = loader([2, 2, 2, 2])
+    list(itertools.islice(first, 2))
+    second = loader([4, 4, 4])
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"first 2 batches .* 8 indices, .* had 4"):
+        iter(second)
+
+
+def test_a_timeout_of_torch_s_workers_is_no_batch() -> None:
+    loader = DpexDataLoader(Stuck(), batch_size=1, num_workers=1, timeout=3, prefetch_factor=1)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iterator)
+    assert loader.state_dict()["batches"] == 1
+
+
+class Stuck(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            threading.Event().wait(20)
+        return index
+
+
+def test_ranks_that_become_more_draw_other_numbers() -> None:
+    _, states = shards(2, batches=2, batch_size=4, **MODES["dpex"])
+    sampler: DistributedSampler[Any] = DistributedSampler(DATASET, num_replicas=4, rank=0)
+    with DpexDataLoader(DATASET, 4, sampler=sampler, **MODES["dpex"]) as loader:
+        loader.load_state_dict(states[0])
+        assert iter(loader)._sampler_iter.epoch.begin.place == 8
 
 
 # --- torchdata's protocol -------------------------------------------------------------------------

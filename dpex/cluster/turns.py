@@ -120,6 +120,8 @@ class Turns:
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
         self._streams = False
+        self._releasing = False
+        self._holds_resources = holds_resources
         self._fed = 0
         self._turns: dict[str, _Turn] = {}
         self._idle: OrderedDict[str, _Turn] = OrderedDict()
@@ -141,6 +143,8 @@ class Turns:
         with self._lock:
             self._fed += 1
             self._streams = worker is not None
+            if self._releasing and self._streams:
+                return  # lost with its stream; the reader sends it again
             self._waiting.append(_Waiting(payload, worker, alone))
             while self._waiting:
                 fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
@@ -194,7 +198,9 @@ class Turns:
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
             if self.in_run:
-                patience_s = _IDLE_S if turn.worker is None else math.inf
+                # A stream that ends its turn may have to be read from its beginning again.
+                patient = turn.worker is not None and not self._holds_resources
+                patience_s = math.inf if patient else _IDLE_S
             else:
                 patience_s = self._between_runs_s
             with self._lock:
@@ -220,6 +226,8 @@ class Turns:
                 turn.given += 1
                 turn.alone = chunk.alone
                 turn.worker = chunk.worker
+        elif self._releasing:
+            turn.over = True
         else:
             return False
         return True
@@ -268,8 +276,12 @@ class Turns:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
             if self._streams:
-                # Its stream's chunks would wait for it; what is lost is tried again in the end.
-                self._waiting.clear()
+                # Its stream's chunks would wait for it. Until all tasks have ended, which is when
+                # the reader knows what is lost, no stream goes on; those that have not begun do.
+                self._releasing = True
+                owned = self._owned_streams()
+                kept = (c for c in self._waiting if c.alone and c.worker not in owned)
+                self._waiting = deque(kept)
             while self._idle:
                 _, turn = self._idle.popitem()
                 turn.over = True
@@ -327,6 +339,7 @@ class Turns:
                 return None
             for turn in self._turns.values():
                 turn.over = True
+            self._releasing = False
             idle, self._idle = self._idle, OrderedDict()
             fed = self._fed
         for turn in idle.values():
