@@ -7,11 +7,10 @@ Between the two stands the cluster: chunks go in, blocks come back.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from dpex.fetch import Chunk
 from dpex.frame import Entry
 from dpex.seeding import generators_kept
 from dpex.stats import Meter
+from dpex.under_way import Sent, described, joined_streams, lost_error
 from dpex.worker import Run
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._sent = 0
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
-        self._waiting: dict[int, _Sent] = {}
+        self._waiting: dict[int, Sent] = {}
         self._stash: dict[int, Entry] = {}
         self._errors: list[str] = []
         self._losses = 0
@@ -236,7 +236,7 @@ class ClusterIter(_BaseDataLoaderIter):
                     self._fail_batch(batch, error)
             return
         for chunk in chunks:
-            self._waiting[chunk.number] = _Sent(chunk, alone, tries)
+            self._waiting[chunk.number] = Sent(chunk, alone, tries)
             self._sent += 1
 
     # --- handing out batches ----------------------------------------------------------------------
@@ -386,8 +386,8 @@ class ClusterIter(_BaseDataLoaderIter):
         reason = "; ".join(self._errors) or "no reason known"
         self._errors = []
         again: list[Chunk] = []
-        again_alone: list[_Sent] = []
-        for sent in _joined(lost.values()):
+        again_alone: list[Sent] = []
+        for sent in joined_streams(lost.values()):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
                 continue
@@ -400,7 +400,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 self._demand.end_stream(min(sent.missing) + sent.chunk.stride)
                 sent.missing = {min(sent.missing)}
             for batch in sent.missing:
-                self._fail_batch(batch, _lost_error(sent.chunk, batch, reason))
+                self._fail_batch(batch, lost_error(sent.chunk, batch, reason))
         self.meter.retries += len(again)
         if again:
             logger.warning(
@@ -482,7 +482,7 @@ class ClusterIter(_BaseDataLoaderIter):
         batch = self._demand.next_batch
         for sent in self._waiting.values():
             if batch in sent.missing:
-                at = f" waiting for batch {batch} ({_described(sent.chunk, batch)})"
+                at = f" waiting for batch {batch} ({described(sent.chunk, batch)})"
                 if len(sent.missing) > 1:
                     at += f"; its task is to make batches up to {max(sent.missing)}"
         return f"DataLoader timed out after {self._timeout} seconds{at}"
@@ -493,76 +493,6 @@ def _length(sampler: Any) -> int | None:
         return len(sampler)
     except Exception:  # torch never asks, so this must not matter either
         return None
-
-
-def _described(chunk: Chunk, batch: int) -> str:
-    """Say which samples a batch of a chunk has."""
-    if chunk.stream:
-        workers = chunk.run.num_workers
-        return f"batch {batch // workers} of worker {batch % workers}'s stream"
-    return f"dataset indices {chunk.batches[batch - chunk.first_batch]!r}"
-
-
-def _lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
-    return ChunkLostError(
-        f"DataLoader worker exited unexpectedly: every worker process that was given batch "
-        f"{batch} ({_described(chunk, batch)}) died. Read these samples in the main "
-        f"process to see why. Ray says: {reason}"
-    )
-
-
-class _Sent:
-    """A chunk under way, and its batches that have not arrived."""
-
-    __slots__ = ("alone", "chunk", "missing", "tries")
-
-    def __init__(self, chunk: Chunk, alone: bool, tries: int) -> None:
-        self.chunk = chunk
-        self.alone = alone
-        self.tries = tries
-        self.missing = set(chunk.numbers)
-
-    def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
-        """Yield chunks of what has not arrived.
-
-        Args:
-            most: Batches in each at the most.
-        """
-        missing = sorted(self.missing)
-        stride = self.chunk.stride
-        if self.chunk.stream:  # each begins where the one before it ended
-            most = sys.maxsize
-        while missing:
-            first = missing[0]
-            expected = enumerate(missing)
-            count = next((n for n, b in expected if b != first + n * stride), len(missing))
-            count = min(count, most)
-            place = (first - self.chunk.first_batch) // stride
-            yield replace(
-                self.chunk,
-                first_batch=first,
-                batches=self.chunk.batches[place : place + count],
-                positions=self.chunk.positions[place : place + count],
-            )
-            del missing[:count]
-
-
-def _joined(lost: Iterable[_Sent]) -> list[_Sent]:
-    """Make one chunk of those that go on with the same stream."""
-    joined: dict[Any, _Sent] = {}
-    for sent in lost:
-        chunk = sent.chunk
-        before = joined.get(chunk.worker) if chunk.stream else None
-        if before is None:
-            joined[chunk.number if chunk.worker is None else chunk.worker] = sent
-        else:
-            batches = [*before.chunk.batches, *chunk.batches]
-            positions = [*before.chunk.positions, *chunk.positions]
-            whole = replace(before.chunk, batches=batches, positions=positions)
-            missing = before.missing | sent.missing
-            joined[chunk.worker] = _Sent(whole, before.alone, before.tries)
-            joined[chunk.worker].missing = missing
-    return list(joined.values())
 
 
 class _Raises:
