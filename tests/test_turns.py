@@ -165,3 +165,75 @@ def test_a_task_too_many_ends() -> None:
         assert payload_of(await turns.next_chunk("b", 1, 1)) == b"2"
 
     play(scenario)
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
+    async def scenario(turns: Turns) -> None:
+        for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
+            turns.feed(payload, alone=False, worker=worker)
+        assert turns.wanted(0) == 2  # one for each stream
+        turns.started(2)
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
+        assert turns.wanted(2) == 0
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1a"
+        assert turns.wanted(2) == 0
+        assert payload_of(await turns.next_chunk("b", 1, 1)) == b"1b"
+        waiting = asyncio.ensure_future(turns.next_chunk("b", 2, 2))
+        await asyncio.sleep(0)
+        turns.feed(b"0c", alone=False, worker=0)
+        assert not waiting.done()
+        turns.feed(b"1c", alone=False, worker=1)
+        assert payload_of(await waiting) == b"1c"
+        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
+        assert payload_of(await turns.next_chunk("a", 2, 2)) == b"0c"
+
+    play(scenario)
+
+
+def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
+    async def scenario(turns: Turns) -> None:
+        for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
+            turns.feed(payload, alone=False, worker=worker)
+        await turns.next_chunk("dies", 0, 0)
+        await turns.next_chunk("slow", 0, 0)
+        turns.release()  # the first has failed for good
+        turns.feed(b"0c", alone=False, worker=0)  # before the reader knew
+        assert turns.all_ended() == 5  # in truth when "slow" has ended
+        turns.feed(b"0a again", alone=True, worker=0)
+        turns.feed(b"1b again", alone=True, worker=1)
+        assert turns.wanted(0) == 2
+        assert payload_of(await turns.next_chunk("c", 0, 0)) == b"0a again"
+        turns.release()  # once more; the other has not begun, and is not lost
+        assert turns.all_ended() is None
+        assert payload_of(await turns.next_chunk("d", 0, 0)) == b"1b again"
+        assert await turns.next_chunk("d", 1, 1) is None
+
+    play(scenario)
+
+
+def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.feed(b"0", alone=False, worker=0)
+        turns.feed(b"1", alone=False, worker=1)
+        await turns.next_chunk("dies", 0, 0)
+        await turns.next_chunk("slow", 0, 0)
+        turns.release()
+        assert await turns.next_chunk("slow", 1, 1) is None
+
+    play(scenario)
+
+
+def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.feed(b"0", alone=False, worker=0)
+        await turns.next_chunk("a", 0, 0)
+        assert turns.all_ended() == 1
+        turns.release()
+        turns.feed(b"1", alone=False, worker=0)
+        assert turns.wanted(0) == 1
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
+
+    play(scenario)

@@ -278,7 +278,7 @@ class Turns:
             if self._streams:
                 # Its stream's chunks would wait for it. Until all tasks have ended, which is when
                 # the reader knows what is lost, no stream goes on; those that have not begun do.
-                self._releasing = True
+                self._releasing = any(not turn.over for turn in self._turns.values())
                 owned = self._owned_streams()
                 kept = (c for c in self._waiting if c.alone and c.worker not in owned)
                 self._waiting = deque(kept)
