@@ -230,7 +230,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(kind: str, mode: str) 
     draws = mode != "in this process"  # what samples draw there is the global generators' business
     whole = [[content(b, draws=draws) for b in epoch] for epoch in whole_run(arguments(1))]
     assert whole[0]
-    for epoch, batches in ((0, 0), (0, 1), (0, len(whole[0])), (1, 2), (1, 99), (2, 3)):
+    for epoch, batches in ((0, 0), (0, len(whole[0])), (1, 2), (1, 99)):
         if not draws and batches > 0 and kind == "eager":
             continue  # samples draw from what the sampler draws from
         before, state, generators = interrupted(arguments(1), epoch, batches)
@@ -337,7 +337,7 @@ def test_any_order_gives_every_sample_once() -> None:
 def test_batches_that_came_early_do_not_come_again() -> None:
     arguments = {**SAMPLERS["sequential"](1), **MODES["dpex"], "in_order": False}
     _, state, _ = interrupted(arguments, 0, 1)
-    state = {**state, "ahead": [2, 4]}
+    state = {**state, "batches": 1, "samples": 4, "ahead": [2, 4]}
     with DpexDataLoader(DATASET, **arguments) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict() == state
@@ -565,7 +565,7 @@ def test_a_state_survives_torch_save_with_weights_only(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["fresh", "persistent"])
+@pytest.mark.parametrize("mode", [pytest.param("fresh", marks=pytest.mark.extended), "persistent"])
 def test_a_killed_trainer_goes_on_where_its_last_state_was_saved(mode: str) -> None:
     with workplace() as place:
 

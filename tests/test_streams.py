@@ -188,7 +188,7 @@ def check(assert_same: Same, dataset: Any, epochs: int = 1, **arguments: Any) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_workers", [1, 5])
 @pytest.mark.parametrize(
     "dataset",
     [Everything(), Everything(0), Everything(300), Shard(), Shard(3), Uneven(), Drawing()],
@@ -381,6 +381,7 @@ def test_no_prefetching() -> None:
         assert len(list(loader)) == 6
 
 
+@pytest.mark.extended
 def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(Deadly(marks, 1000), 2, num_workers=2, **OURS)

@@ -41,7 +41,7 @@ def assert_the_same_steps(runs: dict[str, Any]) -> None:
         assert all(options == OURS for options in run["dpex"]["options"]), name
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("framework", trainer_runs.RUNS)
 @pytest.mark.usefixtures("shared_ray")
