@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import random
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpex.seeding import generators_kept
+from dpex.seeding import generators_kept, global_states, set_global_states
 
 __all__ = ["Draws"]
 
@@ -41,12 +40,8 @@ class Draws:
         Args:
             own: Generators besides the global ones.
         """
-        return cls(
-            torch.get_rng_state(),
-            np.random.get_state(legacy=True),
-            random.getstate(),
-            {name: generator.get_state() for name, generator in own.items()},
-        )
+        own_states = {name: generator.get_state() for name, generator in own.items()}
+        return cls(*global_states(), own_states)
 
     def give(self, own: Mapping[str, torch.Generator]) -> None:
         """Put the states of the generators that are not global back."""
@@ -58,9 +53,7 @@ class Draws:
     def repeated(self, own: Mapping[str, torch.Generator]) -> Iterator[None]:
         """Draw as it was drawn then; the global generators are left as they are found."""
         with generators_kept():
-            torch.set_rng_state(self.torchs)
-            np.random.set_state(self.numpys)
-            random.setstate(self.pythons)
+            set_global_states((self.torchs, self.numpys, self.pythons))
             self.give(own)
             yield
 

@@ -18,10 +18,13 @@ class Failures:
 
     Args:
         left_out: Whether they are left out of the batch.
+
+    Attributes:
+        left_out: The same.
     """
 
     def __init__(self, *, left_out: bool) -> None:
-        self._leaves_out = left_out
+        self.left_out = left_out
         self._taken: dict[int, tuple[Any, str]] = {}
 
     def take(self, place: int, index: Any, error: Exception) -> bool:
@@ -35,10 +38,10 @@ class Failures:
         Returns:
             False if the error is to be raised.
         """
-        if self._leaves_out:
+        if self.left_out:
             text = "".join(traceback.format_exception_only(error)).strip()
             self._taken[place] = (index, text)
-        return self._leaves_out
+        return self.left_out
 
     def forget(self) -> None:
         """Begin the batch anew."""

@@ -242,10 +242,9 @@ def _read_at_once(
         with seeds_offered(key, position):
             samples: list[Any] = dataset.__getitems__(indices)
             return samples
-    except Exception as error:
-        if not failures.take(-1, indices, error):
+    except Exception:
+        if not failures.left_out:
             raise
-    failures.forget()
     samples = []
     for place, index in enumerate(indices):
         seed_generators(sample_seed(key, position + place))

@@ -78,6 +78,10 @@ class Source:
         }
         return states or None
 
+    def has_states(self, iterator: Any) -> bool:
+        """Tell whether ``sampler_states`` would return any."""
+        return any(map(_has_state, (iterator, *self._samplers.values())))
+
     def load_sampler_states(
         self, states: Mapping[str, Any] | None, *, between_epochs: bool
     ) -> None:
@@ -220,6 +224,8 @@ class IndexIterator:
         state = progress.pending
         begin = self._go_on(state) if progress.goes_on and state else self._begin(state)
         self.epoch = EpochProgress(progress, begin)
+        # Asked once, for it is every batch that would have to know.
+        self._stateful = source.has_states(self._inner)
         self._number = begin.batches
         self._end = begin.samples
         self._base = begin.place
@@ -297,7 +303,7 @@ class IndexIterator:
             self.position = self._base + self._end
             samples = _count(indices) if self._source.batched else 1
             self._end += samples
-            states = self._source.sampler_states(self._inner)
+            states = self._source.sampler_states(self._inner) if self._stateful else None
             drawn = Drawn(self._number, samples, self._end, states)
             self._number += 1
             if self.epoch.draw(drawn):

@@ -278,15 +278,13 @@ class ClusterIter(_BaseDataLoaderIter):
         """Count and log the samples that a batch is without."""
         for index, error in entry.left_out:
             self.meter.skipped += 1
-            logger.warning(
-                "sample %r is left out of batch %d: %s", index, entry.batch, error.rstrip()
-            )
+            logger.warning("sample %r is left out of batch %d: %s", index, entry.batch, error)
             if self.meter.skipped > self._loader_options.max_skipped:
                 self._end_run()
                 self._failure = TooManySkippedError(
                     f"{self.meter.skipped} samples of this epoch cannot be read, more than "
                     f"max_skipped={self._loader_options.max_skipped}; the last one is {index!r}: "
-                    f"{error.rstrip()}. Mend the data, or allow more"
+                    f"{error}. Mend the data, or allow more"
                 )
                 raise self._failure
 

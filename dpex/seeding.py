@@ -25,9 +25,11 @@ __all__ = [
     "begin_sample",
     "generator_states",
     "generators_kept",
+    "global_states",
     "sample_seed",
     "seed_generators",
     "seeds_offered",
+    "set_global_states",
     "stage_key",
     "stream_key",
 ]
@@ -110,19 +112,25 @@ def generators_kept(other: torch.Generator | None = None) -> Iterator[None]:
         other: One more than the global ones.
     """
     other_state = None if other is None else other.get_state()
-    torch_state, numpy_state, state = (
-        torch.get_rng_state(),
-        np.random.get_state(),
-        random.getstate(),
-    )
+    states = global_states()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(state)
+        set_global_states(states)
         if other is not None and other_state is not None:
             other.set_state(other_state)
+
+
+def global_states() -> tuple[torch.Tensor, Any, Any]:
+    """Return the states of torch's CPU generator, numpy's global one and ``random``."""
+    return torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+
+
+def set_global_states(states: tuple[torch.Tensor, Any, Any]) -> None:
+    """Put back what ``global_states`` returned."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 def generator_states() -> list[Any]:

@@ -8,19 +8,17 @@ and reads up to there. So a chunk has the same batches whoever makes it.
 from __future__ import annotations
 
 import functools
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from dpex.costs import Costs, count, noted
 from dpex.fetch import Chunk, Job, collate, encode
 from dpex.frame import Entry
-from dpex.seeding import stream_key
+from dpex.seeding import global_states, set_global_states, stream_key
 from dpex.worker import (
     Cancelled,
     Copy,
@@ -57,7 +55,7 @@ class _Stream:
         job = copy.job
         self.dataset = job.dataset
         self.made = 0
-        self.generators: tuple[Any, ...] | None = None
+        self.generators: tuple[torch.Tensor, Any, Any] | None = None
         self._fetcher = _IterableDatasetFetcher(
             job.dataset,
             job.auto_collation,
@@ -123,7 +121,7 @@ def stream_chunk(
     if stream is not None and stream.made > chunk.first_batch // run.num_workers:
         stream = None  # it cannot go back
     if stream is not None and stream.generators is not None:
-        _set_generators(stream.generators)
+        set_global_states(stream.generators)
     try:
         for number, request in zip(chunk.numbers, chunk.batches, strict=True):
             with noted() as costs:
@@ -151,7 +149,7 @@ def stream_chunk(
                 return
     finally:
         if stream is not None:
-            stream.generators = _get_generators()
+            stream.generators = global_states()
 
 
 def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[], bool]) -> None:
@@ -201,13 +199,3 @@ def _do_nothing(_: int) -> None:
 def _collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
     count("samples", len(samples) if isinstance(samples, list) else 1)
     return collate(collate_fn, samples)
-
-
-def _get_generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])

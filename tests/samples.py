@@ -23,6 +23,13 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from torchvision import tv_tensors
 
 
+def seed_everything(seed: int = 20) -> None:
+    """Seed the generators of this process."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 class Pair(NamedTuple):
     image: torch.Tensor
     label: int

@@ -24,7 +24,7 @@ import torch
 from cluster_programs import environment, processes_in, spawn, wait_until, workplace
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from samples import Labelled, Squares
+from samples import Labelled, Squares, seed_everything
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -45,17 +45,10 @@ from dpex import DpexDataLoader
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
 OURS = {"distribute_mode": True, "head_address": "local"}
-SEED = 20
 GONE_SECONDS = 30
 
 Arguments = dict[str, Any]
 Same = Callable[[Any, Any], None]
-
-
-def seed_everything() -> None:
-    torch.manual_seed(SEED)
-    np.random.seed(SEED)
-    random.seed(SEED)
 
 
 def generators_state(arguments: Arguments) -> list[Any]:

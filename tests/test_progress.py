@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from cluster_programs import environment, spawn, workplace
+from samples import seed_everything
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -156,12 +157,6 @@ MODES: dict[str, Any] = {
     "dpex, persistent": {**OURS, "num_workers": 2, "persistent_workers": True},
     "in this process": {},
 }
-
-
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
 
 
 def global_states() -> tuple[Any, ...]:

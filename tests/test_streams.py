@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import seed_everything
 from torch.utils.data import (
     ChainDataset,
     DataLoader,
@@ -155,12 +156,6 @@ class SlowBeside(Deadly):
 class Sized(Everything):
     def __len__(self) -> int:
         return self.length
-
-
-def seed_everything() -> None:
-    torch.manual_seed(20)
-    np.random.seed(20)
-    random.seed(20)
 
 
 def run_epochs(loader_type: Any, dataset: Any, epochs: int, **arguments: Any) -> list[list[Any]]:
