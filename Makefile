@@ -37,7 +37,15 @@ test: check ## check, then the tests (TEST_ARGS="-k parity")
 
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
-	$(RUN) -m pytest -m extended $(TEST_ARGS)
+	$(RUN) -m pytest -m "extended and not dist" $(TEST_ARGS)
+
+.PHONY: notebooks
+notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back
+	$(RUN) -m pytest tests/test_notebooks.py $(TEST_ARGS)
+
+.PHONY: lab
+lab: $(VENV)/.installed-lab ## Open the notebooks in JupyterLab
+	$(VENV)/bin/jupyter lab notebooks
 
 .PHONY: check
 check: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict
@@ -50,6 +58,11 @@ format: $(VENV)/.installed-dev ## Let ruff mend what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## Build the documentation's site in build/site, and check it
+	$(RUN) -m sphinx --fresh-env --fail-on-warning --quiet --conf-dir docs/site \
+		--doctree-dir build/doctrees . build/site
+
 .PHONY: bench
 bench: BENCH_ARGS = --rounds 5
 bench: $(addprefix bench-,$(BENCH_SHORT)) ## The short benchmarks, dpex against torch (< 10 minutes)
@@ -58,7 +71,7 @@ bench: $(addprefix bench-,$(BENCH_SHORT)) ## The short benchmarks, dpex against 
 .PHONY: bench-all
 bench-all: BENCH_OUT = benchmarks/results
 bench-all: BENCH_ARGS = --all-peers
-bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (an hour)
+bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (an hour and a half)
 	$(RUN) -m benchmarks.report
 
 # One case: `make bench-jpeg`. Never two at once, also under `make -j`.
@@ -73,6 +86,16 @@ soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; S
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports
 	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(TEST_ARGS)
+
+.PHONY: dist
+dist: $(VENV)/.installed-release ## Build the wheel and the sdist into dist/, and check them
+	rm -rf dist
+	$(RUN) -m build --no-isolation
+	$(RUN) -m twine check --strict dist/*
+
+.PHONY: test-dist
+test-dist: $(VENV)/.installed-test ## Install both, with all they need, for every Python on the PATH
+	$(RUN) -m pytest -m dist $(TEST_ARGS)
 
 .PHONY: clean
 clean: ## Remove caches and build outputs; the environments stay

@@ -7,10 +7,15 @@ Files:
     workloads.py          the datasets, importable by workers
     harness.py            the command line, the clock, the JSON record, the tables
     goals.py              what a figure is held to, and whether it gets there
+    commands.py           the command that made each record
     peers.py              the loaders that dpex is compared with
     throughput.py         all peers in turn over one workload
+    nodes.py              Ray nodes of this machine, and samples that wait
+    both_modes.py         the same training with ``distribute_mode`` and without
+    training_loops.py     training loops that are fed, and what they wait for
     plots.py              the SVG beside each record
     report.py             all records, written into the documentation
+    training_tables.py    the report's tables of whole trainings
     benchmark_tiny.py     small images: the cost of a batch
     benchmark_jpeg.py     decoding and augmenting: the cost of real work, spread over workers
     benchmark_null.py     no work at all: the cost of moving 38 MB
@@ -19,4 +24,7 @@ Files:
     benchmark_latency.py  samples that wait: far more workers than cores
     benchmark_tax.py      what a loader costs the training loop beside it
     benchmark_seeding.py  what seeding every sample costs
+    benchmark_accuracy.py whole trainings: losses step by step, and accuracy
+    benchmark_gpu.py      a ResNet-50's step at full speed: how much of it stands still
+    benchmark_training_speed.py  training time, and what of it waits, on 1 to 8 nodes
 """

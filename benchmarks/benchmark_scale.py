@@ -1,8 +1,6 @@
 """Samples per second as nodes join: four tasks on each, and samples that wait and compute nothing.
 
-The nodes are Ray nodes of this one machine, each with processes and an object store of its own, so
-what is measured is what dpex and Ray cost, not what a network costs. All of them share the
-machine's cores; where those are busy the rate is theirs, and the point is void.
+What the nodes are, and when a point is void: ``benchmarks/nodes.py``.
 """
 
 import os
@@ -15,44 +13,24 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from benchmarks.fresh import run_fresh
 from benchmarks.goals import Goal
 from benchmarks.harness import arguments, describe_machine, say, summarise, write
+from benchmarks.nodes import TASKS_PER_NODE, Waiting, busy_note, ray_nodes, readers_of
 from benchmarks.plots import lines
 
 NODES = (1, 2, 4, 8)
-TASKS_PER_NODE = 4
 WAIT_S = 0.1
 BATCH_SIZE = 16
 # Of each task in an epoch. At its end tasks wait for the last one, up to a batch each.
 BATCHES_PER_TASK = 40
 EPOCHS = 2
 RUN_TIMEOUT_S = 900
-STORE_BYTES = 200 << 20
 SAMPLER_INDICES = 20_000_000
-VOID_PERCENT = 70.0
 GOAL_OF_LINEAR = 0.95
 GOAL_DRIVER = 1.2
-
-
-class Waiting(Dataset[int]):
-    """Samples that take a tenth of a second and no processor; each is its reader's pid.
-
-    Args:
-        length: How many.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(WAIT_S)
-        return os.getpid()
 
 
 def measure(nodes: int) -> list[dict[str, Any]]:
@@ -64,48 +42,41 @@ def measure(nodes: int) -> list[dict[str, Any]]:
         ``busy_percent``.
     """
     import ray
-    from ray.cluster_utils import Cluster
 
     from dpex import DpexDataLoader
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(nodes):
-        cluster.add_node(num_cpus=TASKS_PER_NODE, object_store_memory=STORE_BYTES)
     tasks = TASKS_PER_NODE * nodes
-    loader = DpexDataLoader(
-        Waiting(tasks * BATCHES_PER_TASK * BATCH_SIZE),
-        batch_size=BATCH_SIZE,
-        num_workers=tasks,
-        persistent_workers=True,
-        distribute_mode=True,
-        head_address=cluster.address,
-    )
     epochs = []
-    readers = set[int]()
-    while len(readers) < tasks:  # until all have started
-        readers = {pid for batch in loader for pid in batch.tolist()}
-    assert loader._cluster is not None
-    actor = loader._cluster.session._host.actor
-    host = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
-    for _ in range(EPOCHS):
-        psutil.cpu_percent()
-        trainer_s, host_s, began = time.process_time(), busy_s(host), time.perf_counter()
-        readers = {pid for batch in loader for pid in batch.tolist()}
-        seconds = time.perf_counter() - began
-        epochs.append(
-            {
-                "samples_per_s": tasks * BATCHES_PER_TASK * BATCH_SIZE / seconds,
-                "readers": len(readers),
-                "trainer_s": time.process_time() - trainer_s,
-                "host_s": busy_s(host) - host_s,
-                "batches": tasks * BATCHES_PER_TASK,
-                "busy_percent": psutil.cpu_percent(),
-            }
+    with ray_nodes(nodes) as address:
+        loader = DpexDataLoader(
+            Waiting(tasks * BATCHES_PER_TASK * BATCH_SIZE, WAIT_S),
+            batch_size=BATCH_SIZE,
+            num_workers=tasks,
+            persistent_workers=True,
+            distribute_mode=True,
+            head_address=address,
         )
-    loader.close()
-    ray.shutdown()
-    cluster.shutdown()
+        while len(readers_of(loader)) < tasks:  # until all have started
+            pass
+        assert loader._cluster is not None
+        actor = loader._cluster.session._host.actor
+        host = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+        for _ in range(EPOCHS):
+            psutil.cpu_percent()
+            trainer_s, host_s, began = time.process_time(), busy_s(host), time.perf_counter()
+            readers = readers_of(loader)
+            seconds = time.perf_counter() - began
+            epochs.append(
+                {
+                    "samples_per_s": tasks * BATCHES_PER_TASK * BATCH_SIZE / seconds,
+                    "readers": len(readers),
+                    "trainer_s": time.process_time() - trainer_s,
+                    "host_s": busy_s(host) - host_s,
+                    "batches": tasks * BATCHES_PER_TASK,
+                    "busy_percent": psutil.cpu_percent(),
+                }
+            )
+        loader.close()
     return epochs
 
 
@@ -161,7 +132,6 @@ def main() -> None:
     for nodes in NODES:
         shares = [rate / (nodes * ideal) for rate in figures(runs[nodes], "samples_per_s")]
         busy = record["busy_percent"][nodes]["median"]
-        void = "; void, for the machine was busy" if busy > VOID_PERCENT else ""
         goals.append(
             Goal.of(
                 f"{nodes} nodes, {nodes * TASKS_PER_NODE} tasks: samples/s of what their waiting "
@@ -170,7 +140,7 @@ def main() -> None:
                 ">=",
                 GOAL_OF_LINEAR,
                 "ratio",
-                f"machine {busy:.0f} % busy{void}",
+                busy_note(busy),
             )
         )
     least, most = ms(runs[NODES[0]], "trainer"), ms(runs[NODES[-1]], "trainer")

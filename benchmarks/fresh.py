@@ -23,7 +23,11 @@ END_TIMEOUT_S = 60
 
 
 def run_fresh(
-    function: Callable[..., Any], *, timeout_s: float = RUN_TIMEOUT_S, **arguments: Any
+    function: Callable[..., Any],
+    *,
+    timeout_s: float = RUN_TIMEOUT_S,
+    ranks: int = 1,
+    **arguments: Any,
 ) -> Any:
     """Call a function in a fresh interpreter, and wait for the end of everything that it started.
 
@@ -31,10 +35,11 @@ def run_fresh(
         function: Of any module. If its loader's workers import that module too, as for a dataset
             in it, it should import no more than they need.
         timeout_s: How long it may take.
+        ranks: In how many interpreters, which torchrun starts if there are several.
         arguments: What JSON can carry.
 
     Returns:
-        What the function returned, through JSON.
+        What the function returned, in rank 0 if there are several, through JSON.
 
     Raises:
         RuntimeError: Some of its processes stay.
@@ -44,6 +49,9 @@ def run_fresh(
     module = sys.modules[function.__module__].__spec__
     assert module is not None
     command = [sys.executable, "-m", "benchmarks.fresh", module.name, function.__name__]
+    if ranks > 1:
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[2:2] = [*torchrun, "--local-ranks-filter=0", "-m"]
     environment = {
         **os.environ,
         # More workers than cores are what some of the measurements are about.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Form = Literal["ratio", "seconds", "ms", "percent", "MB"]
+Form = Literal["ratio", "seconds", "ms", "percent", "MB", "count"]
 Relation = Literal[">=", "<="]
 
 UNITS: Mapping[Form, str] = {
@@ -14,6 +14,7 @@ UNITS: Mapping[Form, str] = {
     "ms": " ms",
     "percent": " %",
     "MB": " MB",
+    "count": "",
 }
 DECIMALS: Mapping[Form, str] = {
     "ratio": ".2f",
@@ -21,7 +22,11 @@ DECIMALS: Mapping[Form, str] = {
     "ms": ".1f",
     "percent": ".1f",
     "MB": ",.0f",
+    "count": ",.0f",
 }
+
+# In the note of a goal whose figure is the busy machine's and not dpex's.
+VOID = "void, for the machine was busy"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,18 @@ class Goal:
         return self.value >= self.goal if self.relation == ">=" else self.value <= self.goal
 
     @property
+    def void(self) -> bool:
+        """Whether the figure says nothing of dpex, so that it is neither met nor missed."""
+        return self.note is not None and VOID in self.note
+
+    @property
+    def verdict(self) -> str:
+        """Whether it was met, in a word."""
+        if self.void:
+            return "void"
+        return "met" if self.met else "missed"
+
+    @property
     def figure(self) -> str:
         """The value with its range and unit."""
         decimals = DECIMALS[self.form]
@@ -112,7 +129,7 @@ def goals_table(records: Iterable[Mapping[str, Any]], folder: str | None = None)
         name = case if folder is None else f"[`{case}.json`]({folder}/{case}.json)"
         for goal in goals_of(record):
             note = f"; {goal.note}" if goal.note else ""
-            verdict = "met" if goal.met else "**missed**"
+            verdict = "**missed**" if goal.verdict == "missed" else goal.verdict
             rows.append(
                 f"| {goal.what}{note} | {goal.figure} | {goal.bound} | {verdict} | {name} |"
             )

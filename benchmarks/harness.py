@@ -14,6 +14,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import shlex
 import signal
 import statistics
 import sys
@@ -216,12 +217,17 @@ def count_samples(batch: Any) -> int:
     return len(batch)
 
 
-def time_epoch(loader: Iterable[Any], max_batches: int | None = None) -> Epoch:
+def time_epoch(
+    loader: Iterable[Any],
+    max_batches: int | None = None,
+    step: Callable[[Any], object] = touch,
+) -> Epoch:
     """Take every batch of a loader, touch it, and measure.
 
     Args:
         loader: Iterated once.
         max_batches: Where to stop early; None for never.
+        step: What is done with a batch, instead of touching it.
 
     Returns:
         The measurement.
@@ -234,7 +240,7 @@ def time_epoch(loader: Iterable[Any], max_batches: int | None = None) -> Epoch:
         waiting_s += got - asked
         first_batch_s = first_batch_s or got - started
         samples += count_samples(batch)
-        touch(batch)
+        step(batch)
         asked = time.perf_counter()
     ended = time.perf_counter()
     waiting_s += ended - asked
@@ -296,6 +302,7 @@ def describe_machine(case: str) -> dict[str, Any]:
             versions[package] = None
     return {
         "case": case,
+        "command": command(case, sys.argv[1:]),
         "python": platform.python_version(),
         "versions": versions,
         "system": f"{platform.system()} {platform.machine()}",
@@ -303,6 +310,19 @@ def describe_machine(case: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_before": os.getloadavg(),
     }
+
+
+def command(case: str, argv: Sequence[str]) -> str:
+    """Give the make target, with its arguments, that runs a benchmark as a command line does.
+
+    Args:
+        case: The benchmark's name.
+        argv: Its command line; where the record goes is the target's affair and is left out.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out")
+    given = shlex.join(parser.parse_known_args(argv)[1])
+    return f"make bench-{case}" + (f' BENCH_ARGS="{given}"' if given else "")
 
 
 def cpu_model() -> str:

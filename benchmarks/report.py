@@ -1,20 +1,23 @@
 """The report: goals, rates and figures of all records, written into the documentation.
 
 ``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
-between the markers of ``docs/benchmarks.md``, ``docs/scaling.md`` and ``README.md``. Nothing in it
+between the markers of ``docs/benchmarks.md``, ``docs/scaling.md`` and both READMEs. Nothing in it
 is typed by hand.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import commands_table
 from benchmarks.goals import goals_of, goals_table
 from benchmarks.harness import comparisons, spread
 from benchmarks.peers import TURN_ORDER
 from benchmarks.plots import overview
 from benchmarks.scaling_model import scaling_table
+from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,6 +25,11 @@ EARLIER = RESULTS / "another_day"
 OVERVIEW = "overview.svg"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
+# Of the short report, in the language of its page.
+SHORT_HEADS = {
+    "README.md": "| workload | torch, samples/s | dpex, samples/s | dpex/torch, median [range] |",
+    "README.zh-CN.md": "| 负载 | torch (样本/秒) | dpex (样本/秒) | dpex/torch: 中位数 [范围] |",
+}
 
 Record = Mapping[str, Any]
 
@@ -30,7 +38,8 @@ def main() -> None:
     records = load(RESULTS)
     overview(records, RESULTS / OVERVIEW)
     fill(ROOT / "docs" / "benchmarks.md", "goals", full_report(records, "../benchmarks/results"))
-    fill(ROOT / "README.md", "figures", short_report(records, "benchmarks/results"))
+    for page, head in SHORT_HEADS.items():
+        fill(ROOT / page, "figures", short_report(records, "benchmarks/results", head))
     by_case = {record["case"]: record for record in records}
     if "scale" in by_case:
         fill(ROOT / "docs" / "scaling.md", "scale", goals_table([by_case["scale"]]))
@@ -64,7 +73,7 @@ def fill(page: Path, name: str, text: str) -> None:
 
 
 def full_report(records: Sequence[Record], folder: str) -> str:
-    """Write every goal with its verdict, the rate of every peer, and every figure.
+    """Write every goal with its verdict, every rate, training, every command and every figure.
 
     Args:
         records: All of them.
@@ -73,8 +82,10 @@ def full_report(records: Sequence[Record], folder: str) -> str:
     Returns:
         Markdown.
     """
+    by_case = {record["case"]: record for record in records}
     goals = [goal for record in records for goal in goals_of(record)]
-    met = sum(goal.met for goal in goals)
+    verdicts = Counter(goal.verdict for goal in goals)
+    void = verdicts["void"]
     figures = [
         f"![{record['case']}]({folder}/{record['case']}.svg)"
         for record in records
@@ -82,13 +93,19 @@ def full_report(records: Sequence[Record], folder: str) -> str:
     ]
     parts = [
         "## Goals",
-        f"{met} of {len(goals)} met. {settings(records)}",
+        f"{verdicts['met']} of {len(goals) - void} met, {void} void. {settings(records)}",
         goals_table(records, folder),
         "## The same on another day",
         another_day(records, load(EARLIER)),
         "## Samples per second",
         peers_table(records),
         "\n".join(absentees(records)),
+        "## Accuracy",
+        accuracy_table(by_case["accuracy"]),
+        "## Training time",
+        speed_table(by_case["training_speed"]),
+        "## Commands",
+        commands_table(records, load(EARLIER), folder),
         "## Figures",
         f"![dpex over torch]({folder}/{OVERVIEW})",
         "\n\n".join(figures),
@@ -112,8 +129,8 @@ def another_day(records: Iterable[Record], earlier: Iterable[Record]) -> str:
         for goal in goals_of(record):
             if goal.what in before:
                 then = before[goal.what]
-                met = ["met" if one.met else "missed" for one in (then, goal)]
-                verdict = met[0] if met[0] == met[1] else f"**{met[0]}, then {met[1]}**"
+                same = then.verdict == goal.verdict
+                verdict = goal.verdict if same else f"**{then.verdict}, then {goal.verdict}**"
                 rows.append(
                     f"| {goal.what} | {goal.bound} | {then.figure} | {goal.figure} | {verdict} |"
                 )
@@ -161,12 +178,9 @@ def absentees(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def short_report(records: Iterable[Record], folder: str) -> str:
+def short_report(records: Iterable[Record], folder: str, head: str) -> str:
     """Write the ratio of dpex to torch for every workload, and the figure of all of them."""
-    rows = [
-        "| workload | torch, samples/s | dpex, samples/s | dpex/torch, median [range] |",
-        "|---|---|---|---|",
-    ]
+    rows = [head, "|---|---|---|---|"]
     rows += [
         f"| {part['title']} | {part['samples_per_s']['torch']['median']:,.0f} "
         f"| {part['samples_per_s']['dpex']['median']:,.0f} "

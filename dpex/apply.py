@@ -101,7 +101,7 @@ def apply_stage(
                 load_again = functools.partial(load, content)
                 value = _apply(copy, came, load_again, key, cancelled, at, failures)
                 if kept:
-                    value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
+                    value = tree_map_only(torch.Tensor, _to_cpu, value)
                 if not copy.job.finishes:
                     places = failures.places(_placed(came)) if failures.samples else came.places
                     value = replace(came, value=value, places=places)
@@ -121,6 +121,10 @@ def apply_stage(
         yield done, costs
         if cancelled():
             return
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu")  # cpu() would make a plain tensor of torchvision's
 
 
 def _apply(

@@ -25,7 +25,7 @@ class Costs:
         transform_s: Wall time in those, in all stages.
         collate_s: Wall time in ``collate_fn``.
         encode_s: Wall time to pickle, and to unpickle between stages.
-        samples: How many samples were read.
+        samples: How many samples were read of a stream.
         cache_hits: Samples that were found in a cache.
         cache_misses: Samples that were made for one.
         retries: Chunks that were given to a second process, because the first one died.

@@ -36,8 +36,8 @@ __all__ = ["DpexDataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_DEFAULT_PREFETCH_BYTES = 512 << 20
-_DEFAULT_MAX_SKIPPED = 100
+DEFAULT_PREFETCH_BYTES = 512 << 20
+DEFAULT_MAX_SKIPPED = 100
 _WORKER_OPTIONS = {
     "accelerator_type",
     "label_selector",
@@ -80,7 +80,8 @@ class DpexDataLoader(DataLoader[T_co]):
         distribute_mode: Whether workers are Ray tasks.
         head_address: Which Ray. ``"auto"``: the one this process uses, else ``RAY_ADDRESS``,
             else a running one of this user on this host, else one of its own, which ends with
-            the process. ``"local"``: always one of its own. ``"host:port"``: that cluster.
+            the process. ``"local"``: always one of its own. ``"host:port"``: that cluster, of
+            which this host is a node. ``"ray://host:port"``: that one, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``scheduling_strategy``, ``runtime_env``.
@@ -91,7 +92,7 @@ class DpexDataLoader(DataLoader[T_co]):
         max_skipped: How many samples of an epoch may be left out.
 
     Raises:
-        ClusterError: ``head_address`` is one for Ray Client.
+        TypeError: ``distribute_mode`` or ``worker_options`` is of another type.
         ValueError: An argument has a value that torch or dpex does not know.
         NotImplementedError: ``dataset`` is one of torch's DataPipes, in distribute mode.
 
@@ -130,9 +131,9 @@ class DpexDataLoader(DataLoader[T_co]):
         distribute_mode: bool = False,
         head_address: str = "auto",
         worker_options: dict[str, Any] | None = None,
-        prefetch_bytes: int = _DEFAULT_PREFETCH_BYTES,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         on_error: str = "raise",
-        max_skipped: int = _DEFAULT_MAX_SKIPPED,
+        max_skipped: int = DEFAULT_MAX_SKIPPED,
     ) -> None:
         _check_options(distribute_mode, head_address, worker_options, prefetch_bytes)
         _check_skipping(on_error, max_skipped, distributed=distribute_mode and num_workers > 0)
@@ -278,13 +279,18 @@ class DpexDataLoader(DataLoader[T_co]):
             cluster only times, batches and samples are known.
         """
         epoch = self._progress.epoch
-        streams = self._distributed and self._source.streams
-        return self._meter.stats(samples=None if streams else epoch.samples if epoch else 0)
+        return self._meter.stats(samples=epoch.samples if epoch else 0)
 
     @property
     def _source(self) -> Source:
         index_sampler = super()._index_sampler
-        return Source(index_sampler, self._auto_collation, self.generator, self.dataset)
+        return Source(
+            index_sampler,
+            self._auto_collation,
+            self.generator,
+            self.dataset,
+            num_workers=self.num_workers,
+        )
 
     @property
     def _index_sampler(self) -> Indices:
@@ -298,8 +304,9 @@ class DpexDataLoader(DataLoader[T_co]):
         global ones of the training process itself are the caller's to save.
 
         Returns:
-            Strings, numbers, lists and dicts, 15 to 55 kB, and what samplers with a
-            ``state_dict`` of their own return. ``{"version": 1, ...}``.
+            Strings, numbers, lists and dicts, 15 to 55 kB, and what samplers, datasets and their
+            iterators with a ``state_dict`` of their own return (of a stream with 14 kB for each
+            worker). ``{"version": 1, ...}``.
 
         Raises:
             RuntimeError: Without ``distribute_mode`` nobody knows which batches were handed out
@@ -332,15 +339,20 @@ class DpexDataLoader(DataLoader[T_co]):
             The protocol of torchdata's ``StatefulDataLoader``.
         """
         self._progress.load_state_dict(state_dict, self._source)
+        if state_dict.get("dataset") is not None:
+            self._end_iterator()  # persistent workers read the dataset as it was
 
     def close(self) -> None:
         """Stop what runs and release what the loader holds; it can be iterated again."""
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, ClusterIter):
-            iterator._shutdown_workers()
+        self._end_iterator()
         state, self._cluster = self._cluster, None
         if state is not None:
             state.session.close()
+
+    def _end_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if isinstance(iterator, ClusterIter):
+            iterator._shutdown_workers()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy starts afresh."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpex.chunking import ChunkPlanner
 from dpex.fetch import Chunk
+from dpex.frame import Entry
 from dpex.worker import Run
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class Demand(abc.ABC):
         """
 
     @abc.abstractmethod
-    def deliver(self, batch: int) -> None:
-        """Take note that a batch is handed out."""
+    def deliver(self, entry: Entry) -> None:
+        """Take note that a batch is handed out, or an error in its place."""
 
     def choose(self, made: Collection[int], *, in_order: bool) -> int | None:
         """Return the batch to hand out now, if any of those made is one.
@@ -188,9 +189,9 @@ class IndexDemand(Demand):
                 self._planner.issued()
                 send(chunk)
 
-    def deliver(self, batch: int) -> None:
-        """Take note that a batch is handed out."""
-        self._indices.epoch.deliver(batch - self._first)
+    def deliver(self, entry: Entry) -> None:
+        """Take note that a batch is handed out, or an error in its place."""
+        self._indices.epoch.deliver(entry.batch - self._first)
         self.delivered += 1
 
 
@@ -213,7 +214,8 @@ class StreamDemand(Demand):
         self._workers = run.num_workers
         # One batch is asked for like the other: with as many indices as it is to have samples.
         self._request = indices.request
-        self._handed_out = indices.epoch.begin_streams(self._workers, indices.unread)
+        epoch, workers = indices.epoch, run.num_workers
+        self._handed_out, self._begins = epoch.begin_streams(workers, indices.unread)
         self._asked = list(self._handed_out)
         self._ends: list[int | None] = [None] * self._workers
 
@@ -272,16 +274,18 @@ class StreamDemand(Demand):
         first = self._asked[worker] * self._workers + worker
         self._asked[worker] += size
         self._planner.issued()
-        send(Chunk(self._run, 0, first, [self._request] * size, [0] * size, stream=True))
+        requests, begin = [self._request] * size, self._begins[worker]
+        send(Chunk(self._run, 0, first, requests, [0] * size, stream=True, begin=begin))
 
-    def deliver(self, batch: int) -> None:
-        """Take note that a batch is handed out."""
-        self._handed_out[batch % self._workers] += 1
-        self._indices.epoch.deliver_stream(batch % self._workers)
+    def deliver(self, entry: Entry) -> None:
+        """Take note that a batch is handed out, or an error in its place."""
+        worker = entry.batch % self._workers
+        self._handed_out[worker] += 1
+        self._indices.epoch.deliver_stream(worker, entry.samples, entry.state)
         self.delivered += 1
 
     def end_stream(self, batch: int) -> None:
         """Take note that a stream has ended before a batch."""
-        worker, end = batch % self._workers, batch // self._workers
+        end, worker = divmod(batch, self._workers)
         known = self._ends[worker]
         self._ends[worker] = end if known is None else min(known, end)

@@ -49,11 +49,15 @@ class Draws:
             if name in self.own:
                 generator.set_state(self.own[name])
 
+    def give_global(self) -> None:
+        """Put the states of the global generators back."""
+        set_global_states((self.torchs, self.numpys, self.pythons))
+
     @contextlib.contextmanager
     def repeated(self, own: Mapping[str, torch.Generator]) -> Iterator[None]:
         """Draw as it was drawn then; the global generators are left as they are found."""
         with generators_kept():
-            set_global_states((self.torchs, self.numpys, self.pythons))
+            self.give_global()
             self.give(own)
             yield
 

@@ -1,5 +1,7 @@
 """What dpex raises of its own.
 
+In brackets: what else an error is. All of them can be imported from ``dpex``::
+
     DpexError
     ├── ChunkLostError        (RuntimeError)           workers died on these indices, every time
     ├── ClusterError          (ConnectionError)        no usable Ray at head_address

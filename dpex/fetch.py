@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
-from dpex.costs import Costs, count, noted, spent
+from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
 from dpex.pickling import Pickled, dump
@@ -68,6 +68,7 @@ class Chunk:
         positions: Place in the epoch of each batch's first sample.
         patient: Whether so much is under way before it that its batches may come together.
         stream: Whether its batches are one worker's, of an ``IterableDataset``.
+        begin: What that stream goes on from in this epoch: how many batches, and the packed state.
     """
 
     run: Run
@@ -77,6 +78,7 @@ class Chunk:
     positions: Sequence[int]
     patient: bool = False
     stream: bool = False
+    begin: tuple[int, bytes] | None = None
 
     @property
     def stride(self) -> int:
@@ -166,7 +168,9 @@ def fetch_chunk(
 
 def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Copy[Job]:
     slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)
-    copy = copy_of(slot, read_job, run.oldest_generation, 2 * run.num_workers)
+    # Of this generation and of the next one.
+    at_least = 2 * (run.num_workers if run.copy_per_worker else 1)
+    copy = copy_of(slot, read_job, run.oldest_generation, at_least)
     show_worker(worker_id, run, copy.job.dataset)
     if not copy.initialised:
         if copy.job.worker_init_fn is not None:
@@ -196,7 +200,6 @@ def _fetch(
         failures: Takes what fails, if that is to be left out.
     """
     job, dataset = copy.job, copy.job.dataset
-    count("samples", len(indices) if job.auto_collation and hasattr(indices, "__len__") else 1)
     if not job.auto_collation:
         at.set("index", indices)
         seed_generators(sample_seed(key, position))

@@ -41,12 +41,16 @@ class Entry:
         outcome: Which of these it is; ``"nothing"`` where all samples were left out, ``"end"``
             where a stream has ended before.
         left_out: Samples that could not be read, each as its index and the error.
+        samples: How many a stream's batch has.
+        state: Where its stream stands after it, packed, if the stream can say so.
     """
 
     batch: int
     value: Any
     outcome: Literal["batch", "error", "nothing", "end"] = "batch"
     left_out: tuple[tuple[Any, str], ...] = ()
+    samples: int = 0
+    state: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class FrameWriter:
                 self._chunk,
                 self._costs.plain(),
                 [
-                    (e.batch, e.outcome, e.left_out, e.value.head, e.value.slots, places)
+                    (replace(e, value=None), e.value.head, e.value.slots, places)
                     for e, places in zip(self._entries, placements, strict=True)
                 ],
             ),
@@ -172,12 +176,12 @@ def read_frame(table: pa.Table) -> Frame:
     run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     entries = []
-    for batch, outcome, left_out, head, slots, places in rows:
+    for entry, head, slots, places in rows:
         buffers = [
             gathered[start : start + size] if column < 0 else _view(table, column + 2)
             for column, start, size in places
         ]
-        entries.append(Entry(batch, Pickled(head, buffers, *slots), outcome, left_out))
+        entries.append(replace(entry, value=Pickled(head, buffers, *slots)))
     return Frame(run, chunk, entries, Costs(*costs), table.nbytes)
 
 

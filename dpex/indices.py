@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dpex.draws import Draws
 from dpex.progress import Drawn, EpochProgress, Progress, State
 from dpex.seeding import generators_kept
+from dpex.states import has_state, state_of
 
 __all__ = ["IndexIterator", "Indices", "Source"]
 
@@ -33,17 +34,29 @@ class Source:
         batched: Whether it yields batches.
         generator: The loader's.
         dataset: The loader's.
+        num_workers: The loader's.
     """
 
     index_sampler: Any
     batched: bool
     generator: torch.Generator | None
     dataset: Any
+    num_workers: int
 
     @property
     def streams(self) -> bool:
         """Whether indices say nothing about samples."""
         return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the training process itself reads it."""
+        return not self.num_workers
+
+    @property
+    def workers(self) -> int | None:
+        """How many streams there are, if any."""
+        return max(1, self.num_workers) if self.streams else None
 
     @property
     def length(self) -> int | None:
@@ -54,6 +67,11 @@ class Source:
             return len(self.dataset)
         except Exception:  # torch asks no dataset that has a sampler beside it
             return None
+
+    @property
+    def dataset_state(self) -> Any:
+        """What a map-style dataset says of itself; a stream is asked where it is read."""
+        return None if self.streams else state_of(self.dataset)
 
     @property
     def _samplers(self) -> dict[str, Any]:
@@ -69,18 +87,14 @@ class Source:
 
     def sampler_states(self, iterator: Any) -> dict[str, Any] | None:
         """Return the states of what has any: of the sampler's iterator, else of the samplers."""
-        if _has_state(iterator):
-            return {"iterator": copy.deepcopy(iterator.state_dict())}
-        states = {
-            name: copy.deepcopy(sampler.state_dict())
-            for name, sampler in self._samplers.items()
-            if _has_state(sampler)
-        }
-        return states or None
+        if has_state(iterator):
+            return {"iterator": state_of(iterator)}
+        known = {name: state_of(sampler) for name, sampler in self._samplers.items()}
+        return {name: state for name, state in known.items() if state is not None} or None
 
     def has_states(self, iterator: Any) -> bool:
         """Tell whether ``sampler_states`` would return any."""
-        return any(map(_has_state, (iterator, *self._samplers.values())))
+        return any(map(has_state, (iterator, *self._samplers.values())))
 
     def load_sampler_states(
         self, states: Mapping[str, Any] | None, *, between_epochs: bool
@@ -94,7 +108,7 @@ class Source:
         known = [
             (sampler, states[name])
             for name, sampler in self._samplers.items()
-            if states is not None and name in states and _has_state(sampler)
+            if states is not None and name in states and has_state(sampler)
         ]
 
         def load() -> None:
@@ -147,6 +161,14 @@ class Source:
 
     def check(self, state: State) -> None:
         """Raise ``ValueError`` unless an epoch of this loader can go on from a state."""
+        told = [state.dataset, *(s and s.dataset for s in state.stream_states or ())]
+        if any(each is not None for each in told) and not has_state(self.dataset):
+            raise ValueError(
+                f"the state holds one of the dataset, but {type(self.dataset).__name__} has no "
+                "state_dict and load_state_dict: an epoch can only go on over the same dataset"
+            )
+        if state.under_way:
+            self._check_streams(state)
         if not state.under_way or not (state.samples or state.offset or state.ahead):
             return
         if state.length != self.length:
@@ -169,6 +191,21 @@ class Source:
                 f"{self.world_size}: an epoch can go on with another number of ranks only in "
                 "order, with torch's DistributedSampler, and with torch's BatchSampler or none. "
                 "Finish the epoch with as many ranks as began it"
+            )
+
+    def _check_streams(self, state: State) -> None:
+        if (state.workers is None) == self.streams:
+            kinds = ("an IterableDataset", "a map-style dataset")
+            raise ValueError(
+                f"the state is of {kinds[state.workers is None]}, {type(self.dataset).__name__} is "
+                f"{kinds[not self.streams]}: an epoch can only go on over the same dataset"
+            )
+        begun = (state.workers, state.batch_size)
+        if self.streams and state.batches and begun != (self.workers, self.batch_size):
+            raise ValueError(
+                f"the state is of an IterableDataset read with num_workers={state.workers} and "
+                f"batch_size={state.batch_size}, this loader has {self.workers} and "
+                f"{self.batch_size}: keep both until the epoch's end"
             )
 
     def rest(self, state: State) -> tuple[Any, int]:
@@ -244,9 +281,11 @@ class IndexIterator:
             under_way=True,
             before_iter=Draws.now(source.generators),
             batch_size=source.batch_size,
+            workers=source.workers,
             world_size=source.world_size,
             sampler_epoch=source.epoch,
             samplers=source.sampler_states(None),
+            dataset=source.dataset_state,
         )
         self._inner = iter(source.index_sampler)
         if before is not None and before.base_seed is not None:
@@ -372,12 +411,6 @@ class _Redistributed:
             total = math.ceil(len(rest) / ranks) * ranks
             rest = list(itertools.islice(itertools.cycle(rest), total))
         return iter(rest[self._sampler.rank : total : ranks])
-
-
-def _has_state(sampler: Any) -> bool:
-    return callable(getattr(sampler, "state_dict", None)) and callable(
-        getattr(sampler, "load_state_dict", None)
-    )
 
 
 def _count(indices: Any) -> int:

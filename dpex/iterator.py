@@ -48,6 +48,7 @@ _PROMPT_S = 0.05
 # Chunks that are drawn within this time go in one message.
 _GATHER_S = 0.002
 _SLOW_WAIT_S = 5.0
+_PUBLISH_EVERY_S = 1.0
 # Pipelines lost one after the other, before a batch arrives.
 _MOST_LOSSES = 3
 # How often a stream's chunk is sent to a task of its own.
@@ -91,6 +92,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._sampler_epochs = epochs
         self._loader_options = _Options(loader)
         self._epoch = -1
+        self._published_at = time.monotonic()
         self._job_key = job_key
         self._generation = generations.open(self)
         self._run: RemoteRun | None = None
@@ -218,8 +220,12 @@ class ClusterIter(_BaseDataLoaderIter):
         """Send what has been drawn."""
         self._flushed_at = time.monotonic()
         if self._unsent:
-            chunks, self._unsent = self._unsent, []
-            self._send(chunks)
+            try:
+                chunks, self._unsent = self._unsent, []
+                self._send(chunks)
+            except BaseException:  # an interrupt, after which nobody would make these batches
+                self._give_up(None)
+                raise
 
     def _send(self, chunks: list[Chunk], *, alone: bool = False, tries: int = 1) -> None:
         assert self._run is not None
@@ -242,11 +248,23 @@ class ClusterIter(_BaseDataLoaderIter):
     # --- handing out batches ----------------------------------------------------------------------
 
     def _next_data(self) -> Any:
-        with self.meter.asked():
-            try:
-                return self._next_batch()
-            finally:
-                self.meter.under_way = self._demand.under_way
+        try:
+            with self.meter.asked():
+                try:
+                    return self._next_batch()
+                finally:
+                    self.meter.under_way = self._demand.under_way
+        finally:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Have Ray's metrics know what was counted: at the epoch's end, and now and then before."""
+        now = time.monotonic()
+        if self._run is None or now - self._published_at > _PUBLISH_EVERY_S:
+            self._published_at = now
+            stats = self.meter.stats(samples=self._epoch_progress.samples)
+            self._session.publish(stats, self.meter.published)
+            self.meter.published = stats
 
     def _next_batch(self) -> Any:
         if self._failure is not None:
@@ -296,8 +314,9 @@ class ClusterIter(_BaseDataLoaderIter):
             self._collect()
             batch = self._demand.choose(self._stash, in_order=self._loader_options.in_order)
             if batch is not None:
-                self._demand.deliver(batch)
-                return self._stash.pop(batch)
+                entry = self._stash.pop(batch)
+                self._demand.deliver(entry)
+                return entry
             if not self._waiting:
                 self._fill()  # drawing had stopped until it was known what was lost
             if self._demand.next_batch is None:

@@ -91,6 +91,11 @@ def _rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def _rebuild_memmap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Give what was mapped from a file its type back; its memory is that of other arrays."""
+    return array.view(np.memmap)
+
+
 def _rebuild_image(pixels: Any, *state: Any) -> Any:
     """Make an image of PIL's from its state and its pixels, as it pickles them."""
     from PIL import Image  # who reads it may not have loaded it yet
@@ -145,31 +150,39 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce exact, strided CPU tensors, and images; leave everything else to cloudpickle."""
+        """Reduce exact, strided CPU tensors, mapped arrays and images; leave the rest as it is."""
         kind = type(obj)
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return self._reduce_tensor(obj)
+        if kind is np.memmap:
+            return _rebuild_memmap, (obj.view(np.ndarray),)
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
             return self._reduce_image(obj)
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return NotImplemented
         if tensor.requires_grad and not tensor.is_leaf:
             raise RuntimeError(
                 "a non-leaf tensor that requires grad cannot leave its process: autograd does "
                 "not cross processes. Call detach() on it first"
             )
-        data = _dense(tensor.detach())
+        data = tensor.detach()
+        # Of what expand() repeats, one is enough.
+        repeats = [step == 0 for step in data.stride()]
+        once = _dense(data[tuple(slice(1) if again else slice(None) for again in repeats)])
+        stride = tuple(
+            0 if again else step for again, step in zip(repeats, once.stride(), strict=True)
+        )
         # as_strided and not reshape: the bytes in the order in which they lie in memory.
-        flat = data.as_strided((data.numel(),), (1,)) if data.numel() else data.reshape(-1)
+        flat = once.as_strided((once.numel(),), (1,)) if once.numel() else once.reshape(-1)
         view = pickle.PickleBuffer(cast(Any, flat.view(torch.uint8).numpy()))
         arguments = (
             view,
             data.dtype,
             tuple(data.shape),
-            data.stride(),
+            stride,
             tensor.requires_grad,
         )
         self._buffers.expected = ("tensor", view)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dpex.draws import Draws
+from dpex.states import StreamState
 
 if TYPE_CHECKING:
     from dpex.indices import Source
@@ -76,9 +77,12 @@ class Progress:
                 length=source.length,
                 before_iter=Draws.now(source.generators),
                 samplers=source.sampler_states(None),
+                dataset=source.dataset_state,
             )
         else:
             state = epoch.state(source.length)
+            if source.in_process:  # it is read as it is now; workers read what it was
+                state = replace(state, dataset=source.dataset_state)
         return state.plain()
 
     def load_state_dict(self, plain: Mapping[str, Any], source: Source) -> None:
@@ -96,6 +100,8 @@ class Progress:
         if plain:
             state = State.from_plain(plain)
             source.check(state)
+            if state.dataset is not None:
+                source.dataset.load_state_dict(copy.deepcopy(state.dataset))
             self._pending = state
             if not state.under_way:
                 source.load_sampler_states(state.samplers, between_epochs=True)
@@ -118,6 +124,8 @@ class State:
         offset: Samples of all ranks delivered before the number of ranks changed.
         place: Of the first sample since then, in what seeds are made of.
         batch_size: Of batches in which a sampler's indices come, where they all have it.
+        workers: How many read the streams of an IterableDataset, one if there are none; None of a
+            map-style dataset.
         world_size: Ranks that share the epoch; None without a DistributedSampler.
         sampler_epoch: What ``set_epoch`` was called with.
         length: Of the dataset, where it has one.
@@ -125,6 +133,8 @@ class State:
         before_first: What was about to be drawn when it was first asked for a batch.
         samplers: States of samplers that have some, after the last of ``batches``.
         streams: How many batches of each worker's stream were delivered, of an IterableDataset.
+        stream_states: Where each worker's stream stood then, if it can say so.
+        dataset: State of a map-style dataset in the training process, if it has one.
     """
 
     under_way: bool
@@ -137,12 +147,15 @@ class State:
     offset: int = 0
     place: int = 0
     batch_size: int | None = None
+    workers: int | None = None
     world_size: int | None = None
     sampler_epoch: int | None = None
     length: int | None = None
     before_first: Draws | None = None
     samplers: dict[str, Any] | None = None
     streams: tuple[int, ...] | None = None
+    stream_states: tuple[StreamState | None, ...] | None = None
+    dataset: Any = None
 
     def plain(self) -> dict[str, Any]:
         """Return it as strings, numbers, lists and dicts, and what the samplers returned."""
@@ -151,6 +164,7 @@ class State:
             **vars(self),
             "ahead": list(self.ahead),
             "streams": None if self.streams is None else list(self.streams),
+            "stream_states": self.stream_states and [s and s.plain() for s in self.stream_states],
             "before_iter": self.before_iter.plain(),
             "before_first": self.before_first and self.before_first.plain(),
             "samplers": copy.deepcopy(self.samplers),
@@ -168,15 +182,18 @@ class State:
                 f"{_VERSION}, as DpexDataLoader.state_dict() returns it. Its keys: {sorted(plain)}"
             )
         try:
-            first = rest["before_first"]
+            first, streams = rest["before_first"], rest["stream_states"]
             return cls(
                 **{
                     **rest,
                     "ahead": tuple(rest["ahead"]),
                     "streams": None if rest["streams"] is None else tuple(rest["streams"]),
+                    "stream_states": streams
+                    and tuple(s and StreamState.from_plain(s) for s in streams),
                     "before_iter": Draws.from_plain(rest["before_iter"]),
                     "before_first": None if first is None else Draws.from_plain(first),
                     "samplers": copy.deepcopy(rest["samplers"]),
+                    "dataset": copy.deepcopy(rest["dataset"]),
                 }
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -234,6 +251,7 @@ class EpochProgress:
     _count: int = 0
     _delivered_samples: int = 0
     _streams: list[int] | None = None
+    _stream_states: dict[int, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._batches, self._samples = self.begin.batches, self.begin.samples
@@ -282,35 +300,57 @@ class EpochProgress:
         self._finish(drawn)
         self.owner.delivered_from(self)
 
-    def begin_streams(self, num_workers: int, delivered: int) -> list[int]:
-        """Return how many batches of each worker's stream have been delivered.
+    def begin_streams(
+        self, num_workers: int, delivered: int
+    ) -> tuple[list[int], list[tuple[int, bytes] | None]]:
+        """Begin to read a stream for each worker, or go on with them.
 
         Args:
             num_workers: Number of workers.
             delivered: Batches of all of them.
 
+        Returns:
+            For each worker, how many batches have been delivered; and what its stream goes on
+            from, if anything: after how many batches, and the packed state.
+
         Raises:
-            ValueError: The epoch was begun with another number of workers.
+            ValueError: The epoch was begun by torch's workers.
         """
         known = self.begin.streams
         if known is None and delivered:
-            known = ()
-        if known is not None and len(known) != num_workers:
             raise ValueError(
-                f"the state is of {len(known) or 'unknown'} workers' streams, this loader has "
-                f"num_workers={num_workers}: an IterableDataset's epoch goes on with as many "
-                "workers in distribute mode as began it there"
+                f"the state is of an IterableDataset without distribute_mode: how many of its "
+                f"{delivered} batches each worker made is not known. Go on without it, until the "
+                "epoch's end"
             )
         self._streams = list(known or [0] * num_workers)
         self._batches = sum(self._streams)
-        return list(self._streams)
+        states = self.begin.stream_states or [None] * num_workers
+        begins = [None if s is None else (s.batches, s.packed()) for s in states]
+        self._stream_states = {w: begin[1] for w, begin in enumerate(begins) if begin}
+        return list(self._streams), begins
 
-    def deliver_stream(self, worker: int) -> None:
-        """Take note that a batch of a worker's stream was delivered."""
+    def deliver_stream(self, worker: int, samples: int, state: bytes | None) -> None:
+        """Take note that a batch of a worker's stream was delivered.
+
+        Args:
+            worker: Whose.
+            samples: How many are in it.
+            state: Where the stream stands after it, packed, if it can say so.
+        """
         assert self._streams is not None
         self._streams[worker] += 1
         self._batches += 1
+        self._delivered_samples += samples
+        if state is not None:
+            self._stream_states[worker] = state
         self.owner.delivered_from(self)
+
+    def _states_of_streams(self) -> tuple[StreamState | None, ...] | None:
+        if not self._stream_states or self._streams is None:
+            return None
+        known = map(self._stream_states.get, range(len(self._streams)))
+        return tuple(None if s is None else StreamState.unpacked(s) for s in known)
 
     def deliver_next(self) -> None:
         """Take note that the next batch was delivered, or an error in its place."""
@@ -341,6 +381,7 @@ class EpochProgress:
             offset=self.begin.offset,
             place=self.begin.place,
             batch_size=self.begin.batch_size,
+            workers=self.begin.workers,
             world_size=self.begin.world_size,
             sampler_epoch=self.begin.sampler_epoch,
             length=length,
@@ -348,4 +389,6 @@ class EpochProgress:
             before_first=self.before_first,
             samplers=self._samplers,
             streams=None if self._streams is None else tuple(self._streams),
+            stream_states=self._states_of_streams(),
+            dataset=self.begin.dataset,
         )

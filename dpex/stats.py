@@ -26,8 +26,8 @@ class LoaderStats:
         waiting_s: Of these, in ``iter()`` and in ``next()``.
         first_batch_s: From ``iter()`` until the first batch was there; None before.
         batches: Delivered ones.
-        samples: That these were to have, with those that were left out; of a stream, those that
-            the workers have read.
+        samples: That these were to have, with those that were left out; a stream's batches say how
+            many they have, where a cluster makes them.
         size_bytes: Of all blocks that came, batches under way among them.
         read_s: Workers' seconds in the dataset; its own transforms are among them.
         transform_s: Workers' seconds in the transforms of a ``MappedDataset``.
@@ -67,7 +67,7 @@ class LoaderStats:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the epoch in which the training loop waited: 0 to 1."""
+        """Share of the epoch in which the training loop waited, 0 to 1."""
         return self.waiting_s / self.seconds if self.seconds else 0.0
 
     @property
@@ -135,6 +135,7 @@ class Meter:
         retries: Batches that were sent a second time.
         skipped: Samples that were left out.
         under_way: Batches asked for and not delivered.
+        published: What Ray's metrics know of them.
     """
 
     def __init__(self) -> None:
@@ -149,6 +150,7 @@ class Meter:
         self.retries = 0
         self.skipped = 0
         self.under_way = 0
+        self.published = LoaderStats()
 
     @contextlib.contextmanager
     def asked(self, *, for_batch: bool = True) -> Iterator[None]:
@@ -175,11 +177,11 @@ class Meter:
         self._transfer_s += transfer_s
         self._decode_s += decode_s
 
-    def stats(self, *, samples: int | None) -> LoaderStats:
+    def stats(self, *, samples: int) -> LoaderStats:
         """Return what has been counted.
 
         Args:
-            samples: Delivered ones; None if it is the workers who know.
+            samples: Delivered ones.
         """
         costs = self._costs
         return LoaderStats(
@@ -187,7 +189,7 @@ class Meter:
             waiting_s=self._waiting_s,
             first_batch_s=self._first_batch_s,
             batches=self._batches,
-            samples=costs.samples if samples is None else samples,
+            samples=samples,
             size_bytes=self._size_bytes,
             read_s=costs.read_s,
             transform_s=costs.transform_s,

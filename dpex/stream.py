@@ -3,6 +3,10 @@
 A stream can only go on where it stands, which is in one process. A chunk says which of a stream's
 batches it is to have; a process that does not have the stream, or has it too far on, begins it anew
 and reads up to there. So a chunk has the same batches whoever makes it.
+
+Where a dataset or its iterator can say where it stands, every batch comes with that, and an epoch
+that goes on in another process is begun there. A worker that dies is not: not every state is exact
+(those of shuffled streams often forget their buffer), and reading again is.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dpex.costs import Costs, count, noted
 from dpex.fetch import Chunk, Job, collate, encode
 from dpex.frame import Entry
 from dpex.seeding import global_states, set_global_states, stream_key
+from dpex.states import StreamState
 from dpex.worker import (
     Cancelled,
     Copy,
@@ -48,6 +53,7 @@ class _Stream:
     Attributes:
         dataset: The worker's copy of the dataset.
         made: How many batches have been read.
+        is_fresh: Whether it was begun at its beginning, and not from a state.
         generators: What the global generators are about to draw, while it is not read.
     """
 
@@ -55,6 +61,7 @@ class _Stream:
         job = copy.job
         self.dataset = job.dataset
         self.made = 0
+        self.is_fresh = True
         self.generators: tuple[torch.Tensor, Any, Any] | None = None
         self._fetcher = _IterableDatasetFetcher(
             job.dataset,
@@ -75,6 +82,23 @@ class _Stream:
         self.made += 1
         return self._fetcher.fetch(request)
 
+    def comes_to(self, chunk: Chunk) -> bool:
+        """Tell whether it had better read on to a chunk than be begun again."""
+        begin = chunk.begin[0] if chunk.begin else 0
+        return begin <= self.made <= chunk.first_batch // chunk.run.num_workers
+
+    @property
+    def state(self) -> bytes | None:
+        """Where it stands, packed, if it can say so."""
+        return StreamState.of(self._fetcher, self.made)
+
+    def stand_at(self, state: StreamState) -> None:
+        """Stand where another process stood; the dataset has been told already."""
+        state.give_iterator(self._fetcher)
+        state.generators.give_global()
+        self.made = state.batches
+        self.is_fresh = False
+
 
 class _NeverBegun(_Stream):
     """A stream whose beginning failed: it has ended, as torch's has."""
@@ -82,7 +106,14 @@ class _NeverBegun(_Stream):
     def __init__(self) -> None:
         self.dataset = None
         self.made = 0
+        self.is_fresh = False
         self.generators = None
+
+    state = None
+
+    def comes_to(self, chunk: Chunk) -> bool:
+        """Tell that it is not begun again."""
+        return True
 
     def read(self, request: Any) -> Any:
         """Return nothing."""
@@ -118,8 +149,8 @@ def stream_chunk(
     settle_process(run)
     key = (run.loader, run.generation, run.epoch, worker_id, run.base_seed)
     stream = _streams.get(key)
-    if stream is not None and stream.made > chunk.first_batch // run.num_workers:
-        stream = None  # it cannot go back
+    if stream is not None and not stream.comes_to(chunk):
+        stream = None
     if stream is not None and stream.generators is not None:
         set_global_states(stream.generators)
     try:
@@ -127,16 +158,19 @@ def stream_chunk(
             with noted() as costs:
                 try:
                     if stream is None:
-                        stream = _begin(key, run, read_job)
+                        stream = _begin(key, run, read_job, chunk.begin)
                     show_worker(worker_id, run, stream.dataset)
                     _read_up_to(number // run.num_workers, stream, request, cancelled)
-                    entry = Entry(number, encode(stream.read(request)))
+                    before = costs.samples  # of batches that nobody gets
+                    value = encode(stream.read(request))
+                    samples = costs.samples - before
+                    entry = Entry(number, value, samples=samples, state=stream.state)
                 except Cancelled:
                     return
                 except StopIteration:
                     entry = Entry(number, encode(None), "end")
                 except (Exception, SystemExit):
-                    if stream is None and number < run.num_workers:
+                    if stream is None:
                         stream = _streams[key] = _NeverBegun()
                     place = f"batch {number // run.num_workers} of its stream, {where}"
                     error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
@@ -161,12 +195,14 @@ def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[
             stream.read(request)
         except StopIteration:
             raise
-        except Exception:  # which was raised where this batch was delivered
+        except (Exception, SystemExit):  # which was raised where this batch was delivered
             continue
 
 
-def _begin(key: _Key, run: Run, read_job: Callable[[], Job]) -> _Stream:
-    """Begin a worker's stream of an epoch.
+def _begin(
+    key: _Key, run: Run, read_job: Callable[[], Job], begin: tuple[int, bytes] | None
+) -> _Stream:
+    """Begin a worker's stream of an epoch, or go on with it from a state.
 
     What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
     next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
@@ -175,6 +211,8 @@ def _begin(key: _Key, run: Run, read_job: Callable[[], Job]) -> _Stream:
     worker_id = key[3]
     slot = (run.loader, run.generation, worker_id)
     before = _streams.get((*slot[:2], run.epoch - 1, worker_id, run.base_seed))
+    if before is not None and not before.is_fresh:
+        before = None  # some datasets begin every epoch where they were once told to stand
     for other in [k for k in _streams if k[0] == run.loader]:
         over = other[1] == run.generation and other[3] == worker_id
         if over or other[1] < run.oldest_generation:
@@ -186,7 +224,13 @@ def _begin(key: _Key, run: Run, read_job: Callable[[], Job]) -> _Stream:
     base_seed = stream_key(run.base_seed, run.epoch) >> 2 if run.epoch else run.base_seed
     init_fn = copy.job.worker_init_fn if before is None else None
     initialise(worker_id, base_seed, init_fn or _do_nothing)
-    stream = _streams[key] = _Stream(copy)
+    state = StreamState.unpacked(begin[1]) if begin else None
+    if state:
+        state.give_dataset(copy.job.dataset)
+    stream = _Stream(copy)
+    if state:
+        stream.stand_at(state)
+    _streams[key] = stream
     while len(_streams) > max(_MAX_STREAMS, 2 * run.num_workers):
         _streams.popitem(last=False)
     return stream

@@ -95,11 +95,13 @@ class Copy(Generic[JobT]):
         job: The copy itself.
         habits: Which generators its samples draw from.
         initialised: Whether ``worker_init_fn`` has been called for it.
+        at_least: How many copies its loader is to keep here.
     """
 
     job: JobT
     habits: Habits
     initialised: bool = False
+    at_least: int = 0
 
 
 class Cancelled(BaseException):
@@ -115,15 +117,17 @@ def copy_of(
         slot: Whose, of which generation, for which logical worker.
         read_job: Makes one more copy, which nobody else has.
         oldest: Older generations of the same are no longer in use.
-        at_least: How many copies are to be kept, if that is more than usual.
+        at_least: How many copies of this loader are to be kept, if that is more than usual.
     """
     copy = _copies.get(slot)
     if copy is None:
         habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
         for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
             del _copies[stale]
-        copy = _copies[slot] = Copy(read_job(), habits or Habits())
-        while len(_copies) > max(_MAX_COPIES, at_least):
+        copy = _copies[slot] = Copy(read_job(), habits or Habits(), at_least=at_least)
+        # Those of two loaders, for training and validation. More may be of loaders that have gone.
+        wanted = sorted({k[0]: c.at_least for k, c in _copies.items()}.values())[-2:]
+        while len(_copies) > max(_MAX_COPIES, sum(wanted)):
             _copies.popitem(last=False)
         if "cv2" in sys.modules:
             # OpenCV's own pool would start a thread per core in every worker.

@@ -56,10 +56,11 @@ def shared_ray() -> Iterator[Connection]:
                 patch.delenv(name, raising=False)
             patch.setenv("RAY_TMPDIR", str(place))
             connection = connect("local")
-        # What kills Ray's agents when this process is killed waits for its end, not for Ray's.
-        started = {p for p in _children(os.getpid()) - before if b"dpex-reaper" not in _command(p)}
+        started = _children(os.getpid()) - before
         yield connection
-        _shut_down(started)
+        # What kills Ray's agents when this process is killed waits for its end, not for Ray's. (A
+        # process that has just started shows no command yet.)
+        _shut_down({p for p in started if b"dpex-reaper" not in _command(p)})
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

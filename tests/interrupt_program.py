@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -32,6 +33,8 @@ class Waits:
 
 def main() -> None:
     replies = take_stdout()
+    # What a shell starts in the background ignores SIGINT, and so does what it starts itself.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = DpexDataLoader(
         Waits(Path(sys.argv[1])),
         batch_size=10,

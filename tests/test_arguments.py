@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +52,26 @@ def test_nothing_distributed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
+
+
+HERE = Path(__file__).parent
+SEMANTICS = (HERE.parent / "docs" / "semantics.md").read_text()
+
+
+def test_every_argument_is_compared_with_torch_s() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", SEMANTICS, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)(?:=.*?)?`", row)}
+    parameters = set(inspect.signature(DpexDataLoader.__init__).parameters) - {"self"}
+    assert parameters <= documented
+
+
+def test_every_test_that_the_comparison_names_exists() -> None:
+    defined = {path.name: path.read_text() for path in HERE.glob("test_*.py")}
+    named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", SEMANTICS)
+    assert len(named) > 60
+    for file, test in named:
+        if file:
+            assert file in defined, file
+        if test:
+            where = [defined[file]] if file else defined.values()
+            assert any(f"def {test}(" in text for text in where), (file, test)

@@ -18,6 +18,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from cluster_programs import environment, run_program, spawn, wait_until, workplace
@@ -219,6 +220,19 @@ def test_a_later_job_finds_what_was_made(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             outputs.append(done.stdout.split())
     assert outputs == [["0", "30"], ["30", "0"], ["0", "30"]]
+
+
+def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "cat").mkdir(parents=True)
+    PIL.Image.new("L", (3, 3)).save(tmp_path / "pictures" / "cat" / "1.png")
+    program = (
+        "import sys; from dpex.datasets import ImageFolder, cached\n"
+        "dataset = cached(ImageFolder(sys.argv[1]), at=sys.argv[2]); dataset[0]\n"
+        "print(dataset.info().hits)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "pictures"), str(tmp_path / "cache")]
+    hits = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)]
+    assert hits == [b"0\n", b"1\n"]
 
 
 def test_memory_is_given_back(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from cluster_programs import (
     wait_until,
     workplace,
 )
+from cluster_programs.seeing import hiding, installed, namespace
 
 from dpex.cluster import versions
 from dpex.cluster.connect import _running_cluster, connect
@@ -231,16 +230,6 @@ def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_p
     assert driver.end() == 0
 
 
-def namespace(*options: str) -> tuple[str, ...]:
-    """A command in front of another that gives it namespaces of its own; skips where it cannot."""
-    command = ("unshare", *options)
-    try:
-        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"needs namespaces: {error}")
-    return command
-
-
 def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
     # What is no process of this "host" is no node of it.
     elsewhere = Driver(place, under=namespace("--fork", "--kill-child", "--pid", "--mount-proc"))
@@ -269,20 +258,6 @@ def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_po
     assert logged(frozen, f"nobody answers at {address_of(empty_place)}")
     assert silent.end() == 0
     assert frozen.end() == 0
-
-
-def hiding(*hidden: Path, more: str = ":") -> tuple[str, ...]:
-    """A command in front of another that sees empty directories in the place of these."""
-    mounts = "".join(f"mount -t tmpfs none '{directory}'\n" for directory in hidden)
-    script = f'set -e\nmount --make-rprivate /\n{mounts}{more}\nexec "$@"'
-    return (*namespace("--mount"), "sh", "-c", script, "sh")
-
-
-def installed(name: str) -> tuple[Path, Path]:
-    """The directories of a distribution's package and of its metadata."""
-    package = Path(str(distribution(name).locate_file(name)))
-    [metadata] = package.parent.glob(f"{name}-*.dist-info")
-    return package, metadata
 
 
 def test_a_node_without_dpex_gets_it(empty_place: Path) -> None:

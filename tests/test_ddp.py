@@ -21,7 +21,11 @@ pytestmark = [
 GONE_SECONDS = 60
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.extended)],
+    ids="{} ranks".format,
+)
 def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
     with workplace() as place:

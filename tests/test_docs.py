@@ -1,29 +1,141 @@
-"""The code in the guides runs, block after block, as a reader would type it."""
+"""What the pages say holds: code runs, links lead somewhere, messages are dpex's."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from cluster_programs import ROOT, run_program, workplace
 
-GUIDES = ["datasets.md", "running.md", "stages.md", "trainers.md"]
+import dpex
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for pattern in ("*.md", "docs/*.md", "examples/*.md", "notebooks/*.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+
+GUIDES = ["docs/datasets.md", "docs/running.md", "docs/stages.md", "docs/trainers.md"]
+# Whose few lines are about a dataset that the reader has.
+SKETCHES = ["README.md", "README.zh-CN.md", "docs/cluster.md"]
+WHAT_THE_READER_HAS = """
+import torch
+from dpex import DpexDataLoader
+
+dataset = torch.utils.data.TensorDataset(torch.rand(250, 3), torch.arange(250))
+"""
+
+FENCE = re.compile(r"^( *```+)(\w*).*?\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 
-def code_of(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+def code_of(page: str) -> list[str]:
+    return [code for _, language, code in FENCE.findall(PAGES[page]) if language == "python"]
+
+
+def test_the_code_of_every_page_is_run() -> None:
+    assert {page for page in PAGES if code_of(page)} == {*GUIDES, *SKETCHES}
 
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", GUIDES)
-def test_the_code_of_a_guide_runs(name: str) -> None:
-    blocks = code_of(ROOT / "docs" / name)
-    assert blocks
+@pytest.mark.parametrize("page", [*GUIDES, *SKETCHES])
+def test_the_code_of_a_page_runs(page: str) -> None:
+    given = [WHAT_THE_READER_HAS] if page in SKETCHES else []
     with workplace() as place:
-        program = place / "guide.py"
-        program.write_text("\n".join(blocks))
+        program = place / "page.py"
+        program.write_text("\n".join(given + code_of(page)))
         done = run_program(program, place=place, seconds=140)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def anchors_of(page: str) -> set[str]:
+    """What GitHub names the headings of a page."""
+    anchors = set()
+    seen: Counter[str] = Counter()
+    for heading in HEADING.findall(FENCE.sub("", PAGES[page])):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return anchors
+
+
+def dead_links(page: str) -> Iterator[str]:
+    for link in re.findall(r"\]\(<?([^)\s>]+)", FENCE.sub("", PAGES[page])):
+        if re.match(r"[a-z]+:", link):  # on another host
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        name = str(target.resolve().relative_to(ROOT.resolve()))
+        # A directory is a page on GitHub only.
+        if not target.is_file() or (anchor and anchor not in anchors_of(name)):
+            yield link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
+    assert list(dead_links(page)) == []
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+MESSAGES = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+# What is about a single argument, and raised as ValueError or TypeError, may be left out.
+EXPLAINED = {
+    *(name for name in dpex.__all__ if name.endswith("Error")),
+    *("_warn_once", "logger.warning", "warnings.warn"),
+}
+
+
+def text_of(node: ast.AST) -> str:
+    """The text that an expression has, with ``...`` where a value stands."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[-+ #0-9.]*[a-z]", "...", text)
+        case ast.JoinedStr(values=parts):
+            return "".join(map(text_of, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return text_of(left) + text_of(right)
+    return "..."
+
+
+def code_nodes() -> Iterator[ast.AST]:
+    """All of the package's code but its docstrings."""
+    for path in sorted(Path(dpex.__file__).parent.rglob("*.py")):
+        pending: list[ast.AST] = [ast.parse(path.read_text())]
+        while pending:
+            node = pending.pop()
+            yield node
+            children = ast.iter_child_nodes(node)
+            pending += (c for c in children if not (isinstance(c, ast.Expr) and is_text(c.value)))
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_messages_are_dpex_s() -> None:
+    texts = "\n".join(text_of(node) for node in code_nodes() if isinstance(node, ast.expr))
+    assert MESSAGES
+    assert [message for message in MESSAGES if message not in texts] == []
+
+
+def test_what_dpex_warns_of_and_its_own_errors_are_explained() -> None:
+    unexplained = []
+    for node in code_nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in EXPLAINED:
+            text = " ".join(map(text_of, node.args))
+            # What is said by a variable is met where the variable gets its text.
+            if re.search("[a-z]", text) and not any(message in text for message in MESSAGES):
+                unexplained.append(text)
+    assert unexplained == []

@@ -79,7 +79,11 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
 
 @pytest.mark.parametrize(
     ("options", "by_signal"),
-    [({}, True), ({"persistent_workers": True}, False), ({"in_order": False}, True)],
+    [
+        ({}, True),
+        pytest.param({"persistent_workers": True}, False, marks=pytest.mark.extended),
+        pytest.param({"in_order": False}, True, marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bool) -> None:
@@ -132,6 +136,7 @@ def ancestors(pid: int) -> set[int]:
     return above
 
 
+@pytest.mark.extended
 def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader() -> None:
     loader = loader_of(KillsHost(40))
     iterator = iter(loader)
@@ -142,6 +147,7 @@ def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader()
     assert [int(index) for batch in loader for index in batch[1]] == list(range(2000))
 
 
+@pytest.mark.extended
 def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
     ours = iter(loader_of(Plain(2000), prefetch_bytes=0))
     next(ours)

@@ -167,6 +167,22 @@ def test_copies_in_use_outlive_others() -> None:
     assert len(worker_module._copies) <= 8
 
 
+def test_validation_leaves_the_copies_of_training_as_they_are() -> None:
+    def open_for(worker_id: int) -> None:
+        del worker_id
+
+    options: dict[str, Any] = {"worker_init_fn": open_for}
+    train, check = (
+        make_run(loader=name, copy_per_worker=True, num_workers=workers)
+        for name, workers in (("train", 16), ("check", 4))
+    )
+    for turn in range(1, 9):
+        assert read(Counts(), [[0]] * 16, run=train, **options) == [[(turn, None)]] * 16
+        assert read(Counts(), [[0]] * 4, run=check, **options) == [[(turn, None)]] * 4
+        read(Counts(), [[0]], run=make_run(loader=f"gone {turn}"))
+    assert len(worker_module._copies) <= 2 * (16 + 4)
+
+
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
     def open_for(worker_id: int) -> None:
         info = get_worker_info()

@@ -18,6 +18,18 @@ pytestmark = [
 ]
 
 PROGRAM = Path(__file__).with_name("fork_program.py")
+# A Ray that lies on a disk that does not answer, and a trainer that ends before it does.
+STALLED = "import pathlib, threading; pathlib.Path('reached').touch(); threading.Event().wait()"
+IMPATIENT = """
+import os, pathlib, time
+from dpex.cluster import forkserver
+from dpex.pickling import dump
+
+assert forkserver.address(lambda: dump(0, "job"))
+while not pathlib.Path("reached").exists():
+    time.sleep(0.05)
+os._exit(0)
+"""
 
 
 def outcome_of(scenario: str) -> Any:
@@ -79,3 +91,14 @@ def test_workers_end_with_a_trainer_that_is_killed() -> None:
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+
+
+def test_the_server_ends_with_its_trainer_also_where_ray_cannot_be_loaded() -> None:
+    with workplace() as place:
+        (place / "ray.py").write_text(STALLED)
+        program = place / "impatient.py"
+        program.write_text(IMPATIENT)
+        # The server has its output: this waits for its end too.
+        done = run_program(program, place=place, seconds=60)
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: not processes_in(place), 20, "end of the fork server")

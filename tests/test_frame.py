@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,32 @@ def test_a_view_sends_its_own_elements_only() -> None:
     row = torch.arange(1_000_000.0)[5:10]
     assert dump(row, "batch").size_bytes < 2000
     assert torch.equal(through_frame(row)[0], row)
+
+
+def test_what_is_repeated_is_sent_once() -> None:
+    rows = torch.arange(5000.0).expand(200, 2, 5000)
+    one = torch.rand(()).expand(3000)
+    assert dump(rows, "batch").size_bytes < 5000 * 4 + 1000
+    for sent, back in zip((rows, one), through_frame(rows, one), strict=True):
+        assert torch.equal(back, sent)
+        assert back.stride() == sent.stride()
+
+
+def test_arrays_of_files_are_sent_apart(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "tokens", np.uint16, "w+", shape=(100, 500))
+    mapped[:] = np.arange(500)
+    pickled = dump({"tokens": mapped}, "dataset")
+    assert len(pickled.head) < 1000
+    assert np.shares_memory(pickled.buffers[0], mapped), "it was copied"
+    [back] = through_frame(mapped)
+    assert type(back) is np.memmap
+    assert np.array_equal(back, mapped)
+
+
+def test_nested_tensors_are_torch_s() -> None:
+    nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)])
+    [back] = through_frame(nested)
+    assert [row.tolist() for row in back.unbind()] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_structure_and_types_survive() -> None:

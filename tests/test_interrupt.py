@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_programs import environment, wait_until, workplace
+from cluster_programs import environment, run_program, wait_until, workplace
 
 PROGRAM = Path(__file__).with_name("interrupt_program.py")
+EARLY_PROGRAM = Path(__file__).with_name("interrupt_early_program.py")
 
 
 @pytest.mark.multiprocess
@@ -36,3 +37,11 @@ def test_the_loader_is_usable_after_an_interrupt_and_after_ray_s_end() -> None:
             "interrupted",
             *["complete"] * 3,
         ], out + errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_ray_is_started_whole_or_not_at_all() -> None:
+    with workplace() as place:
+        done = run_program(EARLY_PROGRAM, place=place, seconds=150)
+    assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr

@@ -11,8 +11,8 @@ import pytest
 import dpex
 
 PACKAGE = Path(dpex.__file__).parent
-# The two that may know that there is a cluster.
-DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.iterator"}
+# Those that may know that there is a cluster.
+DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.doctor", "dpex.iterator"}
 # Each may be imported by the module of its name in dpex.integrations, and by no other.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
@@ -190,5 +190,19 @@ dataset = TensorDataset(torch.arange(8))
 assert len(list(DpexDataLoader(dataset, batch_size=2))) == 4
 assert len(list(DpexDataLoader(dataset, batch_size=2, distribute_mode=True))) == 4
 assert "ray" not in sys.modules
+"""
+    )
+
+
+def test_the_command_line_waits_for_nothing() -> None:
+    run_python(
+        """
+import sys
+from dpex.__main__ import main
+try:
+    main(["doctor", "--help"])
+except SystemExit:
+    pass
+assert not {"ray", "torch"} & set(sys.modules), "a mistyped command imports torch"
 """
     )

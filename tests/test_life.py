@@ -16,7 +16,7 @@ from cluster_programs import wait_until
 from living import ImageAndArrays, LargeArray, Plain, Remembers, Slow
 from torch.utils.data import DataLoader
 
-from dpex import DpexDataLoader
+from dpex import ChunkLostError, DpexDataLoader
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
@@ -42,6 +42,23 @@ def test_a_break_leaves_the_loader_usable_and_no_thread() -> None:
             break
     assert indices(loader) == list(range(200))
     wait_until(lambda: receiving() == 0, 10, "end of the receiving threads")
+
+
+class CannotBeSent(int):
+    """An index whose sending is interrupted."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_indices_are_sent_is_the_end_of_the_iterator() -> None:
+    sampler = [*range(50), CannotBeSent(50), *range(51, 200)]
+    iterator = iter(loader_of(Plain(), sampler=sampler, prefetch_bytes=0))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in iterator:
+            pass
+    with pytest.raises(ChunkLostError, match="batches outstanding"):
+        next(iterator)
 
 
 def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:

@@ -19,8 +19,9 @@ from cluster_programs import run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
 from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
+from torchvision import tv_tensors
 
-from dpex import ChunkLostError, ClusterError, DpexDataLoader
+from dpex import ChunkLostError, ClusterError, DpexDataLoader, apply
 from dpex.transforms import MappedDataset, Stage
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
@@ -36,6 +37,11 @@ class AtOnce(Plain):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
+
+
+def test_what_leaves_a_gpu_stays_what_it_is() -> None:
+    boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(9, 9))
+    assert type(apply._to_cpu(boxes)) is tv_tensors.BoundingBoxes
 
 
 def double(value: torch.Tensor) -> torch.Tensor:

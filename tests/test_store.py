@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import PIL.Image
 import pyarrow as pa
@@ -287,6 +288,82 @@ def test_bad_input_is_told_at_once(
 ) -> None:
     with pytest.raises(error, match=re.escape(says)):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["my set", "run#3", "q?x", "100%", "data:v2", "a%20b", "é"])
+def test_a_path_is_taken_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name / "rows.parquet").parent.mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / name / "rows.parquet")
+    monkeypatch.chdir(tmp_path)
+    local = pyarrow.fs.LocalFileSystem()
+    beside: dict[str, Any] = {"filesystem": fsspec.filesystem("file")}
+    for dataset in (
+        Parquet(tmp_path / name),
+        Parquet(name),
+        Parquet((tmp_path / name).as_uri()),
+        Parquet(tmp_path / name, filesystem=local),
+        Parquet(tmp_path / name, **beside),
+        Parquet(name, **beside),
+        Parquet(f"file://{tmp_path / name}", **beside),
+    ):
+        assert [row["x"] for row in dataset.__getitems__([0, 1])] == [1, 2]
+
+
+def test_a_file_system_in_memory_takes_paths_of_both_kinds() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("a/1.pgm", "b/2.pgm"):
+        memory.pipe(f"/pictures/{name}", b"P5 1 1 255 x")
+    for uri in ("pictures", "/pictures/", "memory://pictures"):
+        dataset = ImageFolder(uri, filesystem=memory)
+        assert dataset.classes == ["a", "b"]
+        assert dataset[1][0].size == (1, 1)
+    memory.rm("/pictures", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "simplecache::s3://AKIA:hidden-one@bucket/x",
+        "zip://a.zip::https://user:hidden-one@host/x",
+        "https://hidden-one@host/x",
+        "s3://hidden-one@bucket",
+    ],
+)
+def test_credentials_in_a_uri_are_refused_and_not_shown(uri: str) -> None:
+    with pytest.raises(ValueError, match="credentials") as caught:
+        Store(uri)
+    assert "hidden" not in str(caught.value)
+
+
+def test_hidden_files_are_no_rows_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    for name in ("rows", ".ipynb_checkpoints/rows", "_delta/rows", "._rows"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
+    assert len(Parquet(tmp_path)) == 2
+    (tmp_path / "worse.parquet").write_bytes(b"no rows")
+    with pytest.raises(pa.ArrowInvalid) as caught:
+        Parquet(tmp_path)
+    assert caught.value.__notes__ == [f"{tmp_path}/worse.parquet was being read"]
+
+
+def test_lists_with_nulls_keep_their_numbers(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [[2**60 + 1, None], [7]]}), tmp_path / "rows.parquet")
+    first, second = Parquet(tmp_path).__getitems__([0, 1])
+    assert first["ids"] == [2**60 + 1, None]
+    assert second["ids"].dtype == np.int64
+
+
+def test_which_files_are_pictures_is_asked_with_the_whole_path(tmp_path: Path) -> None:
+    folder = empty_class(tmp_path)
+    (folder / "eel" / "1.bin").write_bytes(b"P5 1 1 255 x")
+    (folder / "eel" / "2.bin").write_bytes(b"no picture")
+    dataset = ImageFolder(folder, is_valid_file=lambda path: Path(path).stat().st_size > 0)
+    assert list(dataset.paths) == ["cat/1.png", "eel/1.bin", "eel/2.bin"]
+    with pytest.raises(PIL.UnidentifiedImageError) as caught:
+        dataset[2]
+    assert caught.value.__notes__ == [f"{folder}/eel/2.bin was being read"]
 
 
 def empty_class(place: Path) -> Path:

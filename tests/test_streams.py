@@ -21,6 +21,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     IterDataPipe,
+    TensorDataset,
     get_worker_info,
 )
 
@@ -343,7 +344,9 @@ def test_an_error_names_worker_and_place() -> None:
         list(loader)
 
 
-@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(5, marks=[pytest.mark.extended, pytest.mark.timeout(180)])]
+)
 def test_a_worker_that_dies_changes_nothing(assert_same: Same, tmp_path: Path, times: int) -> None:
     (marks := tmp_path / "marks").mkdir()
     arguments = {"batch_size": 2, "num_workers": 3}
@@ -352,6 +355,8 @@ def test_a_worker_that_dies_changes_nothing(assert_same: Same, tmp_path: Path, t
     assert_same(ours, run_epochs(DataLoader, Deadly(marks, times), 1, **arguments))
 
 
+@pytest.mark.extended
+@pytest.mark.timeout(180)  # six processes start, one after the other
 def test_a_slow_stream_beside_one_that_dies_for_good(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(SlowBeside(marks, 6), 2, num_workers=2, **OURS)
@@ -377,6 +382,7 @@ def test_no_prefetching() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(180)  # some twenty processes start
 def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(Deadly(marks, 1000), 2, num_workers=2, **OURS)
@@ -395,6 +401,9 @@ def test_a_wrong_length_warns_as_torch_s_does() -> None:
 
 def test_statistics_count_a_stream_s_samples() -> None:
     with DpexDataLoader(Shard(50), 4, num_workers=2, **OURS) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert loader.stats().samples == 4
         batches = list(loader)
         assert loader.stats().samples == 50
         assert loader.stats().batches == len(batches)
@@ -426,20 +435,38 @@ def test_a_stream_goes_on_where_it_was(dataset: Any, second: str) -> None:
             assert not loader.state_dict()["under_way"]
 
 
-def test_a_stream_goes_on_with_as_many_workers_only() -> None:
-    with DpexDataLoader(Shard(), 2, num_workers=2, **OURS) as loader:
+@pytest.mark.parametrize("ours", [{}, OURS], ids=["torch", "dpex"])
+@pytest.mark.parametrize("change", [{"num_workers": 0}, {"num_workers": 3}, {"batch_size": 3}])
+def test_a_stream_goes_on_in_the_same_batches_only(change: Any, ours: Any) -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "num_workers": 2, **ours}
+    with DpexDataLoader(Shard(), **arguments) as loader:
+        list(loader)
+        between = loader.state_dict()
         next(iter(loader))
         state = loader.state_dict()
-    with DpexDataLoader(Shard(), 2, num_workers=3, **OURS) as loader:
-        loader.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"of 2 workers' streams.*num_workers=3"):
-            iter(loader)
+    with DpexDataLoader(Shard(), **{**arguments, **change}) as loader:
+        with pytest.raises(ValueError, match=r"num_workers=2 and batch_size=2.* has \d and \d"):
+            loader.load_state_dict(state)
+        loader.load_state_dict(between)
+
+
+def test_an_epoch_of_torch_s_workers_does_not_go_on_in_ours() -> None:
     plain = DpexDataLoader(Shard(), 2, num_workers=2)
     next(iter(plain))
     with DpexDataLoader(Shard(), 2, num_workers=2, **OURS) as loader:
         loader.load_state_dict(plain.state_dict())
-        with pytest.raises(ValueError, match="of unknown workers' streams"):
+        with pytest.raises(ValueError, match="an IterableDataset without distribute_mode"):
             iter(loader)
+
+
+def test_a_stream_does_not_go_on_as_a_map_nor_a_map_as_a_stream() -> None:
+    loaders = DpexDataLoader(Shard(), 2), DpexDataLoader(TensorDataset(torch.arange(9)), 2)
+    for one, other in itertools.permutations(loaders):
+        next(iter(one))
+        with pytest.raises(
+            ValueError, match=r"map-style dataset.*IterableDataset|IterableDat.*map-s"
+        ):
+            other.load_state_dict(one.state_dict())
 
 
 def test_without_the_cluster_errors_are_read_over() -> None:
@@ -470,6 +497,40 @@ def test_without_the_cluster_a_stream_goes_on_too(num_workers: int) -> None:
     loader = DpexDataLoader(Shard(), 2, num_workers=num_workers)
     loader.load_state_dict(state)
     assert before + [batch.tolist() for batch in loader] == whole
+
+
+class Exits(IterableDataset[int]):
+    """An iterator that exits, and goes on."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        if self.place == 2:
+            raise SystemExit("for good")
+        if self.place == 5:
+            raise StopIteration
+        return self.place
+
+
+def test_an_exit_is_read_over_too() -> None:
+    found: list[Any] = []
+    state: dict[str, Any] = {}
+    for batches in (3, 1):
+        with DpexDataLoader(Exits(), None, num_workers=1, **OURS) as loader:
+            loader.load_state_dict(state)
+            iterator = iter(loader)
+            for _ in range(batches):
+                try:
+                    found.append(next(iterator))
+                except (RuntimeError, SystemExit) as error:
+                    found.append("SystemExit" in repr(error) and "exit")
+            state = loader.state_dict()
+    assert found == [1, "exit", 3, 4]
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from dpex.cluster.turns import Assignment, Turns
+from dpex.cluster import sharing
+from dpex.cluster import turns as turns_module
+from dpex.cluster.sharing import Round
+from dpex.cluster.turns import Assignment, Others, Turns
 
 Scenario = Callable[[Turns], Awaitable[None]]
 
@@ -165,6 +168,99 @@ def test_a_task_too_many_ends() -> None:
         assert payload_of(await turns.next_chunk("b", 1, 1)) == b"2"
 
     play(scenario)
+
+
+# --- other trainers on the cluster ----------------------------------------------------------------
+
+
+def test_none_is_started_while_those_of_others_wait() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, *[b"chunk"] * 9)
+        turns.others = Others(wait=True, room=0)
+        assert turns.wanted(0) == 0
+        turns.others = Others(wait=False, room=0)
+        assert turns.wanted(0) == 1
+        assert not turns.waits
+        turns.started()
+        assert turns.waits
+        assert turns.wanted(1) == 0
+        await turns.next_chunk("a", 0, 0)
+        assert not turns.waits
+        assert turns.wanted(1) == 0  # it has one
+        turns.others = Others(wait=True, room=2)  # there are free CPUs
+        assert turns.wanted(1) == 2
+        assert turns.may_want(1)
+        turns.started(2)
+        assert turns.wanted(3) == 0
+        assert not turns.may_want(3)
+        turns.others = None
+        assert turns.wanted(3) == 1  # four at once
+
+    play(scenario)
+
+
+def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        turns.started()
+        assert turns.waits
+        monkeypatch.setattr(turns_module, "_HOPELESS_S", 0.0)
+        assert not turns.waits
+
+    play(scenario)
+
+
+def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_WAITED_FOR_TURN_S", 0.0)
+
+    async def scenario(turns: Turns) -> None:
+        feed(turns, *[b"chunk"] * 9)
+        turns.others = Others(wait=False, room=1)
+        await turns.next_chunk("a", 0, 0)
+        assert await turns.next_chunk("a", 1, 1) is not None
+        turns.others = Others(wait=True, room=1)
+        assert await turns.next_chunk("a", 2, 2) is None
+        assert await turns.next_chunk("b", 0, 0) is not None  # every turn has a chunk
+
+    play(scenario)
+
+
+def test_a_stream_s_turn_ends_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_WAITED_FOR_TURN_S", 0.0)
+
+    async def scenario(turns: Turns) -> None:
+        turns.others = Others(wait=True, room=0)
+        for worker in (0, 0, 1):
+            turns.feed(b"chunk", alone=False, worker=worker)
+        assert turns.wanted(0) == 2
+        turns.started(2)
+        assert await turns.next_chunk("a", 0, 0) is not None
+        assert await turns.next_chunk("a", 1, 1) is not None
+
+    play(scenario)
+
+
+def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "POLL_S", 0.0)
+    monkeypatch.setattr(sharing, "_GONE_S", 0.2)
+    free = 9.0
+
+    async def scenario() -> None:
+        nonlocal free
+        notes = Round(lambda: free)
+        assert await notes.others("a", waits=True) is None
+        assert await notes.others("b", waits=False) == Others(wait=True, room=0)
+        # What was free twice is divided.
+        assert await notes.others("a", waits=True) == Others(wait=False, room=4)
+        free = 0.5
+        assert await notes.others("b", waits=False) == Others(wait=True, room=0)
+        assert await notes.others("a", waits=False) == Others(wait=False, room=0)
+        monkeypatch.setattr(sharing, "_CALM_S", 0.0)
+        assert await notes.others("a", waits=False) == Others(wait=False, room=1)
+        await asyncio.sleep(0.3)
+        assert await notes.others("b", waits=False) is None  # "a" has gone
+
+    asyncio.run(scenario())
 
 
 # --- streams --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,21 @@ OURS = {
     "head_address": "auto",
     "worker_options": {"num_cpus": 0.5},
     "prefetch_bytes": 1 << 20,
+    "on_error": "skip",
+    "max_skipped": 7,
 }
 
 Report = dict[str, Any]
 MakeLoader = Callable[..., DataLoader[Any]]
 
 
+def torchs_workers() -> int:
+    """None in a rank: beside gloo's threads a fork of torch's hangs now and then."""
+    return NUM_WORKERS if os.environ.get("WORLD_SIZE", "1") == "1" else 0
+
+
 def make_torchs(dataset: Any, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, **arguments, num_workers=NUM_WORKERS)
+    return DataLoader(dataset, **arguments, num_workers=torchs_workers())
 
 
 def make_ours(dataset: Any, **arguments: Any) -> DpexDataLoader[Any]:
@@ -111,7 +119,7 @@ def train(model: nn.Module, optimizer: Any, batch: Any, backward: Any, seen: See
 # --- Lightning ------------------------------------------------------------------------------------
 
 
-def lightning_trainer(make: MakeLoader, ranks: int, _: Path, **options: Any) -> Report:
+def lightning_module(make: MakeLoader) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -134,17 +142,28 @@ def lightning_trainer(make: MakeLoader, ranks: int, _: Path, **options: Any) -> 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    return Module()
+
+
+LIGHTNING: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": EPOCHS,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def lightning_trainer(make: MakeLoader, ranks: int, _: Path, **options: Any) -> Report:
+    import lightning
+
     torch.manual_seed(1)
-    module = Module()
+    module = lightning_module(make)
     trainer = lightning.Trainer(
-        accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=EPOCHS,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **LIGHTNING,
         **options,
     )
     trainer.fit(module, make(Points(), batch_size=BATCH_SIZE, shuffle=True))
@@ -155,6 +174,22 @@ def lightning_trainer(make: MakeLoader, ranks: int, _: Path, **options: Any) -> 
 def lightning_overfit(make: MakeLoader, ranks: int, directory: Path) -> Report:
     """Have the Trainer make its loaders anew, which it does on one device for this reason alone."""
     return lightning_trainer(make, ranks, directory, overfit_batches=2)
+
+
+def lightning_checkpoints(make: MakeLoader, directory: Path, step: int | None) -> list[Any]:
+    """Return the training steps of a run that writes checkpoints, or that begins at one."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    torch.manual_seed(1)
+    module = lightning_module(make)
+    checkpoints = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = lightning.Trainer(devices=1, callbacks=[checkpoints], **LIGHTNING)
+    loader = make(Points(), batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator())
+    begin = None if step is None else str(directory / f"step={step}.ckpt")
+    trainer.fit(module, loader, ckpt_path=begin)
+    module.seen.close(trainer.train_dataloader, trainer.val_dataloaders)
+    return [seen for seen in module.seen.steps if seen[0] == "train"]
 
 
 def lightning_fabric(make: MakeLoader, ranks: int, _: Path) -> Report:
@@ -286,8 +321,8 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
         per_device_eval_batch_size=BATCH_SIZE,
         gradient_accumulation_steps=2,
         learning_rate=0.1,
-        dataloader_num_workers=NUM_WORKERS,
-        dataloader_persistent_workers=True,
+        dataloader_num_workers=NUM_WORKERS if ours else torchs_workers(),
+        dataloader_persistent_workers=ours or torchs_workers() > 0,
         save_strategy="steps",
         save_steps=1,
         logging_steps=1,
@@ -313,6 +348,15 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
     # The last checkpoint but one is in the middle of the last epoch.
     checkpoint = directory / kind / f"checkpoint-{trainer.state.global_step - 1}"
     make_trainer().train(resume_from_checkpoint=str(checkpoint))
+    if ranks == 1:
+
+        class Stopping(transformers.TrainerCallback):
+            def on_step_end(self, _: Any, state: Any, control: Any, **named: Any) -> None:
+                control.should_epoch_stop = state.global_step % 2 == 0
+
+        trainer = make_trainer()
+        trainer.add_callback(Stopping())
+        trainer.train()
     seen.close(*loaders)
     return seen.report
 

@@ -2,6 +2,7 @@
 
 connect:     which Ray, from head_address
 local_nodes: Ray's nodes on this host
+limits:      what this process may use of its host
 embedded:    a Ray of our own where there is none
 forkserver:  its workers, as forks of the trainer; forked_worker asks for them
 keeper:      one Ray for all ranks of a host

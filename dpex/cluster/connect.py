@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +35,14 @@ from dpex.errors import ClusterError
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["Connection", "connect", "parse_address", "report_busy_cpus"]
+__all__ = [
+    "Connection",
+    "choose",
+    "cluster_size",
+    "connect",
+    "parse_address",
+    "report_busy_cpus",
+]
 
 logger = logging.getLogger("dpex")
 
@@ -81,7 +89,7 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
     """
     global _current
     request = parse_address(head_address, "head_address")
-    with _lock:
+    with _lock, _undivided():
         if _forked_from_driver:
             raise ClusterError(
                 "this process was forked from one connected to Ray, and Ray does not survive a "
@@ -93,6 +101,32 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
         connection = _existing(request) if connected else _new(request, bequest)
         _current = (_session(), connection)
         return connection
+
+
+@contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    """Put the first Ctrl-C off to the end: a Ray half imported or half started is of no use.
+
+    Who cannot wait for that presses it twice.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[int, Any]] = []
+
+    def note(number: int, frame: Any) -> None:
+        pressed.append((number, frame))
+        if len(pressed) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(pressed) == 1:
+            handler(*pressed[0])
 
 
 def parse_address(value: str, name: str) -> str:
@@ -151,15 +185,30 @@ def _existing(request: str) -> Connection:
     return _checked_client(ours=False) if through_client else _checked("existing")
 
 
-def _new(request: str, bequest: Callable[[], Pickled] | None) -> Connection:
-    name = "head_address"
-    if request == "auto":
-        variable = os.environ.get("RAY_ADDRESS", "").strip()
-        if variable and variable != "auto":
-            request, name = parse_address(variable, "RAY_ADDRESS"), "RAY_ADDRESS"
-            logger.info("using RAY_ADDRESS=%s", request)
-        else:
-            request = _running_cluster() or "local"
+def choose(head_address: str) -> tuple[str, str]:
+    """Say which Ray a process that is connected to none will use, and connect to nothing.
+
+    Args:
+        head_address: As for ``connect``.
+
+    Returns:
+        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and what names it, for the errors.
+
+    Raises:
+        ValueError: ``head_address``, or RAY_ADDRESS, has none of the forms.
+    """
+    if head_address != "auto":
+        return parse_address(head_address, "head_address"), "head_address"
+    variable = os.environ.get("RAY_ADDRESS", "").strip()
+    if variable and variable != "auto":
+        address = parse_address(variable, "RAY_ADDRESS")
+        logger.info("using RAY_ADDRESS=%s", address)
+        return address, "RAY_ADDRESS"
+    return _running_cluster() or "local", "head_address"
+
+
+def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection:
+    request, name = choose(head_address)
     if request == "local":
         return _embedded(bequest)
     stop_requiring_token()
@@ -282,8 +331,8 @@ def _join(address: str, name: str, **options: Any) -> None:
         _disconnect()
         raise ClusterError(
             f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token; "
-            f"if this host runs no node of it, start one: {command}"
+            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token "
+            f"and have its token here; if this host runs no node of it, start one: {command}"
         ) from error
 
 
@@ -331,6 +380,15 @@ def _is_single_host() -> bool:
     return all(host == hosts.get(here) for host in hosts.values())
 
 
+def cluster_size() -> tuple[int, float, float]:
+    """Count the nodes that are alive, and the CPUs and GPUs that they have, free or not."""
+    import ray
+
+    total = ray.cluster_resources()
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    return nodes, total.get("CPU", 0), total.get("GPU", 0)
+
+
 def report_busy_cpus() -> str:
     """Say who holds the cluster's CPUs, for a log line; needs no dashboard.
 
@@ -340,10 +398,9 @@ def report_busy_cpus() -> str:
     """
     import ray
 
-    total = ray.cluster_resources().get("CPU", 0)
+    nodes, total, _ = cluster_size()
     free = ray.available_resources().get("CPU", 0)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    parts = [f"{free:g} of {total:g} CPUs are free on {len(nodes)} node(s)"]
+    parts = [f"{free:g} of {total:g} CPUs are free on {nodes} node(s)"]
     for group in ray.util.placement_group_table().values():
         cpus = sum(bundle.get("CPU", 0) for bundle in group["bundles"].values())
         if group["state"] == "CREATED" and cpus:
@@ -363,5 +420,4 @@ def _note_fork() -> None:
     _forked_from_driver = bool(ray and ray.is_initialized())
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex.cluster import forked_worker
+from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.tokens import require_token, runtime_directory
 from dpex.errors import ClusterError
 
@@ -26,6 +26,7 @@ __all__ = [
     "free_cores",
     "hold",
     "init_ray",
+    "load_ray",
     "quiet_ray",
     "settled",
     "start",
@@ -55,25 +56,13 @@ def embedded_cpus() -> int:
     The loader itself decides how many tasks run at once; with fewer logical CPUs Ray would throw
     away idle workers beyond their number, and the caches in them.
     """
-    return max(64, _cores())
+    return max(64, usable_cores())
 
 
 def free_cores() -> int:
     """This process's share of the host's cores: what it may use, divided among local ranks."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, _cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
-
-
-def _cores() -> int:
-    """Cores that affinity and the container's quota leave to this process."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    return cores
+    return max(1, usable_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 def start(fork_server: str | None = None) -> None:
@@ -85,6 +74,7 @@ def start(fork_server: str | None = None) -> None:
     Raises:
         ClusterError: Ray did not start; says why.
     """
+    load_ray()
     from dpex.cluster.private import lean_start
 
     settled.clear()
@@ -96,7 +86,7 @@ def start(fork_server: str | None = None) -> None:
         "PYTHONHASHSEED": "0",
         # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
         # which ten waiting workers on two cores already exceed.
-        "RAY_worker_maximum_startup_concurrency": str(max(16, _cores())),
+        "RAY_worker_maximum_startup_concurrency": str(max(16, usable_cores())),
         # A node that looks for its own store before it is there would look again a second later.
         "RAY_raylet_client_connect_timeout_milliseconds": "20",
         "RAY_raylet_client_num_connect_attempts": "500",
@@ -105,7 +95,7 @@ def start(fork_server: str | None = None) -> None:
     }
     # Of an outer trainer, whose worker this process may be, nothing is to be had.
     os.environ.pop(forked_worker.SERVER, None)
-    if "RAY_TMPDIR" not in os.environ and hasattr(os, "getuid"):  # not on Windows
+    if "RAY_TMPDIR" not in os.environ:
         # Ray lets everybody write to the directories of its sockets.
         variables["RAY_TMPDIR"] = str(runtime_directory())
     if fork_server is not None:
@@ -163,6 +153,7 @@ def init_ray(
         TimeoutError: It is still under way after ``timeout_s``.
         Exception: Whatever ``ray.init`` raised.
     """
+    load_ray()
     import ray
 
     def call() -> Any:
@@ -172,6 +163,14 @@ def init_ray(
             return ray.init(logging_level=logging.ERROR, **options)
 
     return within(timeout_s, call, afterwards=afterwards)
+
+
+def load_ray() -> None:
+    """Import Ray without what it says in a notebook that has no ipywidgets; we show none."""
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, which Ray imports
+        import ray  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -223,15 +222,7 @@ def _object_store_bytes() -> int:
 
     Ray's own default ignores a /dev/shm below 10 GB, as most containers have, and goes to disk.
     """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    groups = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-    with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().splitlines()
-        groups += [f"/sys/fs/cgroup{line[3:]}/memory.max" for line in own if line[:3] == "0::"]
-    for group in groups:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
-            limits.append(int(Path(group).read_text()))
-    wanted = max(_GIB // 8, min(int(0.3 * min(limits)), _free_memory() // 2, 200 * _GIB))
+    wanted = max(_GIB // 8, min(int(0.3 * usable_memory()), free_memory() // 2, 200 * _GIB))
     if not sys.platform.startswith("linux"):
         return min(wanted, 2 * _GIB)
     shm = int(0.9 * shutil.disk_usage("/dev/shm").free)
@@ -244,14 +235,6 @@ def _object_store_bytes() -> int:
         max(1, wanted // _GIB),
     )
     return min(wanted, 2 * _GIB)
-
-
-def _free_memory() -> int:
-    """Bytes of memory that nobody uses; Ray does not start where its store would take them all."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return sys.maxsize
 
 
 @contextlib.contextmanager
@@ -341,5 +324,4 @@ def _let_go_in_child() -> None:
     _held.clear()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)

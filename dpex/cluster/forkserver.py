@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import hmac
 import importlib
@@ -34,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dpex.cluster.embedded import hold
+from dpex.cluster.embedded import hold, load_ray
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -114,8 +115,7 @@ def _forget_in_child() -> None:
     _address = None
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
@@ -125,9 +125,11 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
         gc.disable()
         gc.freeze()
         _leave_the_trainer()
+        _end_with(trainers_life)
         # The library reads these when it is loaded. A worker ends when the process named here
         # does: the server, and with Ray's node, which is not there yet, the server sees to it.
         os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
+        load_ray()
         from dpex.cluster.private import random_ids_untouched, untouched_random_ids
 
         with untouched_random_ids():
@@ -139,6 +141,18 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        os._exit(0)
+
+
+def _end_with(life: int) -> None:
+    """Have the kernel end this process, whatever it waits for, when the other end of a pipe closes.
+
+    The server's loop sees that too, but a module to be imported may never come.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([life], [], [], 0)[0]:  # it has closed before
         os._exit(0)
 
 

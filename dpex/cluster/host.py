@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.private import StandingExecution, tune_host_process
+from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
 from dpex.cluster.stages import NAMESPACE, TURN, Pipeline, build, store_job
-from dpex.cluster.turns import Assignment, Turns
+from dpex.cluster.turns import Assignment, Others, Turns
 
 __all__ = ["Reply", "get_host"]
 
@@ -163,6 +164,8 @@ class _Host:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
         self._closed = _Recent()
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
+        self._sharing: asyncio.Future[None] | None = None
+        self._round = Round(free_cpus)
         tune_host_process(self._note_error)
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -178,6 +181,8 @@ class _Host:
         try:
             # Planning takes some ten milliseconds, in which other lanes must be served.
             opening.set_result(await loop.run_in_executor(None, _Lane, pipeline, run, loop))
+            if pipeline.claims_cpus and self._sharing is None:
+                self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
             opening.set_exception(error)
 
@@ -283,6 +288,23 @@ class _Host:
         # Ending waits for the executor's thread.
         await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
 
+    async def others(self, name: str, waits: bool) -> Others | None:
+        """Answer a host that asks how the others fare; see ``Round.others``."""
+        return await self._round.others(name, waits)
+
+    async def _share_cpus(self) -> None:
+        """Let the lanes know, from now on, how the other hosts on the cluster fare."""
+        loop = asyncio.get_running_loop()
+        name = ray.get_runtime_context().get_actor_name()
+        while True:
+            opened = [o.result() for o in self._lanes.values() if o.done() and not o.exception()]
+            waits = any(lane.turns.waits for lane in opened)
+            if waits or any(lane.turns.in_run for lane in opened):
+                others = await loop.run_in_executor(None, ask_others, name, waits)
+                for lane in opened:
+                    lane.turns.others = others
+            await asyncio.sleep(POLL_S)
+
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
             if opening.done() and not opening.exception():
@@ -338,7 +360,7 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
     with _host_lock:
         if _host is None or not _host.alive:
             context = ray.get_runtime_context()
-            name = f"dpex-host-{uuid.uuid4().hex}"
+            name = f"{HOST_PREFIX}{uuid.uuid4().hex}"
             options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
             actor = (
                 ray.remote(_Host)

@@ -106,6 +106,9 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     processes that do nothing here. The one that brings workers' output to the terminal can wait
     until the cores are free. And a new node is asked for every second, by default.
 
+    What is started gets process groups of its own: a Jupyter kernel that is to end terminates its
+    group first, and then waits, in vain, until it has no children there.
+
     Args:
         worker_program: What to start in place of Ray's own set-up program for workers, whose path
             it finds in the environment variable ``DPEX_SETUP_WORKER``; None for Ray's own.
@@ -125,6 +128,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
                 (Node, "start_log_monitor"),
                 (Node, "start_monitor"),
                 (Node, "start_raylet"),
+                (services, "ConsolePopen"),
                 (services, "get_node"),
             )
         }
@@ -155,10 +159,15 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
             time.sleep(_NODE_POLL_S)
         return originals[services, "get_node"](gcs_address, node_id)
 
+    own_group = {
+        (services, "ConsolePopen"): functools.partial(services.ConsolePopen, process_group=0)
+    }
+
     def finish() -> None:
-        for node in put_off:
-            if worker._global_node is node:  # still this process's Ray
-                originals[Node, "start_log_monitor"](node)
+        with _replaced(own_group):
+            for node in put_off:
+                if worker._global_node is node:  # still this process's Ray
+                    originals[Node, "start_log_monitor"](node)
 
     replacements = {
         (Node, "start_api_server"): lambda node, **_: setattr(node, "_webui_url", ""),
@@ -167,10 +176,17 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
         (Node, "start_raylet"): start_raylet,
         (services, "get_node"): get_node,
     }
+    with _replaced(replacements | own_group):
+        yield finish
+
+
+@contextlib.contextmanager
+def _replaced(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    originals = {(owner, name): getattr(owner, name) for owner, name in replacements}
     for (owner, name), replacement in replacements.items():
         setattr(owner, name, replacement)
     try:
-        yield finish
+        yield
     finally:
         for (owner, name), original in originals.items():
             setattr(owner, name, original)
@@ -317,6 +333,9 @@ class StandingExecution:
         """Say that no task runs, unless it has been said, and wait until one is wanted."""
         fed = self._turns.all_ended()
         if fed is None:
+            if not self._turns.wanted(0):  # it is the others' turn
+                self._wake.wait(_BUSY_POLL_S)
+                self._wake.clear()
             return
         if self._quiet_at != fed:
             self._quiet_at = fed

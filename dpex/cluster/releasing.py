@@ -60,5 +60,4 @@ def _forget_after_fork() -> None:
     _thread = None
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)

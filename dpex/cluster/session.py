@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import itertools
 import threading
 import uuid
 import warnings
@@ -19,6 +20,7 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
+from dpex.cluster.metrics import publish
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
@@ -29,6 +31,7 @@ from dpex.worker import Run
 if TYPE_CHECKING:
     from dpex.cluster.blocks import Receiver
     from dpex.jobs import StagePlan
+    from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
 
 __all__ = ["RemoteRun", "Session"]
@@ -36,6 +39,8 @@ __all__ = ["RemoteRun", "Session"]
 _EXIT_WAIT_S = 2.0
 # A dataset that is larger is better built where it is read.
 _LARGE_BYTES = 100 << 20
+# Of this process's loaders, as they begin.
+_numbers = itertools.count()
 
 
 @dataclass
@@ -93,6 +98,7 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
+        self._number = str(next(_numbers))
         self._stored: _StoredJob | None = None
         self._start()
 
@@ -255,6 +261,10 @@ class Session:
             # The host may have gone together with the fork server.
             placed = self._place(self._stored.key, self._stored.inherited)
             self._stored = replace(placed, later=self._stored.later)
+
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
+        """Have Ray's metrics know what has come to an epoch's; see ``metrics.publish``."""
+        publish(stats, before, loader=self._number)
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""

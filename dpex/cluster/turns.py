@@ -17,17 +17,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Assignment", "Turns"]
+__all__ = ["Assignment", "Others", "Turns"]
 
 _TURN_S = 30.0
 # Where other tasks may wait for a CPU it is theirs soon.
 _SHARED_TURN_S = 2.0
+# Where another trainer's do.
+_WAITED_FOR_TURN_S = 1.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
 # A task that waits holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
+# A task that has not begun for so long asks for what no node has.
+_HOPELESS_S = 60.0
 # Turns that are over are kept, for Ray starts a task again if what it made is lost.
 _MAX_OVER = 256
 
@@ -47,6 +51,19 @@ class Assignment:
     place: int
     again: bool = False
     skipped_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Others:
+    """The other trainers whose tasks share the cluster's CPUs.
+
+    Attributes:
+        wait: Whether a task of theirs has not begun yet.
+        room: How many tasks of ours may wait to begin, though some run.
+    """
+
+    wait: bool
+    room: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,7 @@ class Turns:
     Attributes:
         parallel: Number of tasks that may be at work at once.
         in_run: Whether an iteration goes on.
+        others: How the other trainers on the cluster fare; None where there are none.
     """
 
     def __init__(
@@ -128,9 +146,11 @@ class Turns:
         self._closed = False
         self._begun = 0
         self._started = 0
+        self._started_at = 0.0
         self._active = 0
         self.parallel = 1
         self.in_run = True
+        self.others: Others | None = None
 
     def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
         """Append a chunk.
@@ -211,7 +231,9 @@ class Turns:
 
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
-        late = turn.given > 0 and time.monotonic() - turn.began >= self._turn_s
+        waited_for = self.others is not None and self.others.wait
+        turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
+        late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
         late = late and turn.worker is None
         if self._closed or turn.alone or late or self._active > self.parallel:
             turn.over = True
@@ -313,6 +335,10 @@ class Turns:
             wanted = len(self._waiting)
             if self._streams:
                 wanted = len({chunk.worker for chunk in self._waiting} - self._owned_streams())
+            elif self.others is not None:
+                # With one running already it would have to start another process.
+                next_one = not active and not self.others.wait
+                wanted = min(wanted, max(self.others.room, int(next_one)))
             return max(0, min(self.parallel - active, wanted - not_begun))
 
     def may_want(self, active: int) -> bool:
@@ -321,12 +347,23 @@ class Turns:
         Args:
             active: As for ``wanted``.
         """
-        return active < self.parallel and (self._streams or not self._idle)
+        if self._streams:
+            return active < self.parallel
+        room = self.parallel if self.others is None or not active else self.others.room
+        not_begun = self._started - self._begun
+        return active < self.parallel and not self._idle and not_begun < room
+
+    @property
+    def waits(self) -> bool:
+        """Whether a task has not begun yet that may be about to: others hold theirs back for it."""
+        about_to = time.monotonic() - self._started_at < _HOPELESS_S
+        return self._started > self._begun and about_to
 
     def started(self, tasks: int = 1) -> None:
         """Note that tasks were started."""
         with self._lock:
             self._started += tasks
+            self._started_at = time.monotonic()
 
     def all_ended(self) -> int | None:
         """Note that no task runs.

@@ -1,9 +1,11 @@
 """Datasets that are read where they are processed: on the nodes, in a store, once per node.
 
-from dpex.datasets import ImageFolder, cached, on_node
+::
 
-dataset = on_node(FashionMNIST, root="/data", train=True, transform=ToTensor())
-dataset = cached(ImageFolder("s3://bucket/train", transform=Resize(256)))
+    from dpex.datasets import ImageFolder, cached, on_node
+
+    dataset = on_node(FashionMNIST, root="/data", train=True, transform=ToTensor())
+    dataset = cached(ImageFolder("s3://bucket/train", transform=Resize(256)))
 """
 
 from dpex.datasets.cache import cached

@@ -26,7 +26,7 @@ class MNIST(LabelledPictures):
 
     Args:
         uri: The folder that torchvision calls root (with ``MNIST/raw`` in it), or the one that
-            has the files: a path, ``s3://bucket/path`` and so on; see ``Store``.
+            has the files: a path, ``s3://bucket/path`` and so on; ``docs/datasets.md`` lists them.
         train: Whether the training set, or the test set.
         transform: For the image, one of PIL's, mode "L", 28x28.
         target_transform: For the label.

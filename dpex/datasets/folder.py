@@ -23,12 +23,12 @@ class ImageFolder(LabelledPictures):
     The store is listed once, here; pictures are read in the worker.
 
     Args:
-        uri: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on; see
-            ``Store``.
+        uri: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on;
+            ``docs/datasets.md`` lists them.
         transform: For the picture, an RGB image of PIL's.
         target_transform: For the class's number.
-        is_valid_file: Which files, by path, are pictures; those with a picture's extension if
-            None.
+        is_valid_file: Which files are pictures, asked with ``uri`` and the path below it; those
+            with a picture's extension if None.
         filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
 
     Attributes:
@@ -50,15 +50,15 @@ class ImageFolder(LabelledPictures):
         uri: str | Path,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
-        is_valid_file: Callable[[str], bool] | None = None,
         *,
+        is_valid_file: Callable[[str], bool] | None = None,
         filesystem: Any = None,
     ) -> None:
         super().__init__(transform, target_transform)
         self._store = Store(uri, filesystem)
         wanted = is_valid_file or (lambda path: path.lower().endswith(_EXTENSIONS))
         files, folders = self._store.listing()
-        paths = [path for path in files if "/" in path and wanted(path)]
+        paths = [path for path in files if "/" in path and wanted(f"{self._store.uri}/{path}")]
         names = {path.partition("/")[0] for path in paths}
         empty = sorted({path.partition("/")[0] for path in folders} - names)
         if not paths or empty:
@@ -82,8 +82,13 @@ class ImageFolder(LabelledPictures):
     def _picture(self, index: Any) -> Any:
         from PIL import Image
 
-        with Image.open(io.BytesIO(self._store.read(str(self.paths[index])))) as file:
-            return file.convert("RGB")
+        path = str(self.paths[index])
+        try:
+            with Image.open(io.BytesIO(self._store.read(path))) as file:
+                return file.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:  # which do not know the file's name
+            error.add_note(f"{self._store.uri}/{path} was being read")
+            raise
 
     def _number(self, index: Any) -> int:
         return int(self.targets[index])

@@ -31,8 +31,8 @@ class Parquet(Dataset[dict[str, Any]]):
     groups, or keep as many as a batch meets, where reading is what takes the time.
 
     Args:
-        uri: A file, or a folder of ``*.parquet``: a path, ``s3://bucket/path`` and so on; see
-            ``Store``.
+        uri: A file, or a folder of ``*.parquet``: a path, ``s3://bucket/path`` and so on;
+            ``docs/datasets.md`` lists them. What begins with "." or "_" is left out.
         columns: Which ones; all if None.
         kept_groups: Row groups that a process keeps.
         filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
@@ -59,7 +59,7 @@ class Parquet(Dataset[dict[str, Any]]):
         if self._store.is_file():
             self._files = [""]
         else:
-            self._files = [f for f in self._store.listing()[0] if f.endswith(".parquet")]
+            self._files = [f for f in self._store.listing()[0] if _is_data(f)]
         if not self._files:
             raise FileNotFoundError(f"{self._store.uri} has no *.parquet in it")
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
@@ -135,14 +135,27 @@ class Parquet(Dataset[dict[str, Any]]):
         return self._read[number]
 
 
+def _is_data(path: str) -> bool:
+    """Tell whether a file holds rows; what begins like these is hidden, or a tool's own."""
+    return path.endswith(".parquet") and not any(p[0] in "._" for p in path.split("/"))
+
+
+def _array(values: pa.Array) -> Any:
+    # numpy has no integer that is missing.
+    return values.to_pylist() if values.null_count else np.array(values.to_numpy())
+
+
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return Python's numbers, strings and bytes; numpy's arrays of lists of numbers."""
+    """Return Python's numbers, strings and bytes; numpy's arrays of lists of numbers.
+
+    A list with a null in it stays one.
+    """
     import pyarrow.types as types
 
     kind = column.type
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if listed and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)):
         found = (scalar.values for chunk in column.chunks for scalar in chunk)
-        return [None if v is None else np.array(v.to_numpy(zero_copy_only=False)) for v in found]
+        return [None if v is None else _array(v) for v in found]
     values: list[Any] = column.to_pylist()
     return values

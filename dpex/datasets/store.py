@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -26,6 +26,8 @@ _TRIES = 6
 _FINAL = re.compile(
     "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
 )
+# Where a name before "@" is no secret: of a container, or of who logs in with a key of his own.
+_NAMED = {"abfs", "abfss", "ftp", "hdfs", "sftp", "smb", "ssh", "wasb", "wasbs"}
 # What Arrow's URIs may say of an S3 store.
 _S3_OPTIONS: dict[str, Callable[[str], Any]] = {
     "endpoint_override": str,
@@ -57,27 +59,33 @@ class Store:
     """
 
     def __init__(self, uri: str | Path, filesystem: Any = None) -> None:
-        parts = urlsplit(str(uri))
-        in_place = filesystem is not None or parts.scheme
-        self._whole = str(uri) if in_place else str(Path(uri).expanduser().absolute())
-        self.uri = self._whole.partition("?")[0].rstrip("/")
+        text = str(uri)
+        if filesystem is not None:
+            # fsspec's have a way to write each path, in which they list their files too.
+            strip = getattr(filesystem, "_strip_protocol", str)
+            self._whole = self.uri = strip(text).rstrip("/")
+        elif _is_uri(text):
+            self._whole = text
+            self.uri = text.partition("?")[0].rstrip("/")
+        else:
+            self._whole = str(Path(uri).expanduser().absolute())
+            self.uri = self._whole.rstrip("/")
         self._given = filesystem
         self._made_in = os.getpid()
         self._opened: tuple[int, pafs.FileSystem, str] | None = None
-        # A container before an account, as in abfs://, is none.
-        user, at, _ = parts.netloc.rpartition("@")
-        if at and (":" in user or parts.scheme in {"s3", "oss", "gs"}):
+        if any(map(_has_credentials, text.split("::"))):
             raise ValueError(
                 "a URI with credentials in it is not taken: they would be shown in messages. Set "
                 "them in the environment, or pass filesystem="
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the client out: it is not to be used in another process."""
-        return {**self.__dict__, "_opened": None}
+        """Leave out what belongs to this process: its client is not to be used in another."""
+        own = {"_opened", "_made_in"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _made_in=os.getpid())
+        self.__dict__.update(state, _opened=None, _made_in=os.getpid())
 
     def __repr__(self) -> str:
         """Show where it is."""
@@ -117,6 +125,9 @@ class Store:
 
             filesystem, base = self._client()
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
+            strange = next((f.path for f in found if not f.path.startswith(base)), None)
+            if strange is not None:
+                raise ValueError(f"{base!r} was listed, and {strange!r} found: pass it like that")
             paths = [(f.path[len(base) :].lstrip("/"), f.is_file) for f in found]
             return sorted(p for p, is_file in paths if is_file), sorted(
                 p for p, is_file in paths if not is_file
@@ -161,6 +172,9 @@ class Store:
                     raise type(error)(f"{where} cannot be read: {text}") from None
                 if not tries_left:
                     raise OSError(f"{where} cannot be read in {_TRIES} tries: {text}") from None
+            except Exception as error:
+                error.add_note(f"{where} was being read")
+                raise
             # At other times than the other workers.
             pause_s = _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left)
             time.sleep(pause_s * _chance.uniform(0.5, 1.5))
@@ -182,11 +196,11 @@ class Store:
             if not isinstance(given, pafs.FileSystem):
                 given = pafs.PyFileSystem(pafs.FSSpecHandler(given))
             return given, self.uri
-        if "://" not in self._whole:
+        if not _is_uri(self._whole):
             return pafs.LocalFileSystem(), self._whole
-        parts = urlsplit(self._whole)
+        parts = urlsplit(self._whole, allow_fragments=False)
         if parts.scheme == "file":
-            return pafs.LocalFileSystem(), parts.path
+            return pafs.LocalFileSystem(), unquote(parts.path).rstrip("/")
         if parts.scheme in {"s3", "oss"}:
             options = dict(parse_qsl(parts.query))
             return _s3(parts.scheme, options), f"{parts.netloc}{parts.path}".rstrip("/")
@@ -222,6 +236,16 @@ def _s3(scheme: str, query: dict[str, str]) -> pafs.FileSystem:
         options |= {"endpoint_override": address} | ({"scheme": kind} if separator else {})
     strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
     return pafs.S3FileSystem(retry_strategy=strategy, **options)
+
+
+def _is_uri(text: str) -> bool:
+    return "://" in text or "::" in text
+
+
+def _has_credentials(uri: str) -> bool:
+    scheme, _, rest = uri.partition("://")
+    name, at, _ = rest.partition("/")[0].rpartition("@")
+    return bool(at) and (":" in name or scheme not in _NAMED)
 
 
 def _without_secrets(text: str) -> str:

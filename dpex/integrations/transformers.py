@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
+from dpex.dataloader import DEFAULT_MAX_SKIPPED, DEFAULT_PREFETCH_BYTES
 from dpex.integrations.accelerate import distribute, skip_first_batches
 from dpex.integrations.remaking import OWN_OPTIONS
 
@@ -31,6 +32,8 @@ class DpexTrainingArguments(TrainingArguments):
         dataloader_head_address: ``head_address``: which Ray.
         dataloader_worker_options: ``worker_options``: Ray's for one worker, a dict or its JSON.
         dataloader_prefetch_bytes: ``prefetch_bytes``.
+        dataloader_on_error: ``on_error``: what becomes of a sample that cannot be read.
+        dataloader_max_skipped: ``max_skipped``: how many of an epoch may be left out.
 
     Raises:
         ValueError: ``dataloader_worker_options`` is a string and no JSON.
@@ -49,8 +52,14 @@ class DpexTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Ray's options of one worker, as JSON."}
     )
     dataloader_prefetch_bytes: int = field(
-        default=512 << 20,
+        default=DEFAULT_PREFETCH_BYTES,
         metadata={"help": "Bytes of batches under way beyond the prefetch factor."},
+    )
+    dataloader_on_error: str = field(
+        default="raise", metadata={"help": '"raise" an error of a sample, or "skip" the sample.'}
+    )
+    dataloader_max_skipped: int = field(
+        default=DEFAULT_MAX_SKIPPED, metadata={"help": "Samples of an epoch that may be left out."}
     )
 
     def __post_init__(self) -> None:
@@ -72,8 +81,8 @@ class DpexTrainerMixin:
         ``Trainer.get_train_dataloader`` and its like, transformers 5.23.
     """
 
-    # An iterator of the Trainer's, and the one that is read in its place.
-    _read_instead: tuple[Any, Any] | None = None
+    # The iterator of the Trainer's that its train() began with, and what is read in its place.
+    _begun_with: tuple[Any, Any] | None = None
 
     # mypy sees the Trainer's methods only where both are bases.
     if TYPE_CHECKING:
@@ -98,20 +107,28 @@ class DpexTrainerMixin:
         given = {name: value for name, value in options.items() if value is not None}
         return distribute(loader, **{"distribute_mode": True, **given})
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train, as the Trainer does."""
+        self._begun_with = None
+        try:
+            return super().train(*arguments, **named)  # type: ignore[misc]
+        finally:
+            self._begun_with = None
+
     def get_batch_samples(self, epoch_iterator: Any, *others: Any, **named: Any) -> Any:
         """Return the next batches; dpex makes them also where the Trainer skips some.
 
         To go on in the middle of an epoch, the Trainer makes a loader of torch's that skips. What
-        comes here is its iterator, from which nothing has been read.
+        comes here first is its iterator, from which nothing has been read.
         """
-        if self._read_instead is None or self._read_instead[0] is not epoch_iterator:
-            self._read_instead = (epoch_iterator, self._rest_of_epoch() or epoch_iterator)
-        return super().get_batch_samples(  # type: ignore[misc]
-            self._read_instead[1], *others, **named
-        )
+        if self._begun_with is None:
+            self._begun_with = (epoch_iterator, self._rest_of_epoch() or epoch_iterator)
+        theirs, ours = self._begun_with
+        read = ours if epoch_iterator is theirs else epoch_iterator
+        return super().get_batch_samples(read, *others, **named)  # type: ignore[misc]
 
     def _rest_of_epoch(self) -> Any:
-        """Return an iterator over what has not been read of the epoch, if some has been."""
+        """Return an iterator over what a checkpoint has left of its epoch, if it is in one."""
         loader: Any = self.callback_handler.train_dataloader
         batches = len(loader) if has_length(loader) else 0
         per_update = self.args.gradient_accumulation_steps

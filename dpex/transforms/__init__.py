@@ -1,8 +1,11 @@
 """Transforms as stages: a chain over any map-style dataset, each stage where its work belongs.
 
-from dpex.transforms import MappedDataset, Stage
+::
 
-dataset = MappedDataset(files, [decode, RandomCrop(224), Stage(mixup, batched=True, num_gpus=1)])
+    from dpex.transforms import MappedDataset, Stage
+
+    transforms = [decode, RandomCrop(224), Stage(mixup, batched=True, num_gpus=1)]
+    dataset = MappedDataset(files, transforms)
 """
 
 from dpex.transforms.mapped import MappedDataset

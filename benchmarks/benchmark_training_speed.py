@@ -1,0 +1,154 @@
+"""Training time, and the share of it that waits, with light, medium and heavy preprocessing.
+
+torch has one host with four workers, dpex 1, 2, 4 and 8 nodes with four tasks each. What step and
+preprocessing are: ``benchmarks/training_loops.py``; what the nodes are, and when a point is void:
+``benchmarks/nodes.py``. Beside that both have this host's cores, where nothing is simulated but the
+step.
+"""
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.fresh import run_fresh
+from benchmarks.goals import Goal
+from benchmarks.harness import arguments, describe_machine, summarise, write
+from benchmarks.nodes import TASKS_PER_NODE, busy_note
+from benchmarks.plots import lines
+from benchmarks.training_loops import (
+    PHOTOGRAPH_BATCH_SIZE,
+    PHOTOGRAPH_SIZE,
+    PHOTOGRAPH_STEPS,
+    STEP_S,
+    WAIT_S,
+    WAITING_BATCH_SIZE,
+    WAITING_STEPS,
+    Run,
+    on_nodes,
+    on_one_host,
+    on_own_cores,
+)
+
+NODES = (1, 2, 4, 8)
+RUN_TIMEOUT_S = 3_600
+GOAL_OVER_LEAST = 1.1
+GOAL_OVER_TORCH = 1.05
+
+
+def main() -> None:
+    options = arguments(__doc__, "training_speed", ["--rounds", "3", *sys.argv[1:]])
+    record = describe_machine("training_speed")
+    record["settings"] = {
+        "step_s": STEP_S,
+        "step": "matrix products on a GPU" if torch.cuda.is_available() else "sleep",
+        "nodes": NODES,
+        "tasks_per_node": TASKS_PER_NODE,
+        "wait_s": WAIT_S,
+        "waiting_batch_size": WAITING_BATCH_SIZE,
+        "waiting_steps": WAITING_STEPS,
+        "photograph_size": PHOTOGRAPH_SIZE,
+        "photograph_batch_size": PHOTOGRAPH_BATCH_SIZE,
+        "photograph_steps": PHOTOGRAPH_STEPS,
+        "num_workers": options.workers,
+    }
+    rounds = {"timeout_s": RUN_TIMEOUT_S, "rounds": options.rounds}
+    waiting = {
+        f"torch, 1 host, {TASKS_PER_NODE} workers": run_fresh(
+            on_one_host, workers=TASKS_PER_NODE, **rounds
+        )
+    }
+    for nodes in NODES:
+        waiting[dpex_on(nodes)] = run_fresh(on_nodes, nodes=nodes, **rounds)
+    by_kind = {
+        kind: run_fresh(on_own_cores, kind=kind, workers=options.workers, **rounds)
+        for kind in PHOTOGRAPH_SIZE
+    }
+    working = {
+        f"{peer}, {options.workers} workers": {kind: by_kind[kind][peer] for kind in by_kind}
+        for peer in ("torch", "dpex")
+    }
+    record["waiting"] = {name: sum_up(runs) for name, runs in waiting.items()}
+    record["working"] = {name: sum_up(runs) for name, runs in working.items()}
+    goals = [over_least(nodes, waiting[dpex_on(nodes)]["heavy"]) for nodes in NODES]
+    goals += [over_torch(kind, runs) for kind, runs in by_kind.items()]
+    record["goals"] = [asdict(goal) for goal in goals]
+    write(record, options.out)
+    lines(
+        options.out.with_suffix(".svg"),
+        f"Time of an epoch of {WAITING_STEPS} steps of {STEP_S} s, samples that wait",
+        NODES,
+        {
+            f"{kind}, {wait_s * 1e3:g} ms a sample": [
+                record["waiting"][dpex_on(nodes)][kind]["seconds"]["median"] for nodes in NODES
+            ]
+            for kind, wait_s in WAIT_S.items()
+        },
+        f"nodes, {TASKS_PER_NODE} tasks each",
+        "s",
+    )
+    for goal in goals:
+        print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+def dpex_on(nodes: int) -> str:
+    """Name dpex's row."""
+    return f"dpex, {nodes} nodes, {nodes * TASKS_PER_NODE} tasks"
+
+
+def sum_up(by_kind: dict[str, list[Run]]) -> dict[str, Any]:
+    """Sum up epochs by preprocessing."""
+    figures = ("seconds", "waiting_share", "busy_percent")
+    return {
+        kind: {"runs": runs} | {name: summarise([run[name] for run in runs]) for name in figures}
+        for kind, runs in by_kind.items()
+    }
+
+
+def least_s(wait_s: float, workers: int) -> float:
+    """Return what an epoch takes at least.
+
+    All workers begin with a batch each, so the first one comes when it is made. From then on either
+    the steps follow each other, or the workers' batches do and a step comes after the last.
+    """
+    batch_s = wait_s * WAITING_BATCH_SIZE
+    return max(batch_s + WAITING_STEPS * STEP_S, WAITING_STEPS * batch_s / workers + STEP_S)
+
+
+def over_least(nodes: int, runs: list[Run]) -> Goal:
+    """Hold the time of heavy preprocessing to what its waiting allows."""
+    least = least_s(WAIT_S["heavy"], nodes * TASKS_PER_NODE)
+    busy = summarise([run["busy_percent"] for run in runs])["median"]
+    return Goal.of(
+        f"training_speed, heavy, {nodes} nodes: time of an epoch over what waiting allows",
+        [run["seconds"] / least for run in runs],
+        "<=",
+        GOAL_OVER_LEAST,
+        "ratio",
+        f"{least:.1f} s; waits {waiting_percent(runs)}; {busy_note(busy)}",
+    )
+
+
+def over_torch(kind: str, runs: dict[str, list[Run]]) -> Goal:
+    """Hold the time with dpex to that with torch, turn by turn."""
+    width, height = PHOTOGRAPH_SIZE[kind]
+    ours, theirs = runs["dpex"], runs["torch"]
+    return Goal.of(
+        f"training_speed, {kind}, photographs of {width}x{height}: time of an epoch, dpex/torch",
+        [mine["seconds"] / other["seconds"] for mine, other in zip(ours, theirs, strict=True)],
+        "<=",
+        GOAL_OVER_TORCH,
+        "ratio",
+        f"waits {waiting_percent(ours)}, torch {waiting_percent(theirs)}",
+    )
+
+
+def waiting_percent(runs: list[Run]) -> str:
+    """Write down the median share of the time that waits."""
+    share = summarise([run["waiting_share"] for run in runs])["median"]
+    return f"{100 * share:.0f} %"
+
+
+if __name__ == "__main__":
+    main()

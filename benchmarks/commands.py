@@ -1,0 +1,56 @@
+"""Which command made each record: as the record says, or as what it holds tells."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.harness import command, comparisons
+
+# Counted epochs of each round, where there are several.
+EPOCHS_A_ROUND = {"scale": 2}
+WITHOUT_ALL_PEERS = {"torch", "dpex", "inline"}
+
+Record = Mapping[str, Any]
+
+
+def commands_table(records: Iterable[Record], earlier: Iterable[Record], folder: str) -> str:
+    """Lay out the command that makes each record, beside that of another day's.
+
+    Args:
+        records: The present ones.
+        earlier: Those of another day.
+        folder: Where the present ones are, as seen from the page.
+
+    Returns:
+        Markdown, one row a record.
+    """
+    then = {record["case"]: f"`{command_of(record)}`" for record in earlier}
+    rows = ["| record | command | then |", "|---|---|---|"]
+    for record in records:
+        case, now = record["case"], f"`{command_of(record)}`"
+        before = "the same" if then.get(case) == now else then.get(case, "")
+        rows.append(f"| [`{case}.json`]({folder}/{case}.json) | {now} | {before} |")
+    return "\n".join(rows)
+
+
+def command_of(record: Record) -> str:
+    """Give the command of a record; one from before commands were recorded has its rounds."""
+    if "command" in record:
+        return str(record["command"])
+    argv = ["--rounds", str(rounds_of(record))]
+    peers = {peer for _, part in comparisons(record) for peer in part["samples_per_s"]}
+    return command(record["case"], [*argv, "--all-peers"] if peers - WITHOUT_ALL_PEERS else argv)
+
+
+def rounds_of(record: Record) -> int:
+    """Count the rounds of a record: some figures have several values a round, some have one."""
+    fewest = min(len(values) for values in summarised(record))
+    return fewest // EPOCHS_A_ROUND.get(record["case"], 1)
+
+
+def summarised(part: Record) -> Iterator[Sequence[float]]:
+    """Give the values behind every summary of a record."""
+    if "all" in part:
+        yield part["all"]
+    for inner in part.values():
+        if isinstance(inner, Mapping):
+            yield from summarised(inner)

@@ -1,0 +1,160 @@
+"""``dpex doctor`` says what there is, and what is wrong, with what would do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_programs import (
+    Driver,
+    environment,
+    processes_in,
+    start_node,
+    wait_until,
+    workplace,
+)
+from cluster_programs.seeing import hiding, installed
+
+import dpex
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.extended,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+HEAD = ("--head", "--port=0", "--include-dashboard=false")
+GONE_SECONDS = 60
+TOKEN = "0123456789abcdef" * 4
+OTHER_TOKEN = "fedcba9876543210" * 4
+
+
+def doctor(
+    place: Path, *arguments: str, under: tuple[str, ...] = (), **variables: str
+) -> tuple[int, dict[str, str], str]:
+    """Run it; returns its exit status, its lines by their names, and all that it printed."""
+    done = subprocess.run(
+        [*under, sys.executable, "-m", "dpex", "doctor", *arguments],
+        cwd=place,
+        env=environment(place, **variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = {line[:16].rstrip(): line[16:] for line in done.stdout.splitlines()}
+    return done.returncode, lines, done.stdout + done.stderr
+
+
+def address_of(place: Path) -> str:
+    return (place / "ray" / "ray_current_cluster").read_text().strip()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with workplace() as directory:
+        yield directory
+
+
+def test_all_is_well_where_nothing_is_wrong(place: Path) -> None:
+    status, lines, output = doctor(place)
+    assert status == 0, output
+    assert lines["verdict"].startswith("ok")
+    assert lines["dpex"] == dpex.__version__
+    for package in ("torch", "ray", "pyarrow", "numpy"):
+        assert lines[package] == importlib.metadata.version(package)
+    assert lines["cores"].startswith(f"{len(os.sched_getaffinity(0))} for this process")
+    assert lines["start method"] == "fork"
+    assert lines["Ray"].startswith("one of its own (no RAY_ADDRESS")
+    assert lines["cluster"].startswith("1 node(s)")
+    for loader in ("torch's loader", "dpex's loader"):
+        assert socket.gethostname() in lines[loader]
+    wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the doctor's Ray")
+
+
+def test_tokens_are_used_and_not_shown(place: Path) -> None:
+    required = {"RAY_AUTH_MODE": "token"}
+    start_node(place, *HEAD, "--num-cpus=1", RAY_AUTH_TOKEN=TOKEN, **required)
+    status, lines, output = doctor(place, RAY_AUTH_TOKEN=TOKEN, **required)
+    assert status == 0, output
+    assert lines["Ray"] == f"{address_of(place)} (runs on this host)"
+    assert TOKEN not in output
+    status, lines, output = doctor(
+        place, RAY_ADDRESS=address_of(place), RAY_AUTH_TOKEN=OTHER_TOKEN, **required
+    )
+    assert status == 1, output
+    assert lines["Ray"] == f"{address_of(place)} (RAY_ADDRESS)"
+    assert "RAY_AUTH_MODE=token" in lines["verdict"]
+    assert TOKEN not in output
+    assert OTHER_TOKEN not in output
+
+
+def test_no_ray_where_there_should_be_one(place: Path) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    status, lines, output = doctor(place, "--head-address", address)
+    assert status == 1, output
+    assert lines["Ray"] == f"{address} (asked for)"
+    assert f"no Ray cluster answers at head_address='{address}'" in lines["verdict"]
+    assert f"`ray start --address={address} --num-cpus=0`" in lines["verdict"]
+    status, lines, output = doctor(place, "--head-address", "nowhere")
+    assert status == 1, output
+    assert "head_address was 'nowhere'" in lines["verdict"]
+
+
+def test_a_cluster_without_cpus(place: Path) -> None:
+    start_node(place, *HEAD, "--num-cpus=0")
+    status, lines, output = doctor(place)
+    assert status == 1, output
+    assert lines["cluster"] == "1 node(s), 0 GPUs, 0 CPUs"
+    assert "the cluster has no CPU" in lines["verdict"]
+
+
+def test_a_cluster_whose_cpus_others_hold(place: Path) -> None:
+    start_node(place, *HEAD, "--num-cpus=2")
+    other = Driver(place)
+    other.ask("connect", head_address="auto")
+    other.ask("hog", num_cpus=1)
+    status, lines, output = doctor(place, "--timeout", "40")
+    assert status == 1, output
+    assert "timed out after 20.0 seconds" in lines["verdict"]
+    assert "0 of 2 CPUs are free on 1 node(s)" in lines["verdict"]
+    assert "placement group 'reserved' reserves 1" in lines["verdict"]
+    assert other.end() == 0
+
+
+def test_a_node_with_another_torch(place: Path) -> None:
+    _, metadata = installed("torch")
+    other_torch = f"printf 'Name: torch\\nVersion: 1.0.0\\n' > '{metadata}/METADATA'"
+    start_node(place, *HEAD, "--num-cpus=1", under=hiding(metadata, more=other_torch))
+    status, lines, output = doctor(place)
+    assert status == 1, output
+    assert "has torch 1.0.0, this process " in lines["verdict"]
+    assert "dpex's loader" in lines, "the epochs were not run"
+
+
+def test_little_shared_memory(place: Path) -> None:
+    small = hiding(Path("/dev/shm"), more="mount -o remount,size=64m /dev/shm")
+    status, lines, output = doctor(place, under=small)
+    assert status == 1, output
+    assert lines["/dev/shm"].startswith("0.1 GiB")
+    assert "docker run --shm-size=" in lines["verdict"]
+
+
+def test_what_never_ends_is_cut_off(place: Path) -> None:
+    # A torch that lies on a disk that does not answer.
+    package = place / "stalled" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import threading; threading.Event().wait()")
+    path = f"{place / 'stalled'}{os.pathsep}{environment(place)['PYTHONPATH']}"
+    status, lines, output = doctor(place, "--timeout", "10", PYTHONPATH=path)
+    assert status == 1, output
+    assert lines["verdict"].startswith("cut off after 10 s")
+    assert "stalled/torch/__init__.py" in output

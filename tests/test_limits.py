@@ -1,0 +1,60 @@
+"""What is left to a process in a container, a service or a job: in files like the kernel's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dpex.cluster import limits
+
+GIB = 1 << 30
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(limits, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path / "groups")
+    write(tmp_path / "proc/meminfo", f"MemTotal: 999 kB\nMemAvailable: {8 << 20} kB\nHuge: 0\n")
+    return tmp_path
+
+
+def write(file: Path, text: str | int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(str(text))
+
+
+@pytest.mark.parametrize("own", ["", "/job/step", "/../elsewhere"])
+def test_where_nothing_is_limited_the_host_is(kernel: Path, own: str) -> None:
+    if own:
+        write(kernel / "proc/self/cgroup", f"1:net:/\n0::{own}\n")
+        write(kernel / "groups/job/step/memory.max", "max\n")
+        write(kernel / "groups/job/step/cpu.max", "max 100000\n")
+    assert limits.usable_memory() == HOST_BYTES
+    assert limits.free_memory() == min(HOST_BYTES, 8 * GIB)
+    assert limits.usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("limited", ["", "job", "job/step"])
+def test_a_limit_counts_wherever_it_is_set(kernel: Path, limited: str) -> None:
+    write(kernel / "proc/self/cgroup", "0::/job/step\n")
+    group = kernel / "groups" / limited
+    write(group / "memory.max", 3 * GIB)
+    write(group / "memory.current", 2 * GIB)
+    write(group / "memory.stat", f"anon {GIB}\ninactive_file {GIB // 2}\n")
+    write(group / "cpu.max", "50000 100000\n")
+    assert limits.usable_memory() == 3 * GIB
+    assert limits.free_memory() == 3 * GIB // 2
+    assert limits.usable_cores() == 1
+
+
+def test_older_kernels_limit_memory_elsewhere(kernel: Path) -> None:
+    write(kernel / "groups/memory/memory.limit_in_bytes", GIB)
+    assert limits.usable_memory() == GIB
+
+
+def test_what_cannot_be_read_does_not_matter(kernel: Path) -> None:
+    (kernel / "proc/meminfo").unlink()
+    assert limits.free_memory() == HOST_BYTES

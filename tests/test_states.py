@@ -1,0 +1,304 @@
+"""Datasets that say where they stand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import seed_everything
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from dpex import DpexDataLoader
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
+
+OURS = {"distribute_mode": True, "head_address": "local"}
+LENGTH = 13
+
+Batch = tuple[list[int], list[float]]
+
+
+class Itself(IterableDataset[Any]):
+    """Is its own iterator, and writes down what it reads."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> Any:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        index = first + self.place * step
+        if index >= LENGTH:
+            raise StopIteration
+        self.place += 1
+        with self.notes.open("a") as file:
+            file.write(f"{index} ")
+        return index, torch.rand(())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Apart(IterableDataset[Any]):
+    """Only its iterator says where it stands."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Itself(self.notes))
+
+
+class Generating(Itself):
+    """Says itself where its iterator stands, which is a generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield next(self)
+            except StopIteration:
+                self.place = 0
+                return
+
+
+class KeepsItsBeginning(Itself):
+    """Once told where to stand, it begins there every time."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = self.begin
+        return Generating.__iter__(self)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["place"]
+
+
+KINDS = [Itself, Apart, Generating]
+
+
+def read(notes: Path) -> list[int]:
+    return sorted(map(int, notes.read_text().split())) if notes.exists() else []
+
+
+def batches_of(loader: Any, most: int | None = None) -> list[Batch]:
+    return [(i.tolist(), draws.tolist()) for i, draws in itertools.islice(loader, most)]
+
+
+def indices_in(batches: list[Batch]) -> set[int]:
+    return {index for batch, _ in batches for index in batch}
+
+
+@pytest.mark.parametrize("place", [0, 1, 4, 6, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_is_begun_where_it_says_it_stood(kind: Any, place: int, tmp_path: Path) -> None:
+    """Nothing is read a second time, and what is drawn is the same."""
+
+    def loader(part: str) -> DpexDataLoader[Any]:
+        return DpexDataLoader(kind(tmp_path / part), 2, num_workers=2, **OURS)
+
+    seed_everything()
+    with loader("whole") as first:
+        whole = batches_of(first)
+    seed_everything()
+    with loader("before") as second:
+        before = batches_of(second, place)
+        state = second.state_dict()
+    with loader("after") as third:
+        third.load_state_dict(state)
+        assert before + batches_of(third) == whole
+        assert not third.state_dict()["under_way"]
+    assert read(tmp_path / "after") == sorted(set(range(LENGTH)) - indices_in(before))
+
+
+def test_states_follow_what_was_handed_out_not_what_was_read(tmp_path: Path) -> None:
+    with DpexDataLoader(Itself(tmp_path / "notes"), 1, num_workers=1, **OURS) as loader:
+        iterator = iter(loader)
+        places = []
+        for _ in range(LENGTH):
+            next(iterator)
+            [state] = loader.state_dict()["stream_states"]
+            places.append(state["iterator"]["place"])
+    assert places == list(range(1, LENGTH + 1))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_after_one_that_went_on_are_whole(
+    persistent: bool, place: int, tmp_path: Path
+) -> None:
+    def loader(part: str) -> DpexDataLoader[Any]:
+        dataset = KeepsItsBeginning(tmp_path / part)
+        return DpexDataLoader(dataset, 2, num_workers=2, persistent_workers=persistent, **OURS)
+
+    with loader("before") as first:
+        batches_of(first)
+        before = batches_of(first, place) if place else []
+        state = first.state_dict()
+    with loader("after") as second:
+        second.load_state_dict(state)
+        assert indices_in(batches_of(second)) == set(range(LENGTH)) - indices_in(before)
+        for _ in range(2):
+            assert indices_in(batches_of(second)) == set(range(LENGTH))
+
+
+class Deadly(Itself):
+    """Ends its process once, before its sixth sample; says that it stands further than it does."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place + 1}
+
+    def __next__(self) -> Any:
+        mark = self.notes.with_suffix(".died")
+        if self.place == 5 and get_worker_info().id == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__next__()
+
+
+def test_a_worker_that_dies_loses_nothing_that_a_state_forgets(tmp_path: Path) -> None:
+    """In an epoch of its own, and in one that goes on."""
+    options: dict[str, Any] = {"num_workers": 2, **OURS}
+    seed_everything()
+    with DpexDataLoader(Itself(tmp_path / "whole"), 1, **options) as loader:
+        whole = batches_of(loader)
+    seed_everything()
+    with DpexDataLoader(Deadly(tmp_path / "notes"), 1, **options) as loader:
+        assert batches_of(loader) == whole
+    assert (tmp_path / "notes.died").exists()
+    seed_everything()
+    with DpexDataLoader(Itself(tmp_path / "before"), 1, **options) as loader:
+        before = batches_of(loader, 4)
+        state = loader.state_dict()
+    with DpexDataLoader(Deadly(tmp_path / "after"), 1, **options) as loader:
+        loader.load_state_dict(state)
+        assert before + batches_of(loader) == whole
+    assert (tmp_path / "after.died").exists()
+
+
+class Forgetful(Itself):
+    def state_dict(self) -> dict[str, int]:
+        if self.place == 3:
+            raise LookupError("where am I?")
+        return super().state_dict()
+
+
+class Stubborn(Itself):
+    def load_state_dict(self, state: Any) -> None:
+        if get_worker_info():
+            raise LookupError(f"not to {state}")
+
+
+def test_errors_of_states_are_the_dataset_s_own(tmp_path: Path) -> None:
+    with DpexDataLoader(Forgetful(tmp_path / "notes"), 1, num_workers=1, **OURS) as loader:
+        iterator = iter(loader)
+        assert len(batches_of(iterator, 2)) == 2
+        with pytest.raises(LookupError, match=r"(?s)batch 2 of its stream.*where am I\?"):
+            next(iterator)
+        state = loader.state_dict()
+        assert len(batches_of(iterator)) == LENGTH - 3
+    with DpexDataLoader(Stubborn(tmp_path / "notes"), 1, num_workers=1, **OURS) as loader:
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        with pytest.raises(LookupError, match=r"not to \{'place': 2\}"):
+            next(iterator)
+        assert batches_of(iterator) == []
+
+
+class Curriculum(Dataset[int]):
+    """A map-style dataset whose samples follow from a state."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.level + index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.level = state["level"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("options", [{}, OURS], ids=["torch", "dpex"])
+def test_a_map_style_dataset_has_the_state_of_the_training_process(
+    options: Any, persistent: bool
+) -> None:
+    options = {"batch_size": 2, "num_workers": 2, "persistent_workers": persistent, **options}
+    dataset = Curriculum()
+    with DpexDataLoader(dataset, **options) as loader:
+        dataset.level = 3
+        next(iter(loader))
+        dataset.level = 4  # which is for the next epoch
+        state = loader.state_dict()
+    with DpexDataLoader(Curriculum(), **options) as loader:
+        list(loader)  # some have workers that stay
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == [[302, 303], [304, 305]]
+        assert [batch.tolist() for batch in loader] == [[300, 301], [302, 303], [304, 305]]
+
+
+def test_without_workers_it_is_the_state_of_now() -> None:
+    dataset = Curriculum()
+    loader = DpexDataLoader(dataset, 2)
+    next(iter(loader))
+    dataset.level = 4
+    state = loader.state_dict()
+    loader = DpexDataLoader(Curriculum(), 2)
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[402, 403], [404, 405]]
+
+
+class AnothersProtocol(Itself):
+    """Has methods of these names for a loader of its own, as MosaicML's and LitData's have."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:  # type: ignore[override]
+        raise AssertionError("not for us")
+
+
+class AnothersMap(Curriculum):
+    def state_dict(self, num_samples: int) -> dict[str, int]:  # type: ignore[override]
+        raise AssertionError("not for us")
+
+
+@pytest.mark.parametrize("options", [{}, OURS], ids=["torch", "dpex"])
+def test_methods_that_want_to_be_told_more_are_not_ours(options: Any, tmp_path: Path) -> None:
+    for kind, samples in (AnothersProtocol, LENGTH), (AnothersMap, 6):
+        found = []
+        state = {}
+        for _ in range(2):
+            dataset = kind(tmp_path / "notes") if samples == LENGTH else kind()
+            with DpexDataLoader(dataset, 2, num_workers=2, **options) as loader:
+                loader.load_state_dict(state)
+                for batch in itertools.islice(loader, None if state else 2):
+                    found += (batch if samples == 6 else batch[0]).tolist()
+                state = loader.state_dict()
+        assert sorted(found) == list(range(samples))
+        assert state["dataset"] is state["stream_states"] is None
+
+
+def test_a_dataset_that_cannot_be_told_is_refused() -> None:
+    loader = DpexDataLoader(Curriculum(), 2)
+    next(iter(loader))
+    other: DpexDataLoader[int] = DpexDataLoader(range(6), 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="range has no state_dict and load_state_dict"):
+        other.load_state_dict(loader.state_dict())
+    assert len(list(other)) == 3
