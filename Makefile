@@ -83,6 +83,10 @@ $(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
 soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
 	$(RUN) tests/soak.py $(SOAK_ARGS)
 
+.PHONY: endurance
+endurance: $(VENV)/.installed-test ## Whether anything grows in 300 epochs, and in 100,000 batches
+	$(RUN) tests/endurance.py
+
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports
 	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(TEST_ARGS)

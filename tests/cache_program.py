@@ -1,7 +1,7 @@
 """What other processes do to a cache, for ``test_cache.py``.
 
 Usage: cache_program.py read DIRECTORY VERSION | write DIRECTORY | check DIRECTORY |
-    grow DIRECTORY | epochs | hold
+    grow DIRECTORY | train DIRECTORY | epochs | hold
 """
 
 import sys
@@ -63,6 +63,15 @@ def grow(directory: str) -> None:
     store = SampleStore(Path(directory), 1 << 30)
     for index in range(2_000):
         store.put(OWNER, index, dump(bytes(100_000), "sample"))
+
+
+def train(directory: str) -> None:
+    """Read an epoch through workers."""
+    dataset = cached(Arrays(), at=directory)
+    loader: Any = DpexDataLoader(
+        dataset, 10, num_workers=2, distribute_mode=True, head_address="local"
+    )
+    assert [len(batch) for batch in loader] == [10, 10, 10]
 
 
 def epochs() -> None:

@@ -22,6 +22,8 @@ from torch.utils.data import default_collate
 
 from dpex import DpexDataLoader
 
+HUNGRY_SECONDS = 60
+
 
 class Located:
     """Samples that know where they were made; what they draw must not depend on it.
@@ -32,15 +34,23 @@ class Located:
         floats: How many each draws.
         deadly: ``[index, signal, mark]``: the sample with this index sends its worker the signal,
             unless there is a file called mark.
+        hungry: ``[index, bytes, mark]``: the sample with this index takes so much memory until
+            its worker is killed for it, unless there is a file called mark.
     """
 
     def __init__(
-        self, length: int, seconds: float, floats: int, deadly: tuple[int, int, str] | None
+        self,
+        length: int,
+        seconds: float,
+        floats: int,
+        deadly: tuple[int, int, str] | None,
+        hungry: tuple[int, int, str] | None,
     ) -> None:
         self.length = length
         self.seconds = seconds
         self.floats = floats
         self.deadly = deadly
+        self.hungry = hungry
 
     def __len__(self) -> int:
         return self.length
@@ -50,6 +60,8 @@ class Located:
 
         if self.deadly is not None and index == self.deadly[0]:
             kill_once(*self.deadly[1:])
+        if self.hungry is not None and index == self.hungry[0]:
+            starve_once(*self.hungry[1:])
         time.sleep(self.seconds)
         return index, torch.rand(self.floats), ray.get_runtime_context().get_node_id()
 
@@ -72,6 +84,14 @@ def kill_once(what: int, mark: str) -> None:
         os.kill(os.getpid(), signal.Signals(what))
 
 
+def starve_once(size: int, mark: str) -> None:
+    if not Path(mark).exists():
+        Path(mark).touch()
+        held = b"x" * size
+        time.sleep(HUNGRY_SECONDS)
+        raise AssertionError(f"nobody has killed who has taken {len(held):,} bytes")
+
+
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     replies = take_stdout()
@@ -81,6 +101,7 @@ def main() -> None:
         # Enough that a batch lies in its node's object store, and not with its owner.
         given.get("floats", 5_000),
         given.get("deadly_read"),
+        given.get("hungry"),
     )
     loader: DpexDataLoader[Any] = DpexDataLoader(
         dataset,

@@ -19,14 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from cluster_programs import ROOT, processes_in, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, Trainer, drawn
+from tables import put_between
 
 BATCHES = LENGTH // 10
-MARKERS = "<!-- faults: begin -->", "<!-- faults: end -->"
 STOPPED_S = 20
+# What may be taken on top of what is taken already, where workers are killed for their memory.
+SPARE_BYTES = 2 << 30
 # Four batches of 38 MB do not fit into such a store.
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
@@ -107,12 +110,16 @@ def cut_link(seconds: float | None) -> Disturb:
     return disturb
 
 
-def stop_trainer(_: Cluster, trainer: Trainer, __: random.Random) -> None:
-    """A trainer that does nothing for a while."""
-    trainer.go()
-    trainer.process.send_signal(signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    trainer.process.send_signal(signal.SIGCONT)
+def stop_trainer(seconds: float) -> Disturb:
+    """Make a fault in which the trainer does nothing for a while."""
+
+    def disturb(_: Cluster, trainer: Trainer, __: random.Random) -> None:
+        trainer.go()
+        trainer.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        trainer.process.send_signal(signal.SIGCONT)
+
+    return disturb
 
 
 def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
@@ -127,6 +134,18 @@ def deadly(where: str, what: signal.Signals) -> Callable[[random.Random, Path], 
         return {f"deadly_{where}": [chance.randrange(LENGTH), int(what), str(mark)]}
 
     return options
+
+
+def hungry(chance: random.Random, place: Path) -> dict[str, Any]:
+    """Make the options of a trainer one of whose samples takes more memory than there may be."""
+    return {"hungry": [chance.randrange(LENGTH), 2 * SPARE_BYTES, str(place / "mark")]}
+
+
+def little_memory() -> dict[str, str]:
+    """Make the environment of nodes that kill workers where more is taken than is now."""
+    memory = psutil.virtual_memory()
+    share = (memory.total - memory.available + SPARE_BYTES) / memory.total
+    return {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
 
 
 def none(_: random.Random, __: Path) -> dict[str, Any]:
@@ -144,6 +163,8 @@ class Fault:
         options: Of the disturbed trainer.
         both: Options of both trainers.
         node: Options of the nodes.
+        variables: Makes their environment.
+        once: Whether it takes so long that it is to be run once only.
         linked: Whether the nodes need links of their own.
     """
 
@@ -152,6 +173,8 @@ class Fault:
     options: Callable[[random.Random, Path], dict[str, Any]] = none
     both: dict[str, Any] = field(default_factory=dict)
     node: tuple[str, ...] = ()
+    variables: Callable[[], dict[str, str]] = dict
+    once: bool = False
     linked: bool = False
 
 
@@ -167,7 +190,9 @@ FAULTS = (
     Fault("a node's link cut for 5 s", cut_link(5), linked=True),
     Fault("a node's link cut for 30 s", cut_link(30), linked=True),
     Fault("a node's link cut for good", cut_link(None), linked=True),
-    Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer),
+    Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
+    Fault("trainer stopped for 10 min", stop_trainer(600), once=True),
+    Fault("worker killed by Ray for its memory", options=hungry, variables=little_memory),
     Fault(
         "object store of 80 MB, batches of 38 MB",
         both=SMALL_STORE,
@@ -184,7 +209,7 @@ def run(fault: Fault, seed: int) -> Outcome:
         place = stack.enter_context(workplace())
         cluster = Cluster(place, links)
         for _ in range(2):
-            cluster.add(*fault.node)
+            cluster.add(*fault.node, **fault.variables())
         both = {"seed": seed, **fault.both}
         expected = Trainer(place, cluster.address, **both).finish()
         trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place))
@@ -232,7 +257,7 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for seed in range(options.runs):
         for fault in FAULTS:
-            if options.only not in fault.name:
+            if options.only not in fault.name or (fault.once and seed):
                 continue
             try:
                 outcomes.append(run(fault, seed))
@@ -243,10 +268,7 @@ def main() -> None:
             options.out.write_text(json.dumps(records, indent=1) + "\n")
     print(table(outcomes))
     if not options.only:
-        page = ROOT / "docs" / "faults.md"
-        before, _, rest = page.read_text().partition(MARKERS[0])
-        after = rest.partition(MARKERS[1])[2]
-        page.write_text(f"{before}{MARKERS[0]}\n\n{table(outcomes)}\n\n{MARKERS[1]}{after}")
+        put_between("faults", table(outcomes), ROOT / "docs" / "faults.md")
     if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):
         raise SystemExit("an epoch was not what it is without the fault")
 

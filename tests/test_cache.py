@@ -307,11 +307,17 @@ def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
         assert read() == [0, 30]
         (place / "v1" / "data.mdb").write_bytes(b"no database" * 1_000)
         assert read() == [0, 30]
-        # And one that had all of it there.
-        with lmdb.open(str(place / "v1"), max_dbs=1) as environment:
-            last = environment.info()["last_txnid"]
+
+
+def test_what_a_job_has_made_outlasts_the_machine(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    with workplace() as elsewhere:
+        run_program(PROGRAM, "train", str(place), place=elsewhere, seconds=120).check_returncode()
+        # The next start of the machine.
+        last = (place / "synced").read_text().split()[1]
         (place / "synced").write_text(f"another-boot {last}")
-        assert read() == [30, 0]
+        done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
+        assert done.stdout.split() == ["30", "0"], done.stderr
 
 
 def test_a_store_that_another_process_has_let_grow_is_read(tmp_path: Path) -> None:
@@ -412,7 +418,12 @@ def test_others_may_not_write_to_it(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     cached(range(3), at=place)[0]
     assert place.stat().st_mode & 0o777 == 0o700
-    assert (place / "v1" / "data.mdb").stat().st_mode & 0o777 == 0o600
+    readable = tmp_path / "readable"
+    (readable / "v1").mkdir(parents=True)
+    cached(range(3), at=readable)[0]
+    for directory in (place, readable):
+        assert (directory / "v1").stat().st_mode & 0o777 == 0o700
+        assert (directory / "v1" / "data.mdb").stat().st_mode & 0o777 == 0o600
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)

@@ -6,6 +6,7 @@ import gzip
 import os
 import pickle
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+import torch
 from cluster_programs import workplace
 from cluster_programs.stores import ENVIRONMENT, KEY, SECRET, Proxy, object_store
 from idx_files import write_idx
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
 from torchvision import transforms as v1
 
+import dpex.datasets
 from dpex import DpexDataLoader
 from dpex.datasets import MNIST, FashionMNIST, ImageFolder, Parquet, from_torchvision
 from dpex.datasets import store as store_module
@@ -121,6 +124,8 @@ def test_folders_are_torchvisions(scheme: str, bucket: Path, assert_same: Same) 
     assert ours.targets.tolist() == torchs.targets
     relative = [os.path.relpath(path, bucket / "pictures") for path, _ in torchs.samples]
     assert ours.paths.tolist() == relative
+    if scheme == "path":
+        assert ours.samples == ours.imgs == torchs.samples == torchs.imgs
     assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
     apart = from_torchvision(ours)
     assert_same(apart[2], torchs[2])
@@ -141,6 +146,52 @@ def test_workers_read_the_store_themselves(
         assert_same(list(loader), expected)
 
 
+def test_a_batch_reads_its_files_at_the_same_time(
+    proxy: Proxy, server: tuple[str, Path], assert_same: Same
+) -> None:
+    folder = server[1] / "pictures"
+    torchs = datasets.ImageFolder(str(folder), v1.ToTensor())
+    dataset = ImageFolder("s3://bucket/pictures", v1.ToTensor())
+    proxy.first_two = threading.Barrier(2)
+    assert_same(dataset.__getitems__([6, -1, 0]), [torchs[i] for i in (6, -1, 0)])
+    assert not proxy.first_two.broken
+    assert ImageFolder(folder).__getitems__ is None, "there is nothing to wait for"
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_what_a_picture_of_a_store_draws_depends_on_its_place_alone(
+    bucket: Path, server: tuple[str, Path], assert_same: Same
+) -> None:
+    crop = v1.Compose([v1.ToTensor(), v1.RandomCrop(4)])
+    dataset = ImageFolder("bucket/pictures", crop, filesystem=signed_in(server[0]))
+    drawn = []
+    for options in ({"batch_size": 1}, {"batch_size": 3, "num_workers": 2}, {"batch_size": 7}):
+        generator = torch.Generator().manual_seed(0)
+        options = {"num_workers": 1, "generator": generator, **options}
+        loader: Any = DpexDataLoader(dataset, **options, **OURS)
+        drawn.append(torch.cat([pictures for pictures, _ in loader]))
+    assert_same(drawn[1:], [drawn[0]] * 2)
+    assert len({picture.numpy().tobytes() for picture in drawn[0]}) == len(PICTURES)
+
+
+def test_who_replaces_getitem_is_asked_for_every_sample(bucket: Path) -> None:
+    class WithPath(ImageFolder):
+        def __getitem__(self, index: Any) -> Any:
+            return str(self.paths[index])
+
+    loader: Any = DataLoader(WithPath("s3://bucket/pictures"), 2, collate_fn=list)
+    assert next(iter(loader)) == ["a/10.png", "a/9.jpeg"]
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_picture_that_cannot_be_read_is_left_out_alone(server: tuple[str, Path]) -> None:
+    dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
+    dataset.paths[3] = "gone.png"
+    loader: Any = DpexDataLoader(dataset, 7, num_workers=1, on_error="skip", max_skipped=1, **OURS)
+    [(_, labels)] = loader
+    assert labels.tolist() == [*dataset.targets[:3], *dataset.targets[4:]]
+
+
 @pytest.mark.parametrize("folder", ["digits", "zipped"])
 @pytest.mark.parametrize("train", [True, False])
 def test_digits_are_torchvisions(folder: str, train: bool, bucket: Path, assert_same: Same) -> None:
@@ -148,6 +199,10 @@ def test_digits_are_torchvisions(folder: str, train: bool, bucket: Path, assert_
     ours = FashionMNIST(f"s3://bucket/{folder}", train, v1.ToTensor())
     assert_same(ours.targets, torchs.targets)
     assert_same(ours.data, torchs.data)
+    for name in ("FashionMNIST", "MNIST"):
+        classes = getattr(datasets, name).classes
+        assert list(getattr(dpex.datasets, name).classes) == classes
+    assert ours.class_to_idx == torchs.class_to_idx
     assert_same(
         [ours[i] for i in range(0, len(ours), 50)], [torchs[i] for i in range(0, len(ours), 50)]
     )

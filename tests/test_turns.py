@@ -242,7 +242,6 @@ def test_a_stream_s_turn_ends_for_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "POLL_S", 0.0)
-    monkeypatch.setattr(sharing, "_GONE_S", 0.2)
     free = 9.0
 
     async def scenario() -> None:
@@ -257,7 +256,7 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await notes.others("a", waits=False) == Others(wait=False, room=0)
         monkeypatch.setattr(sharing, "_CALM_S", 0.0)
         assert await notes.others("a", waits=False) == Others(wait=False, room=1)
-        await asyncio.sleep(0.3)
+        monkeypatch.setattr(sharing, "_GONE_S", 1e-9)
         assert await notes.others("b", waits=False) is None  # "a" has gone
 
     asyncio.run(scenario())

@@ -59,6 +59,9 @@ _PATIENT_SECONDS = 2.0
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
+# A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
+# place: not while it is to have its next chunk soon, or its turn is to be over.
+_KEEP_CPU_S = 1.0
 _HOST_AWAY_S = 30.0
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
@@ -296,7 +299,7 @@ class _Asking:
             if self._answer is None:
                 return None
             try:
-                assignment = cast("Assignment | None", ray.get(self._answer))
+                assignment = cast("Assignment | None", _get(self._answer))
             except ray.exceptions.ActorDiedError:
                 return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
@@ -309,6 +312,13 @@ class _Asking:
                     self._place = assignment.place + 1
                 return assignment
         return None
+
+
+def _get(answer: ray.ObjectRef) -> Any:
+    """Return an answer of the host's; the CPU is given back only if it is late."""
+    with contextlib.suppress(TimeoutError):
+        return answer.future().result(_KEEP_CPU_S)
+    return ray.get(answer)
 
 
 def _make_chunk(

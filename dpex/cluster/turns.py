@@ -21,13 +21,13 @@ __all__ = ["Assignment", "Others", "Turns"]
 
 _TURN_S = 30.0
 # Where other tasks may wait for a CPU it is theirs soon.
-_SHARED_TURN_S = 2.0
+_SHARED_TURN_S = 5.0
 # Where another trainer's do.
 _WAITED_FOR_TURN_S = 1.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
-# A task that waits holds no CPU of the cluster's; other resources it does hold.
+# One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
 # A task that has not begun for so long asks for what no node has.

@@ -115,6 +115,8 @@ class Cached(Dataset[Any]):
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
             _forget_at_exit(self._job)
+        else:
+            _keep_at_exit(self._directory)
         self._begin()
 
     def _begin(self) -> None:
@@ -216,6 +218,17 @@ def _forget_at_exit(job: str) -> None:
         from dpex.datasets.sample_store import forget_memory
 
         forget_memory(job)
+
+
+@functools.cache
+def _keep_at_exit(directory: Path) -> None:
+    """Have what this node's processes wrote on its disk when this one ends."""
+
+    @atexit.register
+    def keep() -> None:
+        from dpex.datasets.sample_store import keep_for_good
+
+        keep_for_good(directory)
 
 
 def _transforms_of(dataset: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class MNIST(LabelledPictures):
 
     Attributes:
         targets: Labels, int64 (N,).
+        classes: What each label means, in order.
 
     Raises:
         FileNotFoundError: The files are not there, neither plain nor with ``.gz``.
@@ -43,6 +44,13 @@ class MNIST(LabelledPictures):
     Source:
         ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
     """
+
+    classes: Sequence[str] = tuple(
+        f"{digit} - {name}"
+        for digit, name in enumerate(
+            ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+        )
+    )
 
     def __init__(
         self,
@@ -76,6 +84,11 @@ class MNIST(LabelledPictures):
         return {**self.__dict__, "_images": None}
 
     @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The label of each class."""
+        return {name: label for label, name in enumerate(self.classes)}
+
+    @property
     def data(self) -> torch.Tensor:
         """Images, uint8 (N, 28, 28)."""
         return torch.from_numpy(self._pixels())
@@ -99,6 +112,19 @@ class MNIST(LabelledPictures):
 
 class FashionMNIST(MNIST):
     """torchvision's ``FashionMNIST``, from a store too; see ``MNIST``."""
+
+    classes = (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    )
 
 
 def _parse(content: bytes, path: str) -> np.ndarray[Any, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dpex.datasets.labelled import LabelledPictures
 from dpex.datasets.store import Store
+from dpex.seeding import begin_sample
 
 __all__ = ["ImageFolder"]
 
@@ -76,18 +77,44 @@ class ImageFolder(LabelledPictures):
         # One array, which all workers of a node share; a million strings would be copied.
         self.paths = np.array(paths, dtype=np.str_)
 
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """Every sample's file, and the number of its class; made anew each time."""
+        targets: list[int] = self.targets.tolist()
+        files = [f"{self._store.uri}/{path}" for path in self.paths]
+        return list(zip(files, targets, strict=True))
+
+    imgs = samples
+
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def __getitems__(self) -> Callable[[list[Any]], list[Any]] | None:
+        """What reads a batch's files at the same time, where each has to be waited for."""
+        # Who has replaced __getitem__ means that for every sample.
+        own = type(self).__getitem__ is LabelledPictures.__getitem__
+        return self._samples if own and self._store.is_far else None
+
+    def _samples(self, indices: list[Any]) -> list[Any]:
+        contents = self._store.read_all([str(self.paths[index]) for index in indices])
+        samples = []
+        for place, (index, content) in enumerate(zip(indices, contents, strict=True)):
+            begin_sample(place, 0)
+            samples.append(self._transformed(self._decoded(index, content), self._number(index)))
+        return samples
+
     def _picture(self, index: Any) -> Any:
+        return self._decoded(index, self._store.read(str(self.paths[index])))
+
+    def _decoded(self, index: Any, content: bytes) -> Any:
         from PIL import Image
 
-        path = str(self.paths[index])
         try:
-            with Image.open(io.BytesIO(self._store.read(path))) as file:
+            with Image.open(io.BytesIO(content)) as file:
                 return file.convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:  # which do not know the file's name
-            error.add_note(f"{self._store.uri}/{path} was being read")
+            error.add_note(f"{self._store.uri}/{self.paths[index]} was being read")
             raise
 
     def _number(self, index: Any) -> int:

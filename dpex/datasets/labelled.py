@@ -37,7 +37,9 @@ class LabelledPictures(Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: Any) -> tuple[Any, Any]:
         """Return the picture, and the number of its class."""
-        picture, target = self._picture(index), self._number(index)
+        return self._transformed(self._picture(index), self._number(index))
+
+    def _transformed(self, picture: Any, target: int) -> tuple[Any, Any]:
         if self.transform is not None:
             picture = self.transform(picture)
         if self.target_transform is not None:

@@ -16,6 +16,7 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +27,7 @@ import xxhash
 
 from dpex.pickling import Pickled, dump_in_band, load
 
-__all__ = ["SampleStore", "forget_memory", "memory_directory", "open_store"]
+__all__ = ["SampleStore", "forget_memory", "keep_for_good", "memory_directory", "open_store"]
 
 logger = logging.getLogger("dpex")
 
@@ -92,6 +93,13 @@ def forget_memory(job: str) -> None:
         time.sleep(0.02)
 
 
+def keep_for_good(directory: Path) -> None:
+    """Have what lies in a directory on the disk, whoever wrote it; nothing where there is none."""
+    if (directory / f"v{_FORMAT}").is_dir():
+        with contextlib.suppress(OSError, lmdb.Error):
+            open_store(directory, max_bytes=1)._sync()
+
+
 def _memory() -> Path:
     shared = Path("/dev/shm")
     base = shared if shared.is_dir() else Path(tempfile.gettempdir())
@@ -118,13 +126,14 @@ class SampleStore:
         self._refused_at: dict[bytes, float] = {}
         self._touched: dict[bytes, float] = {}
         self._wrote_at: float | None = None
-        try:
-            self._environment = self._opened()
-            if self._lasting and self._may_be_damaged():
-                self._environment.close()
+        with _one_at_a_time(directory):
+            try:
+                self._environment = self._opened()
+                if self._lasting and self._may_be_damaged():
+                    self._environment.close()
+                    self._begin_anew()
+            except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError):
                 self._begin_anew()
-        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError):
-            self._begin_anew()
         self._environment.reader_check()  # of processes that were killed
         self._samples = self._environment.open_db(b"samples")
 
@@ -133,8 +142,11 @@ class SampleStore:
         self._environment = self._opened()
 
     def _opened(self) -> Any:
+        files = self._directory / f"v{_FORMAT}"
+        _make_private(files)
+        files.chmod(0o700)  # its user may have made the directory around it, for all to read
         return lmdb.open(
-            str(self._directory / f"v{_FORMAT}"),
+            str(files),
             map_size=self._map_bytes,
             max_readers=_MAX_READERS,
             max_dbs=1,
@@ -348,6 +360,14 @@ def _claim(directory: Path) -> IO[str]:
             if (directory / _IN_USE).stat().st_ino == os.fstat(in_use.fileno()).st_ino:
                 return in_use
         in_use.close()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Keep the other processes that open a directory waiting."""
+    with (directory / "opening").open("w") as opening:
+        fcntl.flock(opening, fcntl.LOCK_EX)
+        yield
 
 
 def _make_private(directory: Path) -> None:

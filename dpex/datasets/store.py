@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -22,6 +24,8 @@ T = TypeVar("T")
 # A store that is busy is asked again after this long, twice as long, and so on.
 _FIRST_PAUSE_S = 0.1
 _TRIES = 6
+# Files that a process reads at the same time; other workers do so too.
+_READ_AT_ONCE = 8
 # Asking again does not help; Arrow has one class of error for all that a store says.
 _FINAL = re.compile(
     "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
@@ -111,6 +115,26 @@ class Store:
                 return content
 
         return self.insist(whole, path)
+
+    def read_all(self, paths: Iterable[str]) -> Iterator[bytes]:
+        """Yield the contents of files, in order, several of which are read at the same time.
+
+        Args:
+            paths: As for ``read``.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            OSError: The store refuses, or does not answer in several tries.
+        """
+        self.insist(self._client, "")  # one for all threads
+        return _readers(os.getpid()).map(self.read, paths)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether files have to be waited for: they lie on no disk of this host."""
+        import pyarrow.fs as pafs
+
+        return not isinstance(self._client()[0], pafs.LocalFileSystem)
 
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the paths of all files, and of all folders, below the store's own, in order.
@@ -211,6 +235,12 @@ class Store:
 
         client, path = fsspec.core.url_to_fs(self._whole)
         return pafs.PyFileSystem(pafs.FSSpecHandler(client)), path
+
+
+@functools.lru_cache(maxsize=1)
+def _readers(_: int) -> ThreadPoolExecutor:
+    """Return a process's threads; a fork has none of its parent's."""
+    return ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="dpex-store")
 
 
 def _s3(scheme: str, query: dict[str, str]) -> pafs.FileSystem:

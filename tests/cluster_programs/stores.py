@@ -17,6 +17,7 @@ from cluster_programs import spawn, wait_until
 
 KEY, SECRET = "someone", "a-secret-of-theirs"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "here"}
+MEET_SECONDS = 20
 
 
 @contextlib.contextmanager
@@ -53,12 +54,14 @@ class Proxy:
         faults: How the next answers to requests for an object go wrong: ``"busy"`` (503),
             ``"short"`` (less content than announced), ``"denied"`` (403), ``"reset"``.
         delay_s: How late each answer comes.
+        first_two: Where the first two requests for objects wait for one another, if they do.
         requests: Method and path of every request for an object.
     """
 
     def __init__(self, behind: str) -> None:
         self.faults: list[str] = []
         self.delay_s = 0.0
+        self.first_two: threading.Barrier | None = None
         self.requests: list[tuple[str, str]] = []
         proxy = self
 
@@ -71,6 +74,8 @@ class Proxy:
                 fault = ""
                 if path.count("/") > 1:
                     proxy.requests.append((self.command, path))
+                    if proxy.first_two is not None and len(proxy.requests) <= 2:
+                        proxy.first_two.wait(MEET_SECONDS)
                     fault = proxy.faults.pop(0) if proxy.faults else ""
                 if fault in {"busy", "denied"}:
                     code = {"busy": "SlowDown", "denied": "AccessDenied"}[fault]

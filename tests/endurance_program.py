@@ -1,0 +1,94 @@
+"""Many epochs, or one of many batches, and what the processes hold meanwhile.
+
+Usage: endurance_program.py EPOCHS BATCHES OUT
+
+It writes to ``OUT`` what ``held()`` returned, ten times in the course of it.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from cluster_programs import processes_in
+
+from dpex import DpexDataLoader
+
+BATCH_SIZE = 4
+LOOKS = 10
+
+
+class Small:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((16,), index)
+
+
+def kind_of(pid: int, command: str) -> str:
+    """Tell what a process is for."""
+    if pid == os.getpid():
+        return "trainer"
+    for mark, kind in {
+        "ray::_Host": "host",
+        "ray::": "workers",
+        "/raylet": "raylet",
+        "/gcs_server": "head",
+    }.items():
+        if mark in command:
+            return kind
+    return "others"
+
+
+def held(place: Path) -> dict[str, dict[str, int]]:
+    """Return by kind of process what belongs to it alone: memory, threads, files, processes."""
+    import ray
+
+    gc.collect()
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for pid, command in processes_in(place).items():
+        process, sums = psutil.Process(pid), found[kind_of(pid, command)]
+        sums["bytes"] += process.memory_full_info().uss
+        sums["threads"] += process.num_threads()
+        sums["files"] += process.num_fds()
+        sums["processes"] += 1
+    keys = ray._private.worker.global_worker.gcs_client.internal_kv_keys(b"", b"fun")
+    found["head"]["functions"] = len(keys)
+    return found
+
+
+def main() -> None:
+    epochs, batches = map(int, sys.argv[1:3])
+    looks: list[dict[str, Any]] = []
+    loader: Any = DpexDataLoader(
+        Small(batches * BATCH_SIZE),
+        batch_size=BATCH_SIZE,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+    )
+    total = epochs * batches
+    done = 0
+    for _ in range(epochs):
+        expected = 0
+        for batch in loader:
+            assert batch[0, 0] == expected, "a batch is lost, or comes twice"
+            expected += BATCH_SIZE
+            done += 1
+            if done * LOOKS >= (len(looks) + 1) * total:
+                looks.append({"batches": done, "held": held(Path.cwd())})
+        assert expected == batches * BATCH_SIZE
+    Path(sys.argv[3]).write_text(json.dumps(looks))
+
+
+if __name__ == "__main__":
+    main()
