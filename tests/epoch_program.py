@@ -92,6 +92,16 @@ def starve_once(size: int, mark: str) -> None:
         raise AssertionError(f"nobody has killed who has taken {len(held):,} bytes")
 
 
+def node_of_host(loader: Any) -> str:
+    """Return where what runs the loader's pipelines is."""
+    import ray
+
+    def here(_: Any) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    return str(ray.get(loader._cluster.session._host.actor.__ray_call__.remote(here)))
+
+
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     replies = take_stdout()
@@ -126,6 +136,9 @@ def main() -> None:
             print(number, *sorted(set(nodes)), file=replies)
             stepping = sys.stdin.readline() == "next\n"
         asked = time.monotonic()
+    import ray
+
+    assert node_of_host(loader) == ray.get_runtime_context().get_node_id()
     Path(given["out"]).write_text(json.dumps({"samples": samples, "waits": waits}))
     loader.close()
 

@@ -19,17 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from cluster_programs import ROOT, processes_in, workplace
-from cluster_programs.clusters import Cluster
+from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
 from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, Trainer, drawn
 from tables import put_between
 
 BATCHES = LENGTH // 10
 STOPPED_S = 20
-# What may be taken on top of what is taken already, where workers are killed for their memory.
-SPARE_BYTES = 2 << 30
 # Four batches of 38 MB do not fit into such a store.
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
@@ -141,13 +138,6 @@ def hungry(chance: random.Random, place: Path) -> dict[str, Any]:
     return {"hungry": [chance.randrange(LENGTH), 2 * SPARE_BYTES, str(place / "mark")]}
 
 
-def little_memory() -> dict[str, str]:
-    """Make the environment of nodes that kill workers where more is taken than is now."""
-    memory = psutil.virtual_memory()
-    share = (memory.total - memory.available + SPARE_BYTES) / memory.total
-    return {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
-
-
 def none(_: random.Random, __: Path) -> dict[str, Any]:
     """Give no options."""
     return {}
@@ -192,7 +182,9 @@ FAULTS = (
     Fault("a node's link cut for good", cut_link(None), linked=True),
     Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
     Fault("trainer stopped for 10 min", stop_trainer(600), once=True),
-    Fault("worker killed by Ray for its memory", options=hungry, variables=little_memory),
+    Fault(
+        "worker killed by Ray for its memory", options=hungry, variables=little_memory, linked=True
+    ),
     Fault(
         "object store of 80 MB, batches of 38 MB",
         both=SMALL_STORE,

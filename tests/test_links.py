@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster_programs import workplace
-from cluster_programs.clusters import Cluster
+from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
 from cluster_programs.links import Network, network
 from cluster_programs.trainers import Trainer, drawn
 
@@ -59,3 +59,16 @@ def test_a_link_that_is_cut_for_a_while_changes_nothing(
     time.sleep(CUT_SECONDS)  # is what is tested
     links.mend(cluster.links[behind])
     assert drawn(trainer.finish(200)) == undisturbed
+
+
+# Here, for the trainer needs a node of its own: where it is, memory is not short.
+def test_memory_that_runs_short_costs_time_alone(
+    links: Network, undisturbed: list[tuple[int, float]]
+) -> None:
+    with workplace() as place:
+        cluster = Cluster(place, links)
+        cluster.add(**little_memory())
+        mark = place / "mark"
+        trainer = Trainer(place, cluster.address, hungry=(57, 2 * SPARE_BYTES, str(mark)))
+        assert drawn(trainer.finish()) == undisturbed
+        assert mark.exists()

@@ -70,6 +70,23 @@ def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
     play(scenario)
 
 
+def test_a_task_is_not_begun_for_ever() -> None:
+    async def scenario(turns: Turns) -> None:
+        async def begin(times: int) -> None:
+            for _ in range(times):
+                assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+
+        feed(turns, b"0", b"1", b"2")
+        await begin(turns_module._MAX_STARTS)
+        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"1"  # it comes on
+        await begin(turns_module._MAX_STARTS - 1)
+        with pytest.raises(MemoryError, match="died 6 times in a row"):
+            await turns.next_chunk("a", 0, 0)
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"2"
+
+    play(scenario)
+
+
 def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0")

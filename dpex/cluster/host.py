@@ -370,8 +370,9 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
                     num_cpus=0,
                     # Every task that waits for a chunk is a call under way.
                     max_concurrency=100_000,
+                    # A soft affinity leaves it to chance.
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        context.get_node_id(), soft=True
+                        context.get_node_id(), soft=False
                     ),
                     **options,
                 )

@@ -22,7 +22,7 @@ from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.metrics import publish
 from dpex.cluster.releasing import be_ready, release_later
-from dpex.cluster.stages import LaterStage, Pipeline, store_job
+from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
 from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
@@ -207,7 +207,7 @@ class Session:
         importlib.import_module("dpex.cluster.blocks")
         try:
             return bool(ray.get(inherits))
-        except ray.exceptions.RayActorError:
+        except HOST_DIED:
             self._host.lost = True
             self._start()
             return bool(ray.get(self._host.actor.inherits.remote(key)))
@@ -235,7 +235,7 @@ class Session:
         )
         try:
             lane = self._lanes.idle(run, pipeline) or self._lanes.new(run, pipeline)
-        except ray.exceptions.RayActorError:
+        except HOST_DIED:
             self._host.lost = True
             self._start()
             pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
@@ -373,15 +373,14 @@ class RemoteRun:
     def failure(self) -> BaseException | None:
         """Return what ended the reading, if it was an error; a dead host is replaced next time."""
         failure = self.receiver.failure
-        if isinstance(failure, ray.exceptions.RayActorError):
+        if isinstance(failure, HOST_DIED):
             self._host.lost = True
         return failure
 
     @property
     def lost(self) -> bool:
         """Whether the host, or blocks that it owned, died, so that a new pipeline can go on."""
-        died = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
-        return isinstance(self.receiver.failure, died)
+        return isinstance(self.receiver.failure, (*HOST_DIED, ray.exceptions.ObjectLostError))
 
     def end(self, *, later: bool = False) -> None:
         """Give the run up, finished or not; its pipeline is free for the next.

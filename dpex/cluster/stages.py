@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
 __all__ = [
+    "HOST_DIED",
     "LaterStage",
     "NAMESPACE",
     "Pipeline",
@@ -67,6 +68,9 @@ _HOST_AWAY_S = 30.0
 _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
 _MAX_JOBS = 2
+
+HOST_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What Ray says of a host that is no more; the latter where it was killed for want of memory."""
 
 # Which copy of an inherited job uses the very memory that was inherited.
 _borrowers: dict[str, weakref.ref[Job]] = {}
@@ -300,12 +304,12 @@ class _Asking:
                 return None
             try:
                 assignment = cast("Assignment | None", _get(self._answer))
-            except ray.exceptions.ActorDiedError:
-                return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
                 self._answer = None
                 give_up_at = give_up_at or time.monotonic() + _HOST_AWAY_S
                 time.sleep(_ANSWER_S)
+            except HOST_DIED:
+                return None
             else:
                 self._answer = None
                 if assignment is not None:
@@ -438,11 +442,11 @@ class _Interest:
             if not self._over.done():
                 return False
             self._over.result()
-        except (ValueError, ray.exceptions.ActorDiedError):
-            return True  # a host that has gone wants nothing any more
-        except ray.exceptions.RayError:  # not to be reached at this moment
-            self._over = None
+        except ray.exceptions.ActorUnavailableError:
+            self._over = None  # not to be reached at this moment
             return False
+        except (ValueError, *HOST_DIED):
+            return True  # a host that has gone wants nothing any more
         return True
 
 

@@ -32,6 +32,9 @@ _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
 # A task that has not begun for so long asks for what no node has.
 _HOPELESS_S = 60.0
+# Ray starts a task again for ever that it has killed because memory was short, after longer and
+# longer pauses: so many starts take minutes.
+_MAX_STARTS = 6
 # Turns that are over are kept, for Ray starts a task again if what it made is lost.
 _MAX_OVER = 256
 
@@ -92,6 +95,7 @@ class _Turn:
         given: How many chunks it was given in all.
         alone: Whether the last one was to be made alone.
         worker: Whose stream it reads.
+        starts: How often it was started since it was given the last chunk.
         over: Whether it is to get no more.
         news: Done when a chunk, or the end, has come for the task that waits.
     """
@@ -102,6 +106,7 @@ class _Turn:
     given: int = 0
     alone: bool = False
     worker: int | None = None
+    starts: int = 0
     over: bool = False
     news: asyncio.Future[None] | None = None
 
@@ -188,6 +193,9 @@ class Turns:
 
         Returns:
             Its next chunk, or None where its turn is over.
+
+        Raises:
+            MemoryError: It was started too often for one chunk.
         """
         with self._lock:
             turn = self._turns.get(name)
@@ -197,6 +205,7 @@ class Turns:
                 self._forget_over()
             self._idle.pop(name, None)
             if place < turn.given:
+                self._count_start(turn, place)
                 kept = max(0, place - turn.given + len(turn.chunks))
                 place = turn.given - len(turn.chunks) + kept
                 skipped = max(0, turn.blocks[kept] - blocks)
@@ -212,6 +221,14 @@ class Turns:
             return None
         turn.blocks[-1] = max(turn.blocks[-1], blocks)
         return Assignment(turn.chunks[-1], place)
+
+    def _count_start(self, turn: _Turn, place: int) -> None:
+        turn.starts += place == 0
+        if turn.starts >= _MAX_STARTS:
+            raise MemoryError(
+                f"its worker process died {turn.starts} times in a row, for want of memory most "
+                "likely: Ray tells where"
+            )
 
     async def _wait_for_news(self, name: str, turn: _Turn) -> None:
         idle_since = time.monotonic()
@@ -246,6 +263,7 @@ class Turns:
                 turn.chunks.append(chunk.payload)
                 turn.blocks.append(0)
                 turn.given += 1
+                turn.starts = 0
                 turn.alone = chunk.alone
                 turn.worker = chunk.worker
         elif self._releasing:

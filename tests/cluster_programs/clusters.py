@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from cluster_programs import environment, processes_in, start_node, wait_until
 from cluster_programs.links import Network
 
+# What may be taken on top of what is taken already, where workers are killed for their memory.
+SPARE_BYTES = 2 << 30
 # Of the head, which is the trainer's node too.
 _HEAD = ("--head", "--num-cpus=0", "--include-dashboard=false")
 
@@ -100,3 +104,10 @@ def _flag(command: str, name: str) -> str:
     found = re.search(rf"--{name}=(\S+)", command)
     assert found, command
     return found[1]
+
+
+def little_memory() -> dict[str, str]:
+    """Make the environment of nodes that kill workers when ``SPARE_BYTES`` more are taken."""
+    memory = psutil.virtual_memory()
+    share = (memory.total - memory.available + SPARE_BYTES) / memory.total
+    return {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
