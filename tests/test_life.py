@@ -83,6 +83,35 @@ def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:
     )
 
 
+def test_the_host_keeps_no_block_that_was_read() -> None:
+    import ray
+    from ray._private.internal_api import node_stats
+
+    from dpex.cluster import private
+
+    loader = loader_of(Plain(40))
+    list(loader)
+    host = loader._cluster.session._host.actor  # type: ignore[union-attr]
+
+    def read_within(_: Any, seconds: float) -> int:
+        private._LENT_S = seconds
+        return os.getpid()
+
+    def kept() -> int:
+        [node] = [node for node in ray.nodes() if node["Alive"]]
+        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"])
+        return next(s.num_local_objects for s in stats.core_workers_stats if s.pid == pid)
+
+    pid = ray.get(host.__ray_call__.remote(read_within, 0.0))
+    try:
+        before = kept()
+        for _ in range(100):
+            assert len(indices(loader)) == 40
+        assert kept() < before + 20
+    finally:
+        ray.get(host.__ray_call__.remote(read_within, private._LENT_S))
+
+
 def test_many_executions_leave_ray_s_function_table_as_it_was() -> None:
     import ray
 

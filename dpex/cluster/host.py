@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.forkserver import inheritance
-from dpex.cluster.private import StandingExecution, tune_host_process
+from dpex.cluster.private import LentBlocks, StandingExecution, tune_host_process
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
 from dpex.cluster.stages import NAMESPACE, TURN, Pipeline, build, store_job
 from dpex.cluster.turns import Assignment, Others, Turns
@@ -166,6 +166,7 @@ class _Host:
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
         self._round = Round(free_cpus)
+        self._lent = LentBlocks()
         tune_host_process(self._note_error)
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -247,6 +248,7 @@ class _Host:
             lane.changed.clear()
             reply = lane.news()
             if reply is not None:
+                self._lent.add(ref for ref, _ in reply.blocks)
                 return reply
             await lane.changed.wait()
         return Reply(ended=True)

@@ -11,6 +11,8 @@ What they buy is speed, never results:
 * a block iterator that leaves no thread behind (public: one parked thread per iteration);
 * dataset copies that share the object store's memory until they write to it
   (public: a copy in every worker process);
+* a host that keeps nothing of the blocks that were read
+  (public: each small one, for as long as it lives);
 * an embedded Ray that is there in a second and takes workers from a fork server
   (public: three seconds, and every worker imports torch anew).
 
@@ -29,7 +31,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Block",
+    "LentBlocks",
     "StandingExecution",
     "bundle_iterator",
     "client_server",
@@ -70,6 +74,9 @@ _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
 _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 20.0
+# A block that was handed out is read within this time, mostly, and looked at again if not.
+_LENT_S = 5.0
+_LOOKED_AT_ONCE = 200
 # As long as torch gives its workers to end.
 _KILL_AFTER_S = 5.0
 
@@ -520,6 +527,46 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
 
         if callable(streaming_executor.create_cluster_autoscaler):
             streaming_executor.create_cluster_autoscaler = lambda *_, **__: _NoAutoscaler()
+
+
+class LentBlocks:
+    """Blocks that were handed to the trainer, and what Ray keeps of them here.
+
+    An owner's copy of a small object, or its note that a large one is in the object store, goes
+    when the owner drops the last reference: not when a borrower does, so that a host would keep
+    every small block for good. A reference that is made and dropped later makes up for that. Where
+    Ray's private names have changed, nothing is done.
+    """
+
+    def __init__(self) -> None:
+        self._lent: deque[tuple[float, bytes]] = deque()
+
+    def add(self, refs: Iterable[ray.ObjectRef]) -> None:
+        """Note references that are about to go, and let go of what nobody has any more."""
+        now = time.monotonic()
+        if _lent_blocks_can_go():
+            self._lent.extend((now, ref.binary()) for ref in refs)
+        for _ in range(min(_LOOKED_AT_ONCE, len(self._lent))):
+            lent_at, name = self._lent[0]
+            if now - lent_at < _LENT_S:
+                break
+            self._lent.popleft()
+            ray.ObjectRef(name)
+            core = ray._private.worker.global_worker.core_worker
+            if core.object_exists(ray.ObjectRef(name), memory_store_only=True):
+                self._lent.append((now, name))  # it has not been read yet
+
+
+@functools.cache
+def _lent_blocks_can_go() -> bool:
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return False
+    try:
+        core = ray._private.worker.global_worker.core_worker
+        unknown = ray.ObjectRef(ray.ObjectRef.from_random().binary())
+        return core.object_exists(unknown, memory_store_only=True) is False
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 class _WaitForAny:
