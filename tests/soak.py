@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_programs import ROOT, processes_in, workplace
+from cluster_programs import ROOT, processes_in, small_disk, workplace
 from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
 from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, Trainer, drawn
@@ -154,6 +154,7 @@ class Fault:
         both: Options of both trainers.
         node: Options of the nodes.
         variables: Makes their environment.
+        full_disk: Whether there is no room for what the nodes' object stores cannot hold.
         once: Whether it takes so long that it is to be run once only.
         linked: Whether the nodes need links of their own.
     """
@@ -164,6 +165,7 @@ class Fault:
     both: dict[str, Any] = field(default_factory=dict)
     node: tuple[str, ...] = ()
     variables: Callable[[], dict[str, str]] = dict
+    full_disk: bool = False
     once: bool = False
     linked: bool = False
 
@@ -190,6 +192,12 @@ FAULTS = (
         both=SMALL_STORE,
         node=("--object-store-memory=80000000",),
     ),
+    Fault(
+        "object store of 80 MB, batches of 60 MB, disk full",
+        both={**SMALL_STORE, "floats": 1_500_000},
+        node=("--object-store-memory=80000000",),
+        full_disk=True,
+    ),
 )
 
 
@@ -199,9 +207,13 @@ def run(fault: Fault, seed: int) -> Outcome:
     with contextlib.ExitStack() as stack:
         links = stack.enter_context(network()) if fault.linked else None
         place = stack.enter_context(workplace())
+        spilling: tuple[str, ...] = ()
+        if fault.full_disk:
+            stack.enter_context(small_disk(place / "disk"))
+            spilling = (f"--object-spilling-directory={place / 'disk'}",)
         cluster = Cluster(place, links)
         for _ in range(2):
-            cluster.add(*fault.node, **fault.variables())
+            cluster.add(*fault.node, *spilling, **fault.variables())
         both = {"seed": seed, **fault.both}
         expected = Trainer(place, cluster.address, **both).finish()
         trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place))

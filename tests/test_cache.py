@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -21,7 +22,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import environment, run_program, spawn, wait_until, workplace
+from cluster_programs import environment, run_program, small_disk, spawn, wait_until, workplace
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -392,23 +393,19 @@ def test_a_sample_larger_than_the_cache_is_made_anew_and_drives_nothing_out(
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
 def test_a_full_disk_costs_samples_only(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        with workplace() as place:
-            for hits in (0, None):
-                done = run_program(
-                    PROGRAM, "read", str(disk / "cache"), "", place=place, seconds=60
-                )
-                assert done.returncode == 0, done.stdout + done.stderr
-                found, made = map(int, done.stdout.split())
-                assert found + made == 30
-                assert found == hits or (hits is None and 0 < found < 30)
-            assert "the sample cache is full" in done.stderr
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(small_disk(disk))
+        except subprocess.CalledProcessError:
+            pytest.skip("no file system can be mounted here")
+        place = stack.enter_context(workplace())
+        for hits in (0, None):
+            done = run_program(PROGRAM, "read", str(disk / "cache"), "", place=place, seconds=60)
+            assert done.returncode == 0, done.stdout + done.stderr
+            found, made = map(int, done.stdout.split())
+            assert found + made == 30
+            assert found == hits or (hits is None and 0 < found < 30)
+        assert "the sample cache is full" in done.stderr
 
 
 # --- who may read it -----------------------------------------------------------------------------

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["RemoteRun", "Session"]
 
 _EXIT_WAIT_S = 2.0
+# One that cannot be reached is given up too.
+_HOST_LOST = (ray.exceptions.RayActorError, *HOST_DIED)
 # A dataset that is larger is better built where it is read.
 _LARGE_BYTES = 100 << 20
 # Of this process's loaders, as they begin.
@@ -207,7 +209,7 @@ class Session:
         importlib.import_module("dpex.cluster.blocks")
         try:
             return bool(ray.get(inherits))
-        except HOST_DIED:
+        except _HOST_LOST:
             self._host.lost = True
             self._start()
             return bool(ray.get(self._host.actor.inherits.remote(key)))
@@ -235,7 +237,7 @@ class Session:
         )
         try:
             lane = self._lanes.idle(run, pipeline) or self._lanes.new(run, pipeline)
-        except HOST_DIED:
+        except _HOST_LOST:
             self._host.lost = True
             self._start()
             pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
@@ -373,14 +375,14 @@ class RemoteRun:
     def failure(self) -> BaseException | None:
         """Return what ended the reading, if it was an error; a dead host is replaced next time."""
         failure = self.receiver.failure
-        if isinstance(failure, HOST_DIED):
+        if isinstance(failure, _HOST_LOST):
             self._host.lost = True
         return failure
 
     @property
     def lost(self) -> bool:
         """Whether the host, or blocks that it owned, died, so that a new pipeline can go on."""
-        return isinstance(self.receiver.failure, (*HOST_DIED, ray.exceptions.ObjectLostError))
+        return isinstance(self.receiver.failure, (*_HOST_LOST, ray.exceptions.ObjectLostError))
 
     def end(self, *, later: bool = False) -> None:
         """Give the run up, finished or not; its pipeline is free for the next.

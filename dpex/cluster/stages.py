@@ -69,7 +69,7 @@ _MAX_RETRIES = 3
 # Pickled datasets that a process keeps a view of, one each for training and validation.
 _MAX_JOBS = 2
 
-HOST_DIED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+HOST_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 """What Ray says of a host that is no more; the latter where it was killed for want of memory."""
 
 # Which copy of an inherited job uses the very memory that was inherited.
@@ -212,6 +212,8 @@ def make_batches(
     while (assignment := asking.answer()) is not None:
         chunk = pickle.loads(assignment.payload)
         interest.in_run(chunk.run.key)
+        # A stream that is far enough ahead waits for the others, which may need its CPU.
+        asking.keeps_cpu = not chunk.stream
         for _ in range(assignment.skipped_blocks):
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.blocks += 1
@@ -277,6 +279,7 @@ class _Asking:
 
     Attributes:
         blocks: How many blocks the task has made.
+        keeps_cpu: Whether it keeps its CPU while it waits for an answer.
     """
 
     def __init__(self, host_name: str, lane_key: str) -> None:
@@ -285,6 +288,7 @@ class _Asking:
         self._turn = ray.get_runtime_context().get_task_id()
         self._place = 0
         self.blocks = 0
+        self.keeps_cpu = True
         self._answer: ray.ObjectRef | None = None
 
     def ask(self) -> None:
@@ -303,13 +307,13 @@ class _Asking:
             if self._answer is None:
                 return None
             try:
-                assignment = cast("Assignment | None", _get(self._answer))
+                assignment = cast("Assignment | None", self._get(self._answer))
+            except HOST_DIED:
+                return None
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
                 self._answer = None
                 give_up_at = give_up_at or time.monotonic() + _HOST_AWAY_S
                 time.sleep(_ANSWER_S)
-            except HOST_DIED:
-                return None
             else:
                 self._answer = None
                 if assignment is not None:
@@ -317,12 +321,11 @@ class _Asking:
                 return assignment
         return None
 
-
-def _get(answer: ray.ObjectRef) -> Any:
-    """Return an answer of the host's; the CPU is given back only if it is late."""
-    with contextlib.suppress(TimeoutError):
-        return answer.future().result(_KEEP_CPU_S)
-    return ray.get(answer)
+    def _get(self, answer: ray.ObjectRef) -> Any:
+        if self.keeps_cpu:
+            with contextlib.suppress(TimeoutError):
+                return answer.future().result(_KEEP_CPU_S)
+        return ray.get(answer)
 
 
 def _make_chunk(
@@ -442,11 +445,11 @@ class _Interest:
             if not self._over.done():
                 return False
             self._over.result()
-        except ray.exceptions.ActorUnavailableError:
-            self._over = None  # not to be reached at this moment
-            return False
         except (ValueError, *HOST_DIED):
             return True  # a host that has gone wants nothing any more
+        except ray.exceptions.RayError:  # not to be reached at this moment
+            self._over = None
+            return False
         return True
 
 

@@ -47,6 +47,18 @@ def workplace() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """Mount a disk of one megabyte; raises ``CalledProcessError`` where that is not allowed."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(directory)]
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
 def environment(place: Path, **variables: str) -> dict[str, str]:
     """An environment in which no Ray but the test's own can be found."""
     clean = {

@@ -108,6 +108,12 @@ def _flag(command: str, name: str) -> str:
 
 def little_memory() -> dict[str, str]:
     """Make the environment of nodes that kill workers when ``SPARE_BYTES`` more are taken."""
+    from ray._common.utils import get_system_memory
+    from ray._private.utils import get_used_memory
+
     memory = psutil.virtual_memory()
-    share = (memory.total - memory.available + SPARE_BYTES) / memory.total
+    total = get_system_memory()
+    # Of a container, where that has a limit.
+    used = get_used_memory() if total < memory.total else memory.total - memory.available
+    share = (used + SPARE_BYTES) / total
     return {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
