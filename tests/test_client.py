@@ -129,7 +129,7 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
             head,
             PYTHONPATH=os.pathsep.join([str(head), str(ROOT)]),
             DEATHS=str(deaths),
-            RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="2",
+            RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="10",
         )
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")
         assert driver.ask("connect", head_address=server)["kind"] == "client"

@@ -134,9 +134,11 @@ class Kernel:
         """Wait for the cell's end; returns the name of the error that ended it, if one did."""
         while self._goes_on():
             pass
-        reply = self._client.get_shell_msg(timeout=CELL_SECONDS)
-        assert reply["parent_header"]["msg_id"] == self._cell
-        return reply["content"].get("ename")
+        # Behind what a slow kernel still answers to those who asked whether it is ready.
+        while True:
+            reply = self._client.get_shell_msg(timeout=CELL_SECONDS)
+            if reply["parent_header"]["msg_id"] == self._cell:
+                return reply["content"].get("ename")
 
     def run(self, code: str) -> str:
         """Run a cell to its end; returns what it printed."""

@@ -162,7 +162,7 @@ class Driver:
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
 
-    def receive(self, seconds: float = 60) -> Any:
+    def receive(self, seconds: float = 100) -> Any:
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
