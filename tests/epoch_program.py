@@ -78,15 +78,21 @@ class Collate:
         return default_collate(samples)
 
 
+def first_time(mark: str) -> bool:
+    """Tell whether nobody has asked this before, and leave a mark."""
+    if Path(mark).exists():
+        return False
+    Path(mark).touch()
+    return True
+
+
 def kill_once(what: int, mark: str) -> None:
-    if not Path(mark).exists():
-        Path(mark).touch()
+    if first_time(mark):
         os.kill(os.getpid(), signal.Signals(what))
 
 
 def starve_once(size: int, mark: str) -> None:
-    if not Path(mark).exists():
-        Path(mark).touch()
+    if first_time(mark):
         held = b"x" * size
         time.sleep(HUNGRY_SECONDS)
         raise AssertionError(f"nobody has killed who has taken {len(held):,} bytes")

@@ -543,16 +543,17 @@ class LentBlocks:
 
     def add(self, refs: Iterable[ray.ObjectRef]) -> None:
         """Note references that are about to go, and let go of what nobody has any more."""
+        if not _lent_blocks_can_go():
+            return
+        core = ray._private.worker.global_worker.core_worker
         now = time.monotonic()
-        if _lent_blocks_can_go():
-            self._lent.extend((now, ref.binary()) for ref in refs)
+        self._lent.extend((now, ref.binary()) for ref in refs)
         for _ in range(min(_LOOKED_AT_ONCE, len(self._lent))):
             lent_at, name = self._lent[0]
             if now - lent_at < _LENT_S:
                 break
             self._lent.popleft()
             ray.ObjectRef(name)
-            core = ray._private.worker.global_worker.core_worker
             if core.object_exists(ray.ObjectRef(name), memory_store_only=True):
                 self._lent.append((now, name))  # it has not been read yet
 
