@@ -27,7 +27,15 @@ import xxhash
 
 from dpex.errors import SerializationError
 
-__all__ = ["Pickled", "dump", "dump_in_band", "load", "local_modules_by_value", "own_copy"]
+__all__ = [
+    "Pickled",
+    "dump",
+    "dump_in_band",
+    "give_back_memory",
+    "load",
+    "local_modules_by_value",
+    "own_copy",
+]
 
 # A smaller buffer stays in the stream: one more out-of-band buffer costs more than its copy.
 _OUT_OF_BAND_BYTES = 2048
@@ -262,11 +270,11 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
         buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
     value = pickle.loads(pickled.head, buffers=buffers)
     if len(pickled.head) >= _LARGE_STREAM_BYTES:
-        _give_back_memory()
+        give_back_memory()
     return value
 
 
-def _give_back_memory() -> None:
+def give_back_memory() -> None:
     """Have the C library keep nothing of what it has free.
 
     Unpickling millions of objects takes a table of them all, which is larger than anything that

@@ -14,7 +14,8 @@ from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
 from dpex.datasets import cached
-from dpex.datasets.sample_store import SampleStore, memory_directory, open_store
+from dpex.datasets.node_memory import job_directory
+from dpex.datasets.sample_store import SampleStore, open_store
 from dpex.pickling import dump
 
 OWNER = b"o" * 16
@@ -88,7 +89,7 @@ def epochs() -> None:
 
 def hold() -> None:
     """Open a job's memory and keep it open."""
-    directory = memory_directory("held")
+    directory = job_directory("cache", "held")
     open_store(directory, 1 << 20)
     print(directory, flush=True)
     time.sleep(600)

@@ -193,8 +193,8 @@ FAULTS = (
         node=("--object-store-memory=80000000",),
     ),
     Fault(
-        "object store of 80 MB, batches of 60 MB, disk full",
-        both={**SMALL_STORE, "floats": 1_500_000},
+        "object store of 80 MB, batches of 38 MB, disk full",
+        both=SMALL_STORE,
         node=("--object-store-memory=80000000",),
         full_disk=True,
     ),

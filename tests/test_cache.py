@@ -28,7 +28,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
-from dpex.datasets import cached, sample_store
+from dpex.datasets import cached, node_memory, sample_store
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.sample_store import SampleStore
 from dpex.pickling import dump
@@ -238,22 +238,22 @@ def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
 
 def test_memory_is_given_back(tmp_path: Path) -> None:
     with workplace() as place:
-        before = set(sample_store._memory().glob("*"))
+        before = set(node_memory.memory("cache").glob("*"))
         done = run_program(PROGRAM, "read", "memory", "", place=place, seconds=60)
         assert done.stdout.split() == ["0", "30"], done.stderr
-        assert set(sample_store._memory().glob("*")) <= before
+        assert set(node_memory.memory("cache").glob("*")) <= before
         done = run_program(PROGRAM, "epochs", place=place, seconds=100)
         assert done.stdout.split() == ["30", "30"], done.stderr
-        assert set(sample_store._memory().glob("*")) <= before
+        assert set(node_memory.memory("cache").glob("*")) <= before
         holder = spawn([sys.executable, str(PROGRAM), "hold"], place, stdout=subprocess.PIPE)
         assert holder.stdout is not None
         [left] = [Path(holder.stdout.readline().strip())]
-        sample_store.memory_directory("another")
+        node_memory.job_directory("cache", "another")
         assert left.exists(), "it is in use"
         holder.kill()
         holder.wait()
         assert left.exists()
-        sample_store.memory_directory("yet another")
+        node_memory.job_directory("cache", "yet another")
         assert not left.exists()
 
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import ray
 
-from dpex.cluster.memory import address_of, spans
+from dpex.memory import address_of, spans
 
 if TYPE_CHECKING:
     import pyarrow as pa

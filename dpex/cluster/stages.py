@@ -19,8 +19,8 @@ import pyarrow as pa
 import ray
 
 from dpex.cluster.forkserver import inheritance
-from dpex.cluster.memory import shared_memory
 from dpex.cluster.private import limit_to_concurrency, private_mappings
+from dpex.memory import shared_memory
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

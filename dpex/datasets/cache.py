@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dpex.costs import count
 from dpex.datasets.fingerprint import fingerprint
+from dpex.datasets.node_memory import job_directory, job_name
 from dpex.datasets.sameness import same
 from dpex.pickling import dump
 from dpex.seeding import generator_states, generators_kept, seed_generators
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["CacheInfo", "Cached", "cached"]
 
 _DEFAULT_MAX_BYTES = 10 << 30
-_PROCESS = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Cached(Dataset[Any]):
             raise ImportError("cached() needs lmdb: pip install 'dpex[cache]'") from error
         self.dataset = dataset
         self._directory = None if at == "memory" else Path(at).expanduser().absolute()
-        self._job = _job()
+        self._job = job_name()
         self._max_bytes = max_bytes
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
@@ -190,23 +189,16 @@ class Cached(Dataset[Any]):
 
     @property
     def _store(self) -> SampleStore:
-        from dpex.datasets.sample_store import memory_directory, open_store
+        from dpex.datasets.sample_store import MEMORY, open_store
 
         if self._opened is None or self._opened[0] != os.getpid():
-            directory = self._directory or memory_directory(self._job)
+            directory = self._directory or job_directory(MEMORY, self._job)
             self._opened = (os.getpid(), open_store(directory, self._max_bytes))
         return self._opened[1]
 
     def info(self) -> CacheInfo:
         """Return what this process has found in the cache, and what lies in it on this node."""
         return CacheInfo(self._hits, self._misses, *self._store.size())
-
-
-def _job() -> str:
-    """Name what shares a cache in memory: the ranks of one job, or this process alone."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-    ranks = "".join(os.environ.get(name, "") for name in names)
-    return "".join(filter(str.isalnum, ranks)) or _PROCESS
 
 
 @functools.cache

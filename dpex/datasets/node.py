@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from dpex.datasets.node_memory import job_name
+from dpex.datasets.shared_arrays import forget_at_exit, share_arrays
 from dpex.errors import NodeDataError
 from dpex.pickling import dump
 
@@ -32,6 +34,8 @@ def on_node(
     """Return a dataset that every worker process builds for itself, when it first reads from it.
 
     Nothing but ``make`` and its arguments travels, so the nodes read their own files, or a store.
+    Large arrays and tensors in its attributes are held once for all processes of a node that have
+    the same ones; what a process writes to its own is its own.
 
     Args:
         make: The dataset's class, or a function that returns a map-style dataset.
@@ -81,6 +85,8 @@ class OnNode(Dataset[Any]):
         self._args = args
         self._kwargs = kwargs
         self._key = dump((make, args, kwargs), "dataset").digest
+        self._job = job_name()
+        forget_at_exit(self._job)
         self.length: int | None = None
 
     @property
@@ -102,6 +108,7 @@ class OnNode(Dataset[Any]):
                     f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} "
                     "where the loader was made: not all nodes have the same files"
                 )
+            share_arrays(dataset, self._job)
             _built[key] = dataset
             while len(_built) > _MAX_BUILT:
                 _built.popitem(last=False)

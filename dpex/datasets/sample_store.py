@@ -7,27 +7,27 @@ happened or did not, whenever a process is killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import pickle
 import shutil
-import stat
 import struct
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import lmdb
 import numpy as np
 import torch
 import xxhash
 
+from dpex.datasets.node_memory import claim, forget, make_private, memory, one_at_a_time
 from dpex.pickling import Pickled, dump_in_band, load
 
-__all__ = ["SampleStore", "forget_memory", "keep_for_good", "memory_directory", "open_store"]
+__all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
+
+MEMORY = "cache"
+"""What a job's samples are called among what it keeps in a node's memory."""
 
 logger = logging.getLogger("dpex")
 
@@ -44,12 +44,8 @@ _MAX_READERS = 4096
 _STALE_S = 60.0
 _TOUCH_S = 10.0
 _SYNC_S = 5.0
-# How long the memory of a job that ends is waited for, that its workers let go of it.
-_LET_GO_S = 3.0
-_IN_USE = "in-use"
 
 _open: dict[Path, tuple[int, SampleStore]] = {}
-_swept: set[tuple[int, str]] = set()
 
 
 def open_store(directory: Path, max_bytes: int) -> SampleStore:
@@ -69,28 +65,12 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
     return store
 
 
-def memory_directory(job: str) -> Path:
-    """Return where a job keeps samples in memory, and remove those of jobs that have ended."""
-    base = _memory()
-    _make_private(base)
-    if (os.getpid(), job) not in _swept:
-        _swept.add((os.getpid(), job))
-        for other in base.iterdir():
-            if other.name != job:
-                _remove_unused(other)
-    return base / job
-
-
 def forget_memory(job: str) -> None:
     """Remove what a job keeps in memory, unless another process goes on using it."""
-    directory = _memory() / job
-    _, own = _open.pop(directory.resolve(), (0, None))
+    _, own = _open.pop((memory(MEMORY) / job).resolve(), (0, None))
     if own is not None:
         own.close()
-    deadline = time.monotonic() + _LET_GO_S
-    while directory.exists() and time.monotonic() < deadline:
-        _remove_unused(directory)
-        time.sleep(0.02)
+    forget(MEMORY, job)
 
 
 def keep_for_good(directory: Path) -> None:
@@ -98,12 +78,6 @@ def keep_for_good(directory: Path) -> None:
     if (directory / f"v{_FORMAT}").is_dir():
         with contextlib.suppress(OSError, lmdb.Error):
             open_store(directory, max_bytes=1)._sync()
-
-
-def _memory() -> Path:
-    shared = Path("/dev/shm")
-    base = shared if shared.is_dir() else Path(tempfile.gettempdir())
-    return base / f"dpex-cache-{os.getuid()}"
 
 
 class SampleStore:
@@ -121,12 +95,12 @@ class SampleStore:
         self._directory = directory
         self._max_bytes = max_bytes
         # What lies in memory does not outlive the machine, so it need not be written to a disk.
-        self._lasting = _memory().resolve() not in directory.parents
-        self._in_use = _claim(directory)
+        self._lasting = memory(MEMORY).resolve() not in directory.parents
+        self._in_use = claim(directory)
         self._refused_at: dict[bytes, float] = {}
         self._touched: dict[bytes, float] = {}
         self._wrote_at: float | None = None
-        with _one_at_a_time(directory):
+        with one_at_a_time(directory):
             try:
                 self._environment = self._opened()
                 if self._lasting and self._may_be_damaged():
@@ -143,7 +117,7 @@ class SampleStore:
 
     def _opened(self) -> Any:
         files = self._directory / f"v{_FORMAT}"
-        _make_private(files)
+        make_private(files)
         files.chmod(0o700)  # its user may have made the directory around it, for all to read
         return lmdb.open(
             str(files),
@@ -345,42 +319,3 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _claim(directory: Path) -> IO[str]:
-    """Make a directory and hold it, so that nobody removes it as long as this process lives."""
-    while True:
-        _make_private(directory)
-        try:
-            in_use = (directory / _IN_USE).open("w")
-        except FileNotFoundError:  # removed again, by somebody who has found it unused
-            continue
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):
-            if (directory / _IN_USE).stat().st_ino == os.fstat(in_use.fileno()).st_ino:
-                return in_use
-        in_use.close()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Keep the other processes that open a directory waiting."""
-    with (directory / "opening").open("w") as opening:
-        fcntl.flock(opening, fcntl.LOCK_EX)
-        yield
-
-
-def _make_private(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"the sample cache {directory} must be a directory of this user alone: what lies in it "
-            "is unpickled"
-        )
-
-
-def _remove_unused(directory: Path) -> None:
-    with contextlib.suppress(OSError), (directory / _IN_USE).open("w") as in_use:
-        fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Span", "address_of", "shared_memory", "spans"]
+__all__ = ["Span", "address_of", "from_files", "shared_memory", "spans"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ def spans() -> list[Span]:
 def address_of(array: Any) -> int:
     """Return where a numpy array's memory begins."""
     return int(array.__array_interface__["data"][0])
+
+
+def from_files() -> Callable[[int, int], bool]:
+    """Read which memory of this process is mapped from files, or from other shared memory.
+
+    Returns:
+        A function that tells it of a place: its address, and its size in bytes.
+    """
+    mapped = [span for span in spans() if span.inode]
+    return lambda start, size: any(s.start < start + size and start < s.end for s in mapped)
 
 
 def shared_memory() -> Callable[[Any], bool]:
