@@ -34,7 +34,7 @@ class Table(Dataset[list[int]]):
 
 def main() -> None:
     replies = take_stdout()
-    dataset = on_node(Table)
+    dataset = on_node(Table, arrays_in_common=True)
     loader: Any = DpexDataLoader(
         dataset,
         4,

@@ -32,6 +32,7 @@ def job() -> Iterator[str]:
     shared_arrays._let_go()
     node_memory.forget("arrays", name)
     assert not (node_memory.memory("arrays") / name).exists()
+    torch.set_default_device(None)
 
 
 class Arrays(Dataset[Any]):
@@ -96,6 +97,13 @@ def test_what_is_written_is_seen_by_its_owner_alone(job: str) -> None:
     assert torch.equal(third.tensor, second.tensor)
 
 
+def test_other_defaults_change_nothing(job: str) -> None:
+    arrays = Arrays()
+    torch.set_default_device("meta")
+    share_arrays(arrays, job)
+    assert 0 not in {inode(getattr(arrays, name)) for name in NAMES}
+
+
 def test_datasets_that_others_are_made_of(job: str) -> None:
     one, two = Arrays(1), Arrays(2)
     share_arrays(Subset(ConcatDataset([one, Subset(two, [3])]), [0]), job)
@@ -111,10 +119,15 @@ def test_what_cannot_be_shared_is_left_alone(tmp_path: Path, job: str) -> None:
             self.objects = np.array([{}] * (1 << 18))
             self.parameter = torch.zeros(1 << 18, requires_grad=True)
             self.in_common = torch.zeros(1 << 18).share_memory_()
+            self.conjugated = torch.ones(1 << 18, dtype=torch.complex64).conj()
+            self.nested = torch.nested.nested_tensor([torch.zeros(1 << 18), torch.zeros(2)])
+            self.noted = torch.zeros(1 << 18)
+            self.noted.note = "of the user's"  # type: ignore[attr-defined]
+            self.lazy = torch.nn.parameter.UninitializedBuffer()
             self.sparse = torch.eye(1 << 9).to_sparse()
             self.whole = np.zeros(1 << 18)
             # The same memory, of another length: one of them alone would be no part of the other.
-            self.part = torch.from_numpy(self.whole[: 1 << 17])
+            self.part = torch.from_numpy(self.whole[:10])
 
     others = Others()
     before = dict(vars(others))

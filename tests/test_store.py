@@ -131,6 +131,23 @@ def test_folders_are_torchvisions(scheme: str, bucket: Path, assert_same: Same) 
     assert_same(apart[2], torchs[2])
 
 
+def test_an_oss_store_is_reached_by_variables_of_its_own(
+    server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, assert_same: Same
+) -> None:
+    enter(monkeypatch, "127.0.0.1:9")  # where nobody answers
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    for name, value in (
+        ("OSS_ENDPOINT", f"http://{server[0]}"),
+        ("OSS_ACCESS_KEY_ID", KEY),
+        ("OSS_ACCESS_KEY_SECRET", SECRET),
+    ):
+        monkeypatch.setenv(name, value)
+    torchs = datasets.ImageFolder(str(server[1] / "pictures"), v1.ToTensor())
+    # Buckets of the store on this host have no host names of their own, as Aliyun's have.
+    ours = ImageFolder("oss://bucket/pictures?force_virtual_addressing=false", v1.ToTensor())
+    assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
+
+
 @pytest.mark.usefixtures("shared_ray")
 def test_workers_read_the_store_themselves(
     bucket: Path, server: tuple[str, Path], assert_same: Same

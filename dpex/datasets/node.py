@@ -29,19 +29,25 @@ _built: OrderedDict[tuple[int, str], Any] = OrderedDict()
 
 
 def on_node(
-    make: Callable[..., Any], *args: Any, length: int | None = None, **kwargs: Any
+    make: Callable[..., Any],
+    *args: Any,
+    length: int | None = None,
+    arrays_in_common: bool = False,
+    **kwargs: Any,
 ) -> OnNode:
     """Return a dataset that every worker process builds for itself, when it first reads from it.
 
     Nothing but ``make`` and its arguments travels, so the nodes read their own files, or a store.
-    Large arrays and tensors in its attributes are held once for all processes of a node that have
-    the same ones; what a process writes to its own is its own.
 
     Args:
         make: The dataset's class, or a function that returns a map-style dataset.
         *args: Its arguments.
         length: How many samples it has. Needed where it cannot be built in this process; if None,
             it is built here, once, and asked.
+        arrays_in_common: Whether large numpy arrays and CPU tensors in attributes of the dataset,
+            or of datasets in its attributes, are held once for all processes of a node. Each is
+            exchanged for an equal one after the constructor, so nothing else may refer to it. What
+            a process writes to it is its own.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -58,7 +64,7 @@ def on_node(
         )
     if length is not None and (not isinstance(length, int) or length < 0):
         raise TypeError(f"length must be an integer >= 0 or None, got {length!r}")
-    dataset = OnNode(make, args, kwargs)
+    dataset = OnNode(make, args, kwargs, arrays_in_common=arrays_in_common)
     if length is None:
         try:
             length = len(dataset.built)
@@ -79,14 +85,20 @@ class OnNode(Dataset[Any]):
     """
 
     def __init__(
-        self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        make: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        arrays_in_common: bool,
     ) -> None:
         self._make = make
         self._args = args
         self._kwargs = kwargs
-        self._key = dump((make, args, kwargs), "dataset").digest
-        self._job = job_name()
-        forget_at_exit(self._job)
+        self._key = dump((make, args, kwargs, arrays_in_common), "dataset").digest
+        self._sharing_job = job_name() if arrays_in_common else None
+        if self._sharing_job:
+            forget_at_exit(self._sharing_job)
         self.length: int | None = None
 
     @property
@@ -108,7 +120,8 @@ class OnNode(Dataset[Any]):
                     f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} "
                     "where the loader was made: not all nodes have the same files"
                 )
-            share_arrays(dataset, self._job)
+            if self._sharing_job:
+                share_arrays(dataset, self._sharing_job)
             _built[key] = dataset
             while len(_built) > _MAX_BUILT:
                 _built.popitem(last=False)

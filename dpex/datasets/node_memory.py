@@ -90,16 +90,20 @@ def one_at_a_time(directory: Path) -> Iterator[None]:
     """Keep the other processes that use a directory waiting, where they use this too."""
     with (directory / "opening").open("w") as opening:
         fcntl.flock(opening, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # a fork may have the file open, too
+            fcntl.flock(opening, fcntl.LOCK_UN)
 
 
 def forget(kind: str, job: str) -> None:
     """Remove what a job keeps in memory, unless another process goes on using it."""
     directory = memory(kind) / job
     deadline = time.monotonic() + _LET_GO_S
-    while directory.exists() and time.monotonic() < deadline:
-        _remove_unused(directory)
-        time.sleep(0.02)
+    with contextlib.suppress(OSError):
+        while directory.exists() and time.monotonic() < deadline:
+            _remove_unused(directory)
+            time.sleep(0.02)
 
 
 def make_private(directory: Path) -> None:

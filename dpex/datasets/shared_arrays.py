@@ -1,19 +1,22 @@
 """One copy of a dataset's large arrays for all processes of a node that have built the same ones.
 
 Each process builds its dataset for itself; what it then holds in arrays and tensors is exchanged
-for a private mapping of a file in memory, which is found by its content. So it is right whatever
-the constructor does, and what a process writes to its arrays is its own.
+for a private mapping of a file in memory, which is found by its content. What a process writes to
+its arrays is its own. Only on demand: who else has such an array, in a list or in a thread, goes on
+with the old one.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import errno
 import functools
+import hashlib
+import logging
 import mmap
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +27,26 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from dpex.datasets.node_memory import claim, forget, job_directory, one_at_a_time
+from dpex.datasets.node_memory import claim, job_directory, memory, one_at_a_time
 from dpex.memory import address_of, from_files
 from dpex.pickling import give_back_memory
 
 __all__ = ["forget_at_exit", "share_arrays"]
 
+logger = logging.getLogger("dpex")
+
 _MEMORY = "arrays"
 # Mapping takes some system calls, and a file.
 _LARGE_BYTES = 1 << 20
+# Each keeps a file open.
+_MOST_REGIONS = 64
 
 _claims: dict[str, IO[str]] = {}
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Array:
-    """A large array or tensor where a dataset has it.
+    """An array or tensor where a dataset has it.
 
     Attributes:
         owner: The attributes of the object that has it.
@@ -55,75 +62,86 @@ class _Array:
     size: int
     plain: bool
 
-    def move(self, memory: np.ndarray[Any, Any]) -> None:
-        """Have the same array on a copy of that memory."""
+    def on(self, memory: np.ndarray[Any, Any]) -> Any:
+        """Return the same array on a copy of that memory."""
         old = self.owner[self.name]
         if isinstance(old, torch.Tensor):
             place = (old.storage_offset(), old.size(), old.stride())
-            tensor = torch.empty(0, dtype=old.dtype)
-            tensor.set_(torch.from_numpy(memory).untyped_storage(), *place)
-            self.owner[self.name] = tensor
-        else:
-            offset = address_of(old) - self.start
-            array = np.ndarray(old.shape, old.dtype, memory.data, offset, old.strides)
-            array.flags.writeable = old.flags.writeable
-            self.owner[self.name] = array
+            tensor = torch.empty(0, dtype=old.dtype, device="cpu")
+            return tensor.set_(torch.from_numpy(memory).untyped_storage(), *place)
+        offset = address_of(old) - self.start
+        array = np.ndarray(old.shape, old.dtype, memory.data, offset, old.strides)
+        array.flags.writeable = old.flags.writeable
+        return array
 
 
 def share_arrays(dataset: Any, job: str) -> None:
     """Exchange a dataset's large arrays for mappings that this node's processes have in common.
 
-    Those are arrays and CPU tensors in attributes of the dataset, or of one that it is made of. An
-    array that is mapped from a file already is left as it is; so are all where there is no room.
+    Those are numpy arrays and CPU tensors in attributes of the dataset, or of one that it is made
+    of. An array that is mapped from a file already is left as it is; so are all for which there is
+    no room.
 
     Args:
         dataset: Whatever a process has built.
         job: Whose processes share.
     """
-    if _exchanged(dataset, job):
+    try:
+        exchanged = _exchange(dataset, job)
+    except (
+        Exception
+    ) as error:  # a process that has arrays of its own is as right as one that shares
+        logger.warning("arrays are not shared on this node: %s: %s", type(error).__name__, error)
+        return
+    if exchanged:
         # A worker keeps what it frees for its next batch.
         give_back_memory()
 
 
-def _exchanged(dataset: Any, job: str) -> bool:
+def _exchange(dataset: Any, job: str) -> bool:
     """Exchange the arrays; False if there are none."""
-    arrays = list(_arrays(dataset, set()))
+    regions = _regions(list(_arrays(dataset, set())))
+    if not regions:
+        return False
     mapped = from_files()
-    for (start, size), of_region in _by_region(arrays).items():
-        if all(array.plain for array in of_region) and not mapped(start, size):
-            with contextlib.suppress(OSError):
-                memory = _common(_bytes_at(start, size), job)
-                for array in of_region:
-                    array.move(memory)
-    return bool(arrays)
+    for arrays in regions:
+        start, size = arrays[0].start, arrays[0].size
+        if all(array.plain for array in arrays) and not mapped(start, size):
+            common = _common(_bytes_at(start, size), job)
+            moved = [(array, array.on(common)) for array in arrays]
+            for array, new in moved:
+                array.owner[array.name] = new
+    return True
 
 
-def _by_region(arrays: list[_Array]) -> dict[tuple[int, int], list[_Array]]:
-    """Sort arrays by their memory; without what is in two that are not the same.
+def _regions(arrays: list[_Array]) -> list[list[_Array]]:
+    """Sort arrays by their memory; returns the largest of it, one after the other.
 
-    Such an array would no longer be one with those that it has a part in common with.
+    Where two have some memory in common, but not all, neither is returned: one that is exchanged
+    would no longer be one with the other.
     """
-    regions: dict[tuple[int, int], list[_Array]] = {}
-    for array in arrays:
-        regions.setdefault((array.start, array.size), []).append(array)
-    return {
-        region: of_region
-        for region, of_region in regions.items()
-        if not any(
-            other != region and other[0] < sum(region) and region[0] < sum(other)
-            for other in regions
-        )
-    }
+    clusters: list[list[_Array]] = []
+    end = 0
+    for array in sorted(arrays, key=lambda array: array.start):
+        if array.start >= end:
+            clusters.append([])
+        clusters[-1].append(array)
+        end = max(end, array.start + array.size)
+    same = (c for c in clusters if len({(array.start, array.size) for array in c}) == 1)
+    large = [cluster for cluster in same if cluster[0].size >= _LARGE_BYTES]
+    return sorted(large, key=lambda cluster: -cluster[0].size)[:_MOST_REGIONS]
 
 
 @functools.cache
 def forget_at_exit(job: str) -> None:
-    """Have a job's arrays removed from this node when this process ends, if nobody uses them."""
+    """Have a job's arrays removed from this node when this process ends.
+
+    Who has mapped them goes on having them.
+    """
 
     @atexit.register
     def forget_arrays() -> None:
-        _let_go()
-        forget(_MEMORY, job)
+        shutil.rmtree(memory(_MEMORY) / job, ignore_errors=True)
 
 
 def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:
@@ -134,40 +152,39 @@ def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:
     owner = vars(holder)
     for name, value in list(owner.items()):
         if isinstance(value, np.ndarray):
-            whole, plain = _whole_array(value)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            whole, plain = (value.data_ptr(), value.nbytes), False
-            if type(value) is torch.Tensor and value.device.type == "cpu":
-                whole, plain = _storage(value), _is_plain(value)
+            place, plain = _place_of_array(value)
+            yield _Array(owner, name, *place, plain)
+        elif type(value) is torch.Tensor and value.device.type == "cpu":
+            if value.layout is torch.strided and not value.is_nested:
+                yield _Array(owner, name, *_place(value), _is_plain(value))
         else:
-            parts = value if isinstance(value, list | tuple) else [value]
-            for part in parts:
+            for part in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(part, Dataset):
                     yield from _arrays(part, seen)
-            continue
-        if whole[1] >= _LARGE_BYTES:
-            yield _Array(owner, name, *whole, plain)
 
 
-def _whole_array(array: np.ndarray[Any, Any]) -> tuple[tuple[int, int], bool]:
+def _place_of_array(array: np.ndarray[Any, Any]) -> tuple[tuple[int, int], bool]:
     """Return where the memory is that an array is part of, and whether all in it is plain."""
     whole: Any = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     plain = type(array) is np.ndarray and whole.flags.forc and not whole.dtype.hasobject
-    if isinstance(whole.base, torch.Tensor):
-        return _storage(whole.base), plain and _is_plain(whole.base)
+    if type(whole.base) is torch.Tensor:
+        return _place(whole.base), plain and _is_plain(whole.base)
     return (address_of(whole), whole.nbytes), plain and whole.base is None
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    other = tensor.requires_grad or tensor.is_shared() or tensor.is_pinned()
-    return not (other or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False
+    # Asked where CUDA is in use alone: it would begin to be, or fail in a fork.
+    pinned = torch.cuda.is_initialized() and tensor.is_pinned()
+    return not (pinned or tensor.__dict__)
 
 
 def _bytes_at(address: int, size: int) -> np.ndarray[Any, Any]:
@@ -183,29 +200,35 @@ def _common(content: np.ndarray[Any, Any], job: str) -> np.ndarray[Any, Any]:
     directory = job_directory(_MEMORY, job)
     if job not in _claims:
         _claims[job] = claim(directory)
-    file = directory / xxhash.xxh3_128_hexdigest(content.data)
-    with one_at_a_time(directory):
-        if not file.exists():
-            _write(content, file)
+    name = xxhash.xxh3_128_hexdigest(content.data)
+    file = directory / name
+    if not file.exists():
+        with one_at_a_time(directory):
+            if not file.exists():
+                _write(content, file)
     with file.open("rb") as opened:
         access = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         return np.frombuffer(mmap.mmap(opened.fileno(), content.nbytes, **access), np.uint8)
 
 
 def _write(content: np.ndarray[Any, Any], file: Path) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole and right or not at all."""
     disk = os.statvfs(file.parent)
+    taken = sum(other.stat().st_size for other in file.parent.iterdir())
     # Ray's object store needs the memory too.
-    if content.nbytes > disk.f_bavail * disk.f_frsize // 2:
-        raise OSError(errno.ENOSPC, "no room for arrays that processes share", str(file))
+    if taken + content.nbytes > (taken + disk.f_bavail * disk.f_frsize) // 2:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.parent))
     partly = file.with_suffix(".partly")
     try:
-        with partly.open("wb") as opened:
+        with partly.open("w+b") as opened:
             opened.write(content.data)
+            opened.seek(0)
+            # A thread of the dataset's may go on changing it.
+            if hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest() != file.name:
+                raise OSError(errno.EAGAIN, "an array was changed while it was copied")
         partly.rename(file)
-    except OSError:
+    finally:
         partly.unlink(missing_ok=True)
-        raise
 
 
 def _let_go() -> None:
