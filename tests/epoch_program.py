@@ -5,7 +5,8 @@ Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
 It prints the number of each batch and the nodes that made it, and waits for a line before it reads
 the next; after "go", or when its standard input ends, it does not stop any more. In the end it
 writes every sample's index, draw and node to ``out``, and how long each batch was waited for
-(``waits``).
+(``waits``). With a ``checkpoint`` it saves after each batch how far it is, and goes on from what is
+there.
 """
 
 import json
@@ -132,12 +133,19 @@ def main() -> None:
         prefetch_bytes=0,
     )
     samples, waits = [], []
+    checkpoint = Path(given.get("checkpoint", os.devnull))
+    if checkpoint.is_file():
+        saved = torch.load(checkpoint, weights_only=True)
+        samples = saved["samples"]
+        loader.load_state_dict(saved["loader"])
     stepping = True
     asked = time.monotonic()
     for number, (indices, draws, nodes) in enumerate(loader):
         waits.append(time.monotonic() - asked)
         rows = zip(indices.tolist(), draws.double().sum(1).tolist(), nodes, strict=True)
         samples += list(rows)
+        if "checkpoint" in given:
+            torch.save({"samples": samples, "loader": loader.state_dict()}, checkpoint)
         if stepping:
             print(number, *sorted(set(nodes)), file=replies)
             stepping = sys.stdin.readline() == "next\n"

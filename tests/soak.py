@@ -108,6 +108,13 @@ def cut_link(seconds: float | None) -> Disturb:
     return disturb
 
 
+def slow_link(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """A node's link through which a batch takes half a second, from now on."""
+    assert cluster.network is not None
+    cluster.network.slow(chance.choice(sorted(cluster.links.values())), megabits=4)
+    trainer.go()
+
+
 def stop_trainer(seconds: float) -> Disturb:
     """Make a fault in which the trainer does nothing for a while."""
 
@@ -183,6 +190,7 @@ FAULTS = (
     Fault("a node's link cut for 5 s", cut_link(5), linked=True),
     Fault("a node's link cut for 30 s", cut_link(30), linked=True),
     Fault("a node's link cut for good", cut_link(None), linked=True),
+    Fault("a node's link of 4 Mbit/s", slow_link, linked=True),
     Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
     Fault("trainer stopped for 10 min", stop_trainer(600), once=True),
     Fault(

@@ -11,7 +11,7 @@ import pytest
 from cluster_programs import workplace
 from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
 from cluster_programs.links import Network, network
-from cluster_programs.trainers import Trainer, drawn
+from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -59,6 +59,19 @@ def test_a_link_that_is_cut_for_a_while_changes_nothing(
     time.sleep(CUT_SECONDS)  # is what is tested
     links.mend(cluster.links[behind])
     assert drawn(trainer.finish(200)) == undisturbed
+
+
+def test_a_slow_link_changes_nothing(
+    cluster: Cluster, links: Network, undisturbed: list[tuple[int, float]]
+) -> None:
+    behind = cluster.add()
+    trainer = Trainer(cluster.place, cluster.address)
+    trainer.until_from(behind)
+    # For a batch of 200 kB half a second, with what the nodes tell one another.
+    links.slow(cluster.links[behind], megabits=4)
+    result = trainer.finish(200)
+    assert drawn(result) == undisturbed
+    assert behind in nodes_in({"samples": result["samples"][LENGTH // 2 :]})
 
 
 # Here, for the trainer needs a node of its own: where it is, memory is not short.

@@ -22,6 +22,8 @@ pytestmark = [
 
 
 DRAIN_SECONDS = 2
+# Ray ends a process that has lost its raylet, and one that has not reached the head for a minute.
+RAY_ENDS_SECONDS = 100
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,24 @@ def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
     trainers = [Trainer(cluster.place, cluster.address) for _ in range(2)]
     for trainer in trainers:
         assert drawn(trainer.finish()) == undisturbed
+
+
+@pytest.mark.parametrize("what", ["raylet", "gcs_server"])
+def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
+    what: str, cluster: Cluster, undisturbed: list[tuple[int, float]]
+) -> None:
+    with workplace() as place:
+        checkpoint = str(place / "checkpoint")
+        with workplace() as lost:
+            ray = Cluster(lost)
+            ray.add()
+            trainer = Trainer(lost, ray.address, checkpoint=checkpoint)
+            trainer.until(20)
+            ray.kill_head(what)
+            assert trainer.process.wait(RAY_ENDS_SECONDS) != 0
+        again = Trainer(place, cluster.address, checkpoint=checkpoint).finish()
+    assert drawn(again) == undisturbed
+    assert len(again["waits"]) == LENGTH // 10 - 21
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(

@@ -80,6 +80,13 @@ class Cluster:
         [pid] = [p for p, c in processes_in(self.place).items() if f"--node_id={node}" in c]
         os.kill(pid, what)
 
+    def kill_head(self, what: str) -> None:
+        """Kill one of the head's processes: its ``raylet``, or ``gcs_server``."""
+        if what == "raylet":
+            return self.signal(self.head, signal.SIGKILL)
+        [pid] = [p for p, c in processes_in(self.place).items() if f"/{what} " in c]
+        return os.kill(pid, signal.SIGKILL)
+
     def drain(self, node: str, seconds: int) -> None:
         """Announce that a node will be taken away."""
         subprocess.run(

@@ -1,6 +1,6 @@
 """Nodes with addresses and links of their own: network namespaces on one bridge.
 
-It takes root and the ``ip`` command.
+It takes root and the commands ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ class Network:
         """Bring a namespace's link up again."""
         _ip("link", "set", name, "up")
 
+    def slow(self, name: str, megabits: float) -> None:
+        """Let no more pass through a namespace's link, in either direction, in a second."""
+        for inside, device in (((), name), (("-netns", name), "eth0")):
+            limit = ("rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
+            _run("tc", *inside, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+
     def _open(self) -> None:
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("address", "add", f"{self.here}/24", "dev", self._bridge)
@@ -80,4 +86,8 @@ def network() -> Iterator[Network]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
