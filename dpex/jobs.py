@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpex.apply import StageJob
 from dpex.fetch import Job
-from dpex.transforms.mapped import CollateAndTransform, MappedDataset
+from dpex.transforms.mapped import CollateAndTransform, MappedDataset, stages_inside
 
 if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
@@ -42,7 +42,18 @@ def divide(
     """Divide a loader's work at the stages of its dataset, if it has any.
 
     Samples become a batch in the last stage that gets samples.
+
+    Raises:
+        ValueError: A stage that asks for a GPU, or for resources, is in a dataset inside of another
+            one, where it would run with what reads.
     """
+    for stage in stages_inside(dataset):
+        if stage.num_gpus or stage.resources:
+            raise ValueError(
+                f"{stage!r} asks for what it would not get: its MappedDataset is inside of a "
+                f"{type(dataset).__name__}. Let the MappedDataset be the outermost: "
+                "MappedDataset(Subset(source, indices), chain)"
+            )
     parts = dataset.parts if isinstance(dataset, MappedDataset) else []
     collating = sum(not part.batched for part in parts[1:])
     if parts[1:] and isinstance(collate_fn, CollateAndTransform):

@@ -240,6 +240,7 @@ def test_a_chain_goes_over_it() -> None:
     [
         (lambda: on_node(Counted(3)), TypeError, "pass FashionMNIST, root=..., not"),  # type: ignore[arg-type]
         (lambda: on_node(Counted, length=-1), TypeError, "integer >= 0 or None, got -1"),
+        (lambda: on_node(Counted, length=True), TypeError, "integer >= 0 or None, got True"),
         (
             lambda: on_node(datasets.ImageFolder, "/nowhere"),
             NodeDataError,

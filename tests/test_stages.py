@@ -337,6 +337,17 @@ def test_an_epoch_may_be_left_and_another_begun() -> None:
 
 
 @pytest.mark.parametrize(
+    "inside", [lambda d: Subset(d, [1, 2]), lambda d: ConcatDataset([d, d]), MappedDataset]
+)
+def test_what_a_stage_inside_of_another_dataset_would_not_get_is_an_error(inside: Any) -> None:
+    for asks in ({"num_gpus": 1}, {"resources": {"tape": 1}}):
+        dataset = inside(Subset(MappedDataset(Plain(), [Stage(double, **asks)]), range(9)))
+        loader: Any = DpexDataLoader(dataset, 2, num_workers=2, **OURS)
+        with pytest.raises(ValueError, match=r"asks for what it would not get: .* inside of a"):
+            iter(loader)
+
+
+@pytest.mark.parametrize(
     "asks",
     [{"num_gpus": 1}, {"resources": {"tape": 2}}, {"num_cpus": 100_000}],
     ids=["GPU", "resource", "CPU"],

@@ -313,8 +313,9 @@ def test_a_missing_key_is_named_also_by_a_worker(server: tuple[str, Path]) -> No
 
 
 def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
-    proxy.delay_s = 0.5
+    proxy.delay_s = 3.5  # Arrow itself waits for three
     assert len(Store("s3://bucket/pictures").read("b/z.png")) > 100
+    assert [kind for kind, _ in proxy.requests] == ["HEAD", "GET"]
 
 
 @pytest.mark.parametrize(
@@ -351,6 +352,10 @@ def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
             ValueError,
             "columns ['nme'] are not among",
         ),
+        (lambda _: Parquet("s3://bucket/rows", "number"), TypeError, "pass ['number']"),
+        (lambda _: Parquet("s3://bucket/rows", []), ValueError, "one column at least"),
+        (lambda _: Parquet("s3://bucket/rows", kept_groups=0), ValueError, ">= 1, got 0"),
+        (lambda _: ImageFolder("oss://bucket/x"), ValueError, "needs OSS_ENDPOINT"),
         (lambda place: Parquet(unlike(place)), ValueError, "b.parquet has columns ['y']"),
     ],
 )
@@ -391,6 +396,7 @@ def test_a_file_system_in_memory_takes_paths_of_both_kinds() -> None:
         dataset = ImageFolder(uri, filesystem=memory)
         assert dataset.classes == ["a", "b"]
         assert dataset[1][0].size == (1, 1)
+    assert ImageFolder("memory://pictures").classes == ["a", "b"]
     memory.rm("/pictures", recursive=True)
 
 
@@ -407,6 +413,22 @@ def test_credentials_in_a_uri_are_refused_and_not_shown(uri: str) -> None:
     with pytest.raises(ValueError, match="credentials") as caught:
         Store(uri)
     assert "hidden" not in str(caught.value)
+
+
+def test_a_signed_uri_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(fsspec.get_filesystem_class("file")):  # type: ignore[misc]
+        protocol = "refuses"
+
+        def info(self, path: str, **_: Any) -> Any:
+            raise self.error(f"no, {path} with sig=hidden-one")
+
+    fsspec.register_implementation("refuses", Refuses, clobber=True)
+    for error in (ValueError, PermissionError):
+        monkeypatch.setattr(Refuses, "error", error, raising=False)
+        with pytest.raises(OSError, match="…") as caught:
+            Store("refuses://host/x?sig=hidden-one").is_file()
+        assert "hidden" not in str(caught.value)
+        assert caught.value.__suppress_context__, "which has it"
 
 
 def test_hidden_files_are_no_rows_and_a_broken_one_is_named(tmp_path: Path) -> None:

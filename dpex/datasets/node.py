@@ -22,7 +22,10 @@ __all__ = ["OnNode", "on_node"]
 # Datasets that a process keeps built: the parts of a large one, too.
 _MAX_BUILT = 64
 # Arguments whose text may be shown. Others may be keys, or have one in them.
-_SHOWN = {"folder", "image_set", "mode", "name", "path", "root", "split", "train", "year"}
+_SHOWN = {
+    *("data_dir", "dir", "directory", "file", "filename", "folder", "path", "root"),
+    *("image_set", "mode", "name", "split", "train", "year"),
+}
 
 # By process: a fork must not read from files that its parent has opened.
 _built: OrderedDict[tuple[int, str], Any] = OrderedDict()
@@ -62,7 +65,8 @@ def on_node(
             f"make must be a class or a function, got {make!r}: pass FashionMNIST, root=..., not "
             "FashionMNIST(root=...)"
         )
-    if length is not None and (not isinstance(length, int) or length < 0):
+    whole = isinstance(length, int) and not isinstance(length, bool)
+    if length is not None and (not whole or length < 0):
         raise TypeError(f"length must be an integer >= 0 or None, got {length!r}")
     dataset = OnNode(make, args, kwargs, arrays_in_common=arrays_in_common)
     if length is None:

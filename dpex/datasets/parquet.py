@@ -43,7 +43,9 @@ class Parquet(Dataset[dict[str, Any]]):
     Raises:
         FileNotFoundError: There is no such file, or none in the folder.
         OSError: The store refuses, or does not answer in several tries.
-        ValueError: A column is not in the files, or the files do not have the same columns.
+        TypeError: ``columns`` is one name instead of several.
+        ValueError: A column is not in the files, there is none, or the files do not have the same
+            columns; or ``kept_groups`` is no positive integer.
     """
 
     def __init__(
@@ -54,6 +56,12 @@ class Parquet(Dataset[dict[str, Any]]):
         kept_groups: int = _DEFAULT_KEPT_GROUPS,
         filesystem: Any = None,
     ) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of names, got {columns!r}: pass [{columns!r}]")
+        if columns is not None and not columns:
+            raise ValueError("columns must name one column at least, got none")
+        if isinstance(kept_groups, bool) or not isinstance(kept_groups, int) or kept_groups < 1:
+            raise ValueError(f"kept_groups must be an integer >= 1, got {kept_groups!r}")
         self._store = Store(uri, filesystem)
         self._kept_groups = kept_groups
         if self._store.is_file():

@@ -26,6 +26,9 @@ _FIRST_PAUSE_S = 0.1
 _TRIES = 6
 # Files that a process reads at the same time; other workers do so too.
 _READ_AT_ONCE = 8
+# Arrow gives up connecting after one second, and an answer after three.
+_CONNECT_S = 10.0
+_ANSWER_S = 60.0
 # Asking again does not help; Arrow has one class of error for all that a store says.
 _FINAL = re.compile(
     "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
@@ -191,18 +194,30 @@ class Store:
             except FileNotFoundError:
                 raise FileNotFoundError(f"{where} does not exist") from None
             except OSError as error:
-                text = _without_secrets(str(error))
+                text = self._without_secrets(str(error))
                 if _FINAL.search(text) or isinstance(error, PermissionError):
                     raise type(error)(f"{where} cannot be read: {text}") from None
                 if not tries_left:
                     raise OSError(f"{where} cannot be read in {_TRIES} tries: {text}") from None
             except Exception as error:
+                text = self._without_secrets(str(error))
+                if text != str(error):
+                    raise OSError(f"{where}: {type(error).__name__}: {text}") from None
                 error.add_note(f"{where} was being read")
                 raise
             # At other times than the other workers.
             pause_s = _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left)
             time.sleep(pause_s * _chance.uniform(0.5, 1.5))
         raise AssertionError
+
+    def _without_secrets(self, text: str) -> str:
+        secrets = [self._whole.partition("?")[2]]  # a signature, perhaps
+        for name, value in os.environ.items():
+            if re.search("KEY|SECRET|TOKEN|PASSWORD", name) and len(value) >= 8:
+                secrets.append(value)
+        for secret in filter(None, secrets):
+            text = text.replace(secret, "…")
+        return text
 
     def _client(self) -> tuple[pafs.FileSystem, str]:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -264,8 +279,12 @@ def _s3(scheme: str, query: dict[str, str]) -> pafs.FileSystem:
     if endpoint and "endpoint_override" not in options:
         kind, separator, address = endpoint.rpartition("://")
         options |= {"endpoint_override": address} | ({"scheme": kind} if separator else {})
+    if scheme == "oss" and not options.get("endpoint_override"):
+        raise ValueError("oss:// needs OSS_ENDPOINT in the environment: without it S3 is Amazon's")
     strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
-    return pafs.S3FileSystem(retry_strategy=strategy, **options)
+    return pafs.S3FileSystem(
+        retry_strategy=strategy, connect_timeout=_CONNECT_S, request_timeout=_ANSWER_S, **options
+    )
 
 
 def _is_uri(text: str) -> bool:
@@ -276,10 +295,3 @@ def _has_credentials(uri: str) -> bool:
     scheme, _, rest = uri.partition("://")
     name, at, _ = rest.partition("/")[0].rpartition("@")
     return bool(at) and (":" in name or scheme not in _NAMED)
-
-
-def _without_secrets(text: str) -> str:
-    for name, value in os.environ.items():
-        if re.search("KEY|SECRET|TOKEN|PASSWORD", name) and len(value) >= 8:
-            text = text.replace(value, "…")
-    return text

@@ -231,3 +231,22 @@ def _depth(dataset: Any, most: int = 32) -> int:
         return dataset.depth
     inside = [vars(dataset).get(n) for n in ("source", "dataset") if hasattr(dataset, "__dict__")]
     return max((_depth(i, most - 1) for i in inside if most and i is not None), default=0)
+
+
+def stages_inside(dataset: Any) -> Iterator[Stage]:
+    """Yield the stages of the MappedDatasets that a dataset is made of, without its own."""
+    seen: set[int] = set()
+    waiting = [dataset]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        attributes = getattr(holder, "__dict__", {})
+        several = attributes.get("datasets")
+        inside = [attributes.get("source"), attributes.get("dataset")]
+        inside += several if isinstance(several, list | tuple) else []
+        for part in inside:
+            if isinstance(part, MappedDataset):
+                yield from (p.stage for p in part.parts if p.stage is not None)
+        waiting += inside
