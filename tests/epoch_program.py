@@ -4,9 +4,9 @@ Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
 
 It prints the number of each batch and the nodes that made it, and waits for a line before it reads
 the next; after "go", or when its standard input ends, it does not stop any more. In the end it
-writes every sample's index, draw and node to ``out``, and how long each batch was waited for
-(``waits``). With a ``checkpoint`` it saves after each batch how far it is, and goes on from what is
-there.
+writes every sample's batch, index, digest of what it drew, and node to ``out``, and how long each
+batch was waited for (``waits``). With a ``checkpoint`` it saves after each batch how far it is, and
+goes on from what is there.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 
@@ -142,8 +143,10 @@ def main() -> None:
     asked = time.monotonic()
     for number, (indices, draws, nodes) in enumerate(loader):
         waits.append(time.monotonic() - asked)
-        rows = zip(indices.tolist(), draws.double().sum(1).tolist(), nodes, strict=True)
-        samples += list(rows)
+        batch = samples[-1][0] + 1 if samples else 0
+        digests = [xxhash.xxh3_128_hexdigest(row.numpy().data) for row in draws]
+        rows = zip(indices.tolist(), digests, nodes, strict=True)
+        samples += [(batch, *row) for row in rows]
         if "checkpoint" in given:
             torch.save({"samples": samples, "loader": loader.state_dict()}, checkpoint)
         if stepping:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from tables import put_between
 
 BATCHES = LENGTH // 10
 STOPPED_S = 20
+DRAIN_S = 3
 # Four batches of 38 MB do not fit into such a store.
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
@@ -89,8 +91,12 @@ def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
 
 def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
     """A node that is about to be taken away, as a cloud announces it."""
+    node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
+    cluster.drain(node, DRAIN_S)
     trainer.go()
-    cluster.drain(chance.choice(sorted(cluster.raylets().keys() - {cluster.head})), seconds=3)
+    time.sleep(DRAIN_S)
+    if node in cluster.raylets():  # it may have left by itself
+        cluster.signal(node, signal.SIGKILL)
 
 
 def cut_link(seconds: float | None) -> Disturb:
@@ -131,22 +137,27 @@ def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
     """What befalls such a run is in its options."""
 
 
-def deadly(where: str, what: signal.Signals) -> Callable[[random.Random, Path], dict[str, Any]]:
+Options = Callable[[random.Random, Path, list[int]], dict[str, Any]]
+"""Makes a trainer's options, given a directory and the indices in the order of their epoch."""
+
+
+def deadly(where: str, what: signal.Signals, *, first_of_batch: bool = False) -> Options:
     """Make the options of a trainer one of whose samples kills its worker."""
 
-    def options(chance: random.Random, place: Path) -> dict[str, Any]:
+    def options(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
         mark = place / f"mark-{chance.random()}"
-        return {f"deadly_{where}": [chance.randrange(LENGTH), int(what), str(mark)]}
+        index = chance.choice(order[::10] if first_of_batch else order)
+        return {f"deadly_{where}": [index, int(what), str(mark)]}
 
     return options
 
 
-def hungry(chance: random.Random, place: Path) -> dict[str, Any]:
+def hungry(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
     """Make the options of a trainer one of whose samples takes more memory than there may be."""
-    return {"hungry": [chance.randrange(LENGTH), 2 * SPARE_BYTES, str(place / "mark")]}
+    return {"hungry": [chance.choice(order), 2 * SPARE_BYTES, str(place / "mark")]}
 
 
-def none(_: random.Random, __: Path) -> dict[str, Any]:
+def none(_: random.Random, __: Path, ___: list[int]) -> dict[str, Any]:
     """Give no options."""
     return {}
 
@@ -169,7 +180,7 @@ class Fault:
 
     name: str
     disturb: Disturb = nothing
-    options: Callable[[random.Random, Path], dict[str, Any]] = none
+    options: Options = none
     both: dict[str, Any] = field(default_factory=dict)
     node: tuple[str, ...] = ()
     variables: Callable[[], dict[str, str]] = dict
@@ -180,6 +191,11 @@ class Fault:
 
 FAULTS = (
     Fault("worker killed in a read", options=deadly("read", signal.SIGKILL)),
+    # A batch takes long enough to be handed over at once: what is before it is on its way.
+    Fault(
+        "worker killed between two blocks",
+        options=deadly("read", signal.SIGKILL, first_of_batch=True),
+    ),
     Fault("worker killed in collate_fn", options=deadly("collate", signal.SIGKILL)),
     Fault("a sample that segfaults, once", options=deadly("read", signal.SIGSEGV)),
     Fault("worker killed at any moment", kill_process("ray::MapBatches")),
@@ -210,34 +226,46 @@ FAULTS = (
 )
 
 
+class CannotBeMade(Exception):
+    """This user, or this machine, cannot do what a fault takes."""
+
+
 def run(fault: Fault, seed: int) -> Outcome:
     """Run one epoch with a fault and one without, on a cluster of their own."""
     chance = random.Random(f"{fault.name} {seed}")
     with contextlib.ExitStack() as stack:
-        links = stack.enter_context(network()) if fault.linked else None
         place = stack.enter_context(workplace())
+        try:
+            links = stack.enter_context(network()) if fault.linked else None
+            if fault.full_disk:
+                stack.enter_context(small_disk(place / "disk"))
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CannotBeMade(
+                f"which needs root, and the commands ip and mount: {error}"
+            ) from None
         spilling: tuple[str, ...] = ()
         if fault.full_disk:
-            stack.enter_context(small_disk(place / "disk"))
             spilling = (f"--object-spilling-directory={place / 'disk'}",)
         cluster = Cluster(place, links)
         for _ in range(2):
             cluster.add(*fault.node, *spilling, **fault.variables())
         both = {"seed": seed, **fault.both}
         expected = Trainer(place, cluster.address, **both).finish()
-        trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place))
+        order = [index for _, index, _ in drawn(expected)]
+        trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place, order))
         if fault.disturb is not nothing:
             trainer.until(chance.randrange(1, BATCHES * 3 // 4))
             fault.disturb(cluster, trainer, chance)
         found = trainer.finish(300)
-    indices = [index for index, _ in drawn(found)]
+    wanted, got = drawn(expected), drawn(found)
+    indices = [index for _, index, _ in got]
     return Outcome(
         fault.name,
         seed,
-        len(expected["waits"]),
-        len({index for index, _ in drawn(expected)} - set(indices)),
+        len({batch for batch, *_ in got}),
+        len({index for _, index, _ in wanted} - set(indices)),
         len(indices) - len(set(indices)),
-        sum(a != b for a, b in zip(drawn(expected), drawn(found), strict=False)),
+        sum(a != b for a, b in zip(wanted, got, strict=False)),
         # The first batch waits for the start of everything.
         max(0.0, max(found["waits"][1:]) - max(expected["waits"][1:])),
     )
@@ -267,20 +295,28 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose names contain this")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "faults.json")
     options = parser.parse_args()
+    names = [fault.name for fault in FAULTS]
     outcomes: list[Outcome] = []
+    if options.only and options.out.exists():  # what else is there stays
+        known = (Outcome(**record) for record in json.loads(options.out.read_text()))
+        outcomes += [outcome for outcome in known if options.only not in outcome.fault]
     for seed in range(options.runs):
         for fault in FAULTS:
             if options.only not in fault.name or (fault.once and seed):
                 continue
             try:
                 outcomes.append(run(fault, seed))
+            except CannotBeMade as error:
+                print(f"{fault.name}: skipped, {error}", flush=True)
+                continue
             except Exception as error:  # the others are not to be lost for it
-                outcomes.append(Outcome(fault.name, seed, BATCHES, LENGTH, 0, 0, 0.0, repr(error)))
+                outcomes.append(Outcome(fault.name, seed, 0, LENGTH, 0, 0, 0.0, repr(error)))
             print(outcomes[-1], flush=True)
+            outcomes.sort(key=lambda o: (o.seed, names.index(o.fault)))
             records = [asdict(outcome) for outcome in outcomes]
             options.out.write_text(json.dumps(records, indent=1) + "\n")
     print(table(outcomes))
-    if not options.only:
+    if options.out.parent == ROOT / "docs":
         put_between("faults", table(outcomes), ROOT / "docs" / "faults.md")
     if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):
         raise SystemExit("an epoch was not what it is without the fault")

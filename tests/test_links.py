@@ -11,7 +11,7 @@ import pytest
 from cluster_programs import workplace
 from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
 from cluster_programs.links import Network, network
-from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
+from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -42,14 +42,14 @@ def cluster(links: Network) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[tuple[int, float]]:
+def undisturbed(cluster: Cluster) -> list[Drawn]:
     return drawn(Trainer(cluster.place, cluster.address).finish())
 
 
 # For good is part of `make soak` alone: Ray takes from one minute to more than three to give up the
 # tasks behind such a link.
 def test_a_link_that_is_cut_for_a_while_changes_nothing(
-    cluster: Cluster, links: Network, undisturbed: list[tuple[int, float]]
+    cluster: Cluster, links: Network, undisturbed: list[Drawn]
 ) -> None:
     behind = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
@@ -62,7 +62,7 @@ def test_a_link_that_is_cut_for_a_while_changes_nothing(
 
 
 def test_a_slow_link_changes_nothing(
-    cluster: Cluster, links: Network, undisturbed: list[tuple[int, float]]
+    cluster: Cluster, links: Network, undisturbed: list[Drawn]
 ) -> None:
     behind = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
@@ -75,9 +75,7 @@ def test_a_slow_link_changes_nothing(
 
 
 # Here, for the trainer needs a node of its own: where it is, memory is not short.
-def test_memory_that_runs_short_costs_time_alone(
-    links: Network, undisturbed: list[tuple[int, float]]
-) -> None:
+def test_memory_that_runs_short_costs_time_alone(links: Network, undisturbed: list[Drawn]) -> None:
     with workplace() as place:
         cluster = Cluster(place, links)
         cluster.add(**little_memory())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster_programs import workplace
 from cluster_programs.clusters import Cluster
-from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
+from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -41,18 +41,16 @@ def cluster(place: Path) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[tuple[int, float]]:
+def undisturbed(cluster: Cluster) -> list[Drawn]:
     result = Trainer(cluster.place, cluster.address).finish()
     stream = drawn(result)
-    assert sorted(index for index, _ in stream) == list(range(LENGTH))
-    assert len({draw for _, draw in stream}) == LENGTH
+    assert sorted(index for _, index, _ in stream) == list(range(LENGTH))
+    assert len({draw for *_, draw in stream}) == LENGTH
     assert cluster.head not in nodes_in(result), "the trainer's node has no CPU to give"
     return stream
 
 
-def test_a_node_that_is_killed_changes_nothing(
-    cluster: Cluster, undisturbed: list[tuple[int, float]]
-) -> None:
+def test_a_node_that_is_killed_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     victim = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
     trainer.until_from(victim)
@@ -73,9 +71,7 @@ def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
     cluster.wait_until_gone(added)
 
 
-def test_a_node_that_is_drained_changes_nothing(
-    cluster: Cluster, undisturbed: list[tuple[int, float]]
-) -> None:
+def test_a_node_that_is_drained_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     leaving = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
     trainer.until_from(leaving)
@@ -93,7 +89,7 @@ def test_a_node_that_is_drained_changes_nothing(
     ids=["label", "resource"],
 )
 def test_nodes_are_chosen_by_label_or_resource(
-    cluster: Cluster, undisturbed: list[tuple[int, float]], options: dict[str, object]
+    cluster: Cluster, undisturbed: list[Drawn], options: dict[str, object]
 ) -> None:
     other = cluster.add("--num-cpus=4")
     result = Trainer(cluster.place, cluster.address, worker_options=options).finish()
@@ -104,16 +100,20 @@ def test_nodes_are_chosen_by_label_or_resource(
 
 
 def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
-    cluster: Cluster, undisturbed: list[tuple[int, float]]
+    cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
     trainers = [Trainer(cluster.place, cluster.address) for _ in range(2)]
+    for trainer in trainers:
+        trainer.until(0)
+    for trainer in trainers:
+        trainer.go()
     for trainer in trainers:
         assert drawn(trainer.finish()) == undisturbed
 
 
 @pytest.mark.parametrize("what", ["raylet", "gcs_server"])
 def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
-    what: str, cluster: Cluster, undisturbed: list[tuple[int, float]]
+    what: str, cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
     with workplace() as place:
         checkpoint = str(place / "checkpoint")
@@ -130,7 +130,7 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(
-    cluster: Cluster, undisturbed: list[tuple[int, float]]
+    cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
     killed, other = (Trainer(cluster.place, cluster.address) for _ in range(2))
     for trainer in (killed, other):

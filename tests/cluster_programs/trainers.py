@@ -79,11 +79,15 @@ class Trainer:
         return result
 
 
-def drawn(result: dict[str, Any]) -> list[tuple[int, float]]:
-    """What must not depend on where it was made: index and draw of every sample, in order."""
-    return [(index, draw) for index, draw, _ in result["samples"]]
+Drawn = tuple[int, int, str]
+"""A sample: its batch, its index, and a digest of all that it drew."""
+
+
+def drawn(result: dict[str, Any]) -> list[Drawn]:
+    """What must not depend on where it was made, of every sample, in order."""
+    return [(batch, index, draw) for batch, index, draw, _ in result["samples"]]
 
 
 def nodes_in(result: dict[str, Any]) -> set[str]:
     """The nodes that made an epoch's samples."""
-    return {node for _, _, node in result["samples"]}
+    return {node for *_, node in result["samples"]}
