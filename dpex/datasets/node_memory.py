@@ -10,6 +10,7 @@ import stat
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -30,6 +31,7 @@ _IN_USE = "in-use"
 _LET_GO_S = 3.0
 
 _swept: set[tuple[int, Path]] = set()
+_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def job_name() -> str:
@@ -71,7 +73,10 @@ def job_directory(kind: str, job: str) -> Path:
 
 
 def claim(directory: Path) -> IO[str]:
-    """Make a directory and hold it: nobody removes it as long as what is returned is open."""
+    """Make a directory and hold it: nobody removes it as long as what is returned is open.
+
+    A fork of this process does not hold it.
+    """
     while True:
         make_private(directory)
         try:
@@ -81,8 +86,18 @@ def claim(directory: Path) -> IO[str]:
         fcntl.flock(in_use, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):
             if (directory / _IN_USE).stat().st_ino == os.fstat(in_use.fileno()).st_ino:
+                _held.add(in_use)
                 return in_use
         in_use.close()
+
+
+def _let_go_in_fork() -> None:
+    # Locks belong to the open file, which a fork shares: it would hold them while it lives.
+    for in_use in _held:
+        in_use.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 @contextlib.contextmanager

@@ -266,23 +266,10 @@ class SampleStore:
         self._environment.close()
         self._in_use.close()
 
-    def let_go(self) -> None:
-        """Hold the directory no longer, in a fork of the process that opened it."""
-        self._in_use.close()
-
     def size(self) -> tuple[int, int]:
         """Return how many samples it holds, whoever made them, and their bytes."""
         with self._environment.begin() as transaction:
             return int(transaction.stat(self._samples)["entries"]), self._used_bytes(transaction)
-
-
-def _let_go_in_fork() -> None:
-    # Locks belong to the open file, which a fork shares: it would hold them while it lives.
-    for _, store in _open.values():
-        store.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def _key(owner: bytes, index: Any) -> bytes:

@@ -41,7 +41,8 @@ _LARGE_BYTES = 1 << 20
 # Each keeps a file open.
 _MOST_REGIONS = 64
 
-_claims: dict[str, IO[str]] = {}
+# By process: a fork holds nothing.
+_claims: dict[tuple[int, str], IO[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,8 @@ def share_arrays(dataset: Any, job: str) -> None:
     """
     try:
         exchanged = _exchange(dataset, job)
-    except (
-        Exception
-    ) as error:  # a process that has arrays of its own is as right as one that shares
+    except Exception as error:
+        # A process that has arrays of its own is as right as one that shares.
         logger.warning("arrays are not shared on this node: %s: %s", type(error).__name__, error)
         return
     if exchanged:
@@ -103,11 +103,12 @@ def _exchange(dataset: Any, job: str) -> bool:
     regions = _regions(list(_arrays(dataset, set())))
     if not regions:
         return False
+    directory = _claimed(job)
     mapped = from_files()
     for arrays in regions:
         start, size = arrays[0].start, arrays[0].size
         if all(array.plain for array in arrays) and not mapped(start, size):
-            common = _common(_bytes_at(start, size), job)
+            common = _common(_bytes_at(start, size), directory)
             moved = [(array, array.on(common)) for array in arrays]
             for array, new in moved:
                 array.owner[array.name] = new
@@ -191,17 +192,22 @@ def _bytes_at(address: int, size: int) -> np.ndarray[Any, Any]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def _common(content: np.ndarray[Any, Any], job: str) -> np.ndarray[Any, Any]:
+def _claimed(job: str) -> Path:
+    """Return the directory of a job's arrays, which is not removed while this process lives."""
+    directory = job_directory(_MEMORY, job)
+    key = (os.getpid(), job)
+    if key not in _claims:
+        _claims[key] = claim(directory)
+    return directory
+
+
+def _common(content: np.ndarray[Any, Any], directory: Path) -> np.ndarray[Any, Any]:
     """Return the same bytes, mapped privately from a file that the job's processes share.
 
     Raises:
         OSError: There is no room for such a file.
     """
-    directory = job_directory(_MEMORY, job)
-    if job not in _claims:
-        _claims[job] = claim(directory)
-    name = xxhash.xxh3_128_hexdigest(content.data)
-    file = directory / name
+    file = directory / xxhash.xxh3_128_hexdigest(content.data)
     if not file.exists():
         with one_at_a_time(directory):
             if not file.exists():
@@ -229,12 +235,3 @@ def _write(content: np.ndarray[Any, Any], file: Path) -> None:
         partly.rename(file)
     finally:
         partly.unlink(missing_ok=True)
-
-
-def _let_go() -> None:
-    while _claims:
-        _claims.popitem()[1].close()
-
-
-# Locks belong to the open file, which a fork shares: it would hold them while it lives.
-os.register_at_fork(after_in_child=_let_go)
