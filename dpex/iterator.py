@@ -341,6 +341,8 @@ class ClusterIter(_BaseDataLoaderIter):
             if self._ask_ahead(waiting=True):
                 continue  # there is nothing better to do with the time
             arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
+            if not arrived and self._run.forsaken():
+                self._go_on_elsewhere()
             if not arrived and deadline is None and not noted:
                 noted = True
                 logger.warning("%s", self._session.waiting_text())

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_programs import (
     ROOT,
@@ -304,9 +305,11 @@ def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> No
     assert token.stat().st_mode & 0o777 == 0o600
 
     with workplace() as elsewhere:
+        # Ray takes a loopback address as it is given where it is for single hosts.
+        here = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         strangers = [
-            Driver(elsewhere, RAY_AUTH_MODE="disabled"),
-            Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
+            Driver(elsewhere, RAY_AUTH_MODE="disabled", **here),
+            Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64, **here),
         ]
         for stranger in strangers:
             stranger.send("init", address=address)
@@ -314,9 +317,25 @@ def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> No
             with pytest.raises(DriverError, match="Failed to connect to Ray cluster"):
                 stranger.receive(seconds=90)
         # Nothing but the token kept them out.
-        known = Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token.read_text())
+        known = Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token.read_text(), **here)
         assert known.ask("init", address=address) == address
     owner.ask("task")
+    assert owner.end() == 0
+
+
+def test_listens_on_the_loopback_address_alone(place: Path) -> None:
+    owner = Driver(place)
+    owner.ask("connect", head_address="local")
+    owner.ask("task")
+    listening = {
+        (command.split()[0], connection.laddr.ip)
+        for pid, command in processes_in(place).items()
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    # The head, its node, the agent, a worker and the training process.
+    assert len({command for command, _ in listening}) >= 5
+    assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert owner.end() == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_programs import workplace
+from cluster_programs import processes_in, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
 
@@ -24,6 +25,8 @@ pytestmark = [
 DRAIN_SECONDS = 2
 # Ray ends a process that has lost its raylet, and one that has not reached the head for a minute.
 RAY_ENDS_SECONDS = 100
+# It hears of an embedded one sooner.
+EMBEDDED_ENDS_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,17 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
         again = Trainer(place, cluster.address, checkpoint=checkpoint).finish()
     assert drawn(again) == undisturbed
     assert len(again["waits"]) == LENGTH // 10 - 21
+
+
+@pytest.mark.parametrize("what", ["raylet", "gcs_server"])
+def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(what: str) -> None:
+    with workplace() as place:
+        trainer = Trainer(place, "local")
+        trainer.until(20)
+        [pid] = [p for p, c in processes_in(place).items() if c.split()[0].endswith(f"/{what}")]
+        os.kill(pid, signal.SIGKILL)
+        trainer.go()
+        assert trainer.process.wait(EMBEDDED_ENDS_SECONDS) != 0
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(

@@ -99,6 +99,9 @@ class Receiver:
         run: The run.
         pin_memory: Whether batches go to page-locked memory.
         through_client: Whether this process is a Ray Client.
+
+    Attributes:
+        arrived_at: When the last block did, by the monotonic clock.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Receiver:
         self._failure: BaseException | None = None
         self._ended = False
         self._known_at = 0.0
+        self.arrived_at = 0.0
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
         decode_block = _Decode(run, pin_memory, device_index)
         replies = self._replies(host, lane_key, run)
@@ -159,6 +163,7 @@ class Receiver:
                 transfer_s = now - max(last_at, self._known_at) - arrival.decode_s
                 last_at = now
                 with self._changed:
+                    self.arrived_at = time.monotonic()
                     self._read += 1
                     self._arrivals.append(replace(arrival, transfer_s=transfer_s))
                     self._settle()

@@ -417,7 +417,8 @@ def _note_fork() -> None:
     global _forked_from_driver, _lock
     _lock = threading.Lock()  # another thread may have held it
     ray = sys.modules.get("ray")
-    _forked_from_driver = bool(ray and ray.is_initialized())
+    initialized = getattr(ray, "is_initialized", None)  # not while it is being imported
+    _forked_from_driver = bool(initialized and initialized())
 
 
 os.register_at_fork(after_in_child=_note_fork)

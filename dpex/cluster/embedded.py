@@ -91,6 +91,8 @@ def start(fork_server: str | None = None) -> None:
         # A node that looks for its own store before it is there would look again a second later.
         "RAY_raylet_client_connect_timeout_milliseconds": "20",
         "RAY_raylet_client_num_connect_attempts": "500",
+        # Its head does not come back.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
         # Nobody looks at the list of tasks, for which every call is reported to the head: it keeps
         # 100,000 of them, 130 MB.
         _TASK_EVENTS: os.environ.get(_TASK_EVENTS, "0"),
@@ -160,8 +162,17 @@ def init_ray(
     load_ray()
     import ray
 
+    from dpex.cluster.private import on_loopback
+
+    # Whoever is not on this host has nothing to do with an embedded Ray.
+    ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
+
     def call() -> Any:
-        with quiet_ray(), warnings.catch_warnings():
+        with (
+            quiet_ray(),
+            warnings.catch_warnings(),
+            on_loopback() if ours else contextlib.nullcontext(),
+        ):
             # Tips on its own future (Ray < 2.60).
             warnings.simplefilter("ignore", FutureWarning)
             return ray.init(logging_level=logging.ERROR, **options)

@@ -1,6 +1,6 @@
 """Ray's private names: all that dpex uses stand in this file, and each has a public fallback.
 
-What they buy is speed, never results:
+What they buy is speed and seclusion, never results:
 
 * a pipeline that starts tasks whenever they are wanted, so that one execution serves all epochs
   (public: one execution after the other, each of which drains);
@@ -14,7 +14,9 @@ What they buy is speed, never results:
 * a host that keeps nothing of the blocks that were read
   (public: each small one, for as long as it lives);
 * an embedded Ray that is there in a second and takes workers from a fork server
-  (public: three seconds, and every worker imports torch anew).
+  (public: three seconds, and every worker imports torch anew);
+* an embedded Ray that cannot be reached from other hosts
+  (public: it listens on all interfaces, for those who have its token).
 
 ``DPEX_PUBLIC_RAY_ONLY=1`` forces the fallbacks; the tests run both.
 """
@@ -57,6 +59,7 @@ __all__ = [
     "leak_free_batch_iterator",
     "lean_start",
     "limit_to_concurrency",
+    "on_loopback",
     "private_mappings",
     "random_ids_untouched",
     "ref_bundle",
@@ -185,6 +188,24 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     }
     with _replaced(replacements | own_group):
         yield finish
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have ``ray.init`` start or join a Ray that listens on the loopback address alone.
+
+    Ray puts another address of the host in its place, and listens on all interfaces then, except
+    on systems where it is for single hosts.
+    """
+    from ray._private import ray_constants
+
+    if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER") or (
+        os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1"
+    ):
+        yield
+        return
+    with _replaced({(ray_constants, "ENABLE_RAY_CLUSTER"): False}):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import itertools
 import threading
+import time
 import uuid
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
+from dpex.cluster.liveness import Deaths, answered, check_own_node
 from dpex.cluster.metrics import publish
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
@@ -39,6 +41,13 @@ __all__ = ["RemoteRun", "Session"]
 _EXIT_WAIT_S = 2.0
 # One that cannot be reached is given up too.
 _HOST_LOST = (ray.exceptions.RayActorError, *HOST_DIED)
+_PIPELINE_LOST = (
+    *_HOST_LOST,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+)
+# In this time Ray starts elsewhere what a dead node had to do, mostly.
+_NODE_REPLACED_S = 10.0
 # A dataset that is larger is better built where it is read.
 _LARGE_BYTES = 100 << 20
 # Of this process's loaders, as they begin.
@@ -101,6 +110,7 @@ class Session:
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
         self._number = str(next(_numbers))
+        self._deaths = Deaths()
         self._stored: _StoredJob | None = None
         self._start()
 
@@ -208,11 +218,11 @@ class Session:
         # Loading Ray Data takes half a second, as long as the host takes to start.
         importlib.import_module("dpex.cluster.blocks")
         try:
-            return bool(ray.get(inherits))
+            return bool(answered(inherits))
         except _HOST_LOST:
             self._host.lost = True
             self._start()
-            return bool(ray.get(self._host.actor.inherits.remote(key)))
+            return bool(answered(self._host.actor.inherits.remote(key)))
 
     def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
         """Begin an iteration.
@@ -249,7 +259,7 @@ class Session:
             pin_memory=pin_memory,
             through_client=self._connection.kind == "client",
         )
-        return RemoteRun(self._host, lane, run.key, receiver)
+        return RemoteRun(self._host, lane, run.key, receiver, self._deaths)
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
@@ -310,7 +320,7 @@ class _Lanes:
 
     def _begin(self, lane: _Lane, run: Run) -> bool:
         try:
-            return bool(ray.get(self._host.actor.begin.remote(lane.key, run.key)))
+            return bool(answered(self._host.actor.begin.remote(lane.key, run.key)))
         except ray.exceptions.RayTaskError:  # it never opened
             return False
 
@@ -350,11 +360,16 @@ def _end_open_runs() -> None:
 class RemoteRun:
     """One iteration, as the trainer's process sees it."""
 
-    def __init__(self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver) -> None:
+    def __init__(
+        self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver, deaths: Deaths
+    ) -> None:
         self._host = host
         self._lane = lane
         self._run = run
+        self._deaths = deaths
+        self._began_at = time.monotonic()
         self._over = False
+        self._failure: BaseException | None = None
         self.receiver = receiver
         _open_runs.add(self)
 
@@ -372,17 +387,31 @@ class RemoteRun:
             hurried=hurried,
         )
 
+    def forsaken(self) -> bool:
+        """Look whether it waits in vain, since a node died; ``failure`` is that then."""
+        try:
+            check_own_node()
+        except ClusterError as error:
+            self._failure = error
+            return True
+        noticed_at = self._deaths.last()
+        quiet_s = time.monotonic() - max(noticed_at, self.receiver.arrived_at)
+        if noticed_at < self._began_at or quiet_s < _NODE_REPLACED_S:
+            return False
+        self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
+        return True
+
     def failure(self) -> BaseException | None:
         """Return what ended the reading, if it was an error; a dead host is replaced next time."""
-        failure = self.receiver.failure
+        failure = self._failure or self.receiver.failure
         if isinstance(failure, _HOST_LOST):
             self._host.lost = True
         return failure
 
     @property
     def lost(self) -> bool:
-        """Whether the host, or blocks that it owned, died, so that a new pipeline can go on."""
-        return isinstance(self.receiver.failure, (*_HOST_LOST, ray.exceptions.ObjectLostError))
+        """Whether nodes, the host, or blocks that it owned died: a new pipeline can go on."""
+        return isinstance(self.failure(), _PIPELINE_LOST)
 
     def end(self, *, later: bool = False) -> None:
         """Give the run up, finished or not; its pipeline is free for the next.
