@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import run_program, workplace
-from cluster_programs.clusters import Cluster
 from idx_files import TEST, TRAINING, write_idx
 from torch.utils.data import DataLoader
 from torchvision import datasets, tv_tensors
@@ -26,7 +24,6 @@ from dpex import DpexDataLoader, NodeDataError
 from dpex.datasets import from_torchvision, on_node
 from dpex.transforms import MappedDataset
 
-PROGRAM = Path(__file__).with_name("node_data_program.py")
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]
@@ -289,63 +286,3 @@ def test_secrets_are_not_shown() -> None:
 
     shown = repr(on_node(load, "s3://user:hi/dden@store/data?sig=hidden", "hidden", count=3))
     assert shown.endswith("load, root='s3:…store/data…', bucket=…, count=3)")
-
-
-@pytest.fixture(scope="module")
-def nodes(root: Path) -> Iterator[Cluster]:
-    """The trainer's node, which has no files, and two that have them, each its own."""
-    with workplace() as place:
-        cluster = Cluster(place)
-        for name in ("one", "two"):
-            (place / name).mkdir()
-            write_idx(place / name, "FilesOfTheNode")
-            cluster.add(NODE_FILES=str(place / name))
-        yield cluster
-
-
-@pytest.mark.extended
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-def test_nodes_read_their_own_files(nodes: Cluster, root: Path) -> None:
-    report = read_on(nodes)
-    whole = datasets.FashionMNIST(str(root), transform=v1.ToTensor())
-    assert report["labels"] == [whole[index][1] for index in range(TRAINING)]
-    assert report["sums"] == pytest.approx([float(whole[i][0].sum()) for i in range(TRAINING)])
-    assert sorted(report["folders"]) == [str(nodes.place / name) for name in ("one", "two")]
-    assert report["here"].startswith("NodeDataError: on_node(")
-    assert "pass length=" in report["here"]
-
-
-@pytest.mark.extended
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"length": TRAINING + 1}, r"has 1,200 samples on this node, but 1,201.*"),
-        ({"train": None}, r"FileNotFoundError: .*nowhere.*on_node\(FilesOfTheNode"),
-    ],
-    ids=["another length", "no files"],
-)
-def test_a_node_with_other_files_says_so(
-    nodes: Cluster, changes: dict[str, Any], says: str
-) -> None:
-    report = read_on(nodes, **changes)
-    assert re.search(says, report["error"], re.DOTALL), report["error"]
-    assert re.search(r"dataset ind.*, batch 0, node \d+\.\d+\.\d+\.\d+, pid \d+", report["error"])
-
-
-def read_on(nodes: Cluster, **changes: Any) -> dict[str, Any]:
-    out = nodes.place / "report.json"
-    done = run_program(
-        PROGRAM,
-        nodes.address,
-        json.dumps({"length": TRAINING, "train": True, **changes}),
-        str(out),
-        place=nodes.place,
-        seconds=200,
-        RAY_AUTH_MODE="disabled",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(out.read_text())
-    return report
