@@ -1,8 +1,7 @@
-"""Datasets that are built where they are read, and torchvision's with their transforms apart."""
+"""Datasets that are built where they are read."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import warnings
@@ -11,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 from idx_files import TEST, TRAINING, write_idx
 from torch.utils.data import DataLoader
-from torchvision import datasets, tv_tensors
+from torchvision import datasets
 from torchvision import transforms as v1
-from torchvision.transforms import v2
 
 from dpex import DpexDataLoader, NodeDataError
-from dpex.datasets import from_torchvision, on_node
+from dpex.datasets import on_node
 from dpex.transforms import MappedDataset
 
 OURS = {"distribute_mode": True, "head_address": "local"}
@@ -31,121 +28,10 @@ Same = Callable[[Any, Any], None]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with FashionMNIST's files, CIFAR-like pictures in folders, and Coco's."""
+    """A folder with FashionMNIST's files."""
     folder = tmp_path_factory.mktemp("data")
     write_idx(folder, "FashionMNIST")
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 20, 16, 3), dtype=np.uint8)
-    annotations = []
-    for number, picture in enumerate(pixels):
-        place = folder / "pictures" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(picture).save(place / f"{number}.png")
-        (folder / "coco").mkdir(exist_ok=True)
-        PIL.Image.fromarray(picture).save(folder / "coco" / f"{number}.png")
-        box = {"bbox": [1, 2, 5, 6], "category_id": 1, "area": 30, "iscrowd": 0}
-        annotations.append({"id": number, "image_id": number, **box})
-    names = [{"id": n, "file_name": f"{n}.png", "height": 20, "width": 16} for n in range(6)]
-    content = {"images": names, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]}
-    (folder / "coco.json").write_text(json.dumps(content))
     return folder
-
-
-# --- from_torchvision ---------------------------------------------------------------------------
-
-
-def fashion(root: Path) -> Any:
-    compose = v1.Compose([v1.Resize(20), v1.ToTensor(), v1.Normalize((0.5,), (0.5,))])
-    return datasets.FashionMNIST(str(root), transform=compose, target_transform=float)
-
-
-def folder(root: Path) -> Any:
-    return datasets.ImageFolder(str(root / "pictures"), v2.Compose([v2.ToImage(), v2.Resize(8)]))
-
-
-def fake(root: Path) -> Any:
-    return datasets.FakeData(12, (3, 8, 8), transform=v1.ToTensor())
-
-
-def bare(root: Path) -> Any:
-    return datasets.FashionMNIST(str(root), train=False)
-
-
-def coco(root: Path) -> Any:
-    pytest.importorskip("pycocotools")
-    whole = datasets.CocoDetection(
-        str(root / "coco"),
-        str(root / "coco.json"),
-        transforms=v2.Compose([v2.ToImage(), v2.Resize(10), v2.RandomHorizontalFlip(1.0)]),
-    )
-    return datasets.wrap_dataset_for_transforms_v2(whole, target_keys=("boxes", "labels"))
-
-
-def joint(root: Path) -> Any:
-    def both(image: Any, label: int) -> tuple[torch.Tensor, int]:
-        return v2.functional.pil_to_tensor(image) + label, -label
-
-    return Pairs(str(root), transforms=both)
-
-
-class Pairs(datasets.VisionDataset):
-    """Uses ``transforms`` alone, as the data sets for detection do."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        sample: Any = PIL.Image.new("L", (4, 4), index), index
-        return sample if self.transforms is None else self.transforms(*sample)
-
-
-@pytest.mark.parametrize("make", [fashion, folder, fake, bare, coco, joint])
-def test_a_torchvision_dataset_and_its_chain_give_the_same_samples(
-    make: Callable[[Path], Any], root: Path, assert_same: Same
-) -> None:
-    dataset = make(root)
-    expected = [dataset[index] for index in range(4)]
-    apart = from_torchvision(dataset)
-    assert isinstance(apart, MappedDataset)
-    assert len(apart) == len(dataset)
-    assert_same([apart[index] for index in range(4)], expected)
-    assert_same([dataset[index] for index in range(4)], expected)
-    assert apart.source.transforms is apart.source.transform is None
-    if make is coco:
-        assert type(apart[0][1]["boxes"]) is tv_tensors.BoundingBoxes
-
-
-def test_a_compose_becomes_a_chain(root: Path) -> None:
-    dataset = fashion(root)
-    chain = from_torchvision(dataset).parts[0].chain
-    assert chain.transforms == tuple(dataset.transform.transforms)
-
-
-def test_a_dataset_without_transforms_of_its_own_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"range has no attribute 'transform'.*MappedDataset"):
-        from_torchvision(range(3))
-
-
-class Twins(datasets.VisionDataset):
-    """Transforms two pictures, as LFWPairs does."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        images = [PIL.Image.new("L", (4, 4), index + n) for n in range(2)]
-        if self.transform is not None:
-            images = [self.transform(image) for image in images]
-        return *images, index
-
-
-def test_a_dataset_that_applies_its_transforms_otherwise_is_refused(root: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"Twins does not apply its transforms .*transforms=\[...\]"
-    ):
-        from_torchvision(Twins(str(root), transform=v1.ToTensor()))
-
-
-# --- on_node ------------------------------------------------------------------------------------
 
 
 class Counted:
