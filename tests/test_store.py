@@ -128,6 +128,19 @@ def test_workers_read_the_store_themselves(
         assert_same(list(loader), expected)
 
 
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("folder", ["digits", "zipped"])
+def test_workers_read_digits_of_the_store(
+    folder: str, bucket: Path, server: tuple[str, Path], assert_same: Same
+) -> None:
+    given: Any = {"train": False, "transform": v1.ToTensor(), "target_transform": float}
+    ours = FashionMNIST(f"bucket/{folder}", filesystem=signed_in(server[0]), **given)
+    expected = list(DataLoader(datasets.FashionMNIST(str(bucket / "digits"), **given), 40))
+    for dataset in (ours, from_torchvision(ours)):
+        loader: Any = DpexDataLoader(dataset, 40, num_workers=2, **OURS)
+        assert_same(list(loader), expected)
+
+
 def test_a_batch_reads_its_files_at_the_same_time(
     proxy: Proxy, server: tuple[str, Path], assert_same: Same
 ) -> None:
