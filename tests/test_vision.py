@@ -19,7 +19,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
-from dpex.datasets import FashionMNIST, ImageFolder, from_torchvision
+from dpex.datasets import FashionMNIST, ImageFolder, cached, from_torchvision, on_node
 from dpex.transforms import MappedDataset, Stage
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
@@ -188,17 +188,23 @@ class Marked:
         return tv_tensors.Image(pixels), target
 
 
+AROUND: dict[str, Callable[[type], Any]] = {
+    "itself": lambda make: make(),
+    "on_node": on_node,
+    "cached": lambda make: cached(make()),
+}
 KINDS = {"boxes": tv_tensors.BoundingBoxes, "masks": tv_tensors.Mask, "label": int}
 
 
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("stage", [[], [Stage(v2.Pad(1), num_cpus=2)]], ids=["fused", "apart"])
 def test_joint_transforms_keep_the_types_of_what_they_get(
-    stage: list[Any], assert_same: Same
+    stage: list[Any], around: Callable[[type], Any], assert_same: Same
 ) -> None:
-    flip = [v2.RandomHorizontalFlip(1.0), v2.Resize((24, 20))]
-    dataset = MappedDataset(Marked(), transforms=[*flip, *stage])
+    flip = [v2.RandomHorizontalFlip(1.0), v2.Resize((24, 20)), *stage]
+    dataset = MappedDataset(around(Marked), transforms=flip)
     ours = batches(DpexDataLoader, dataset, num_workers=2, **OURS)
-    assert_same(ours, batches(DataLoader, dataset))
+    assert_same(ours, batches(DataLoader, MappedDataset(Marked(), transforms=flip)))
     for image, target in ours[0]:
         assert type(image) is tv_tensors.Image
         assert {name: type(value) for name, value in target.items()} == KINDS
