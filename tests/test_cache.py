@@ -284,7 +284,9 @@ def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
     # The second module has another name than its distribution, the third is required by the second.
     for name in ("first", "second", "third"):
         write_old(installed / f"a_{name}.py", "class Data:\n    pass\n")
-    write_old(tmp_path / "of_mine.py", "class Data:\n    def get(self):\n        import a_first\n")
+    importing = "class Data:\n    def get(self):\n        import a_first\n"
+    write_old(tmp_path / "of_mine.py", importing)
+    write_old(installed / "copied.py", importing)
 
     def found(**versions: str) -> dict[str, str]:
         for name, version in {"first": "1", "second": "1", "third": "1", **versions}.items():
@@ -294,9 +296,9 @@ def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
             write_old(info / "METADATA", about)
             write_old(info / "RECORD", f"a_{name}.py,,\n")
         program = (
-            "import json, a_first, a_second, of_mine\n"
+            "import json, a_first, a_second, copied, of_mine\n"
             "from dpex.datasets.fingerprint import fingerprint\n"
-            "modules = (a_first, a_second, of_mine)\n"
+            "modules = (a_first, a_second, copied, of_mine)\n"
             "print(json.dumps({m.__name__: fingerprint(m.Data(), '').hex() for m in modules}))"
         )
         path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -309,7 +311,7 @@ def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
         after = found(**versions)
         return {name for name in before if before[name] != after[name]}
 
-    assert changed(first="2") == {"a_first", "of_mine"}
+    assert changed(first="2") == {"a_first", "copied", "of_mine"}
     assert changed(second="2") == {"a_second"}
     assert changed(third="2") == {"a_second"}
 

@@ -26,11 +26,11 @@ _LEFT_OUT = {"__main__", "__mp_main__", "dpex", "dpex.cluster"}
 def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
     """Return what stands for the code of modules and of what they import, by name and in order.
 
-    Of a module that is not installed, or is dpex's, that is its source; what is imported anywhere
-    in it, or lies in its variables, is looked at in turn, whether it is loaded or not. Of an
-    installed one it is the version of its distribution and of all that it requires, and the
-    source of those that are named. A file that was written to since this process began is another
-    one every time.
+    Of a module that is of no installed distribution, or is dpex's, that is its source; what is
+    imported anywhere in it, or lies in its variables, is looked at in turn, whether it is loaded
+    or not. Of an installed one it is the version of its distribution and of all that it requires,
+    and the source of those that are named. A file that was written to since this process began is
+    another one every time.
 
     Args:
         names: Of the modules.
@@ -50,7 +50,9 @@ def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
         if file is None and parent:  # no module, or one without code of its own
             pending.add(parent)
             continue
-        if file is not None and (top == "dpex" or not _is_below(file, roots)):
+        installed = top != "dpex" and (file is None or _is_below(file, roots))
+        distributions = _distributions_of(top) if installed else ()
+        if file is not None and not distributions:
             found[name] = _content(file)
             pending |= {*imports_in(file, name), *_in_variables(name)}
             if parent and top != "dpex":
@@ -58,7 +60,7 @@ def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
             continue
         if file is not None and name in named and file.is_file():
             found[name] = _content(file)
-        for distribution in _distributions_of(top):
+        for distribution in distributions:
             _add_versions(distribution, versions)
     return sorted([*found.items(), *((f"{n}==", v.encode()) for n, v in versions.items())])
 
