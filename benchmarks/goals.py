@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Form = Literal["ratio", "seconds", "ms", "percent", "MB", "count"]
+Form = Literal["ratio", "seconds", "ms", "percent", "MB", "kB", "count"]
 Relation = Literal[">=", "<="]
 
 UNITS: Mapping[Form, str] = {
@@ -14,6 +14,7 @@ UNITS: Mapping[Form, str] = {
     "ms": " ms",
     "percent": " %",
     "MB": " MB",
+    "kB": " kB",
     "count": "",
 }
 DECIMALS: Mapping[Form, str] = {
@@ -22,6 +23,7 @@ DECIMALS: Mapping[Form, str] = {
     "ms": ".1f",
     "percent": ".1f",
     "MB": ",.0f",
+    "kB": ",.0f",
     "count": ",.0f",
 }
 
@@ -40,7 +42,8 @@ class Goal:
         max: The greatest.
         goal: The bound.
         relation: On which side of the bound the value must be.
-        form: What the numbers are: percent are 3.0 for 3 %, MB are 10**6 bytes.
+        form: What the numbers are: percent are 3.0 for 3 %, MB are 10**6 bytes,
+            kB 10**3.
         note: What a reader of the figure must know.
     """
 

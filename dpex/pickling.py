@@ -32,6 +32,7 @@ __all__ = [
     "dump",
     "dump_in_band",
     "give_back_memory",
+    "installed_roots",
     "load",
     "local_modules_by_value",
     "own_copy",
@@ -335,7 +336,7 @@ def local_modules_by_value() -> Iterator[None]:
     with the objects that need it.
     """
     registered: list[ModuleType] = []
-    roots = _installed_roots()
+    roots = installed_roots()
     try:
         for name, module in list(sys.modules.items()):
             if name != "__main__" and _is_local(name, module, roots):
@@ -359,7 +360,8 @@ def _is_local(name: str, module: ModuleType, installed: list[Path]) -> bool:
     return source and not any(root in path.parents for root in installed)
 
 
-def _installed_roots() -> list[Path]:
+def installed_roots() -> list[Path]:
+    """Return the directories of the standard library and of installed distributions."""
     paths = sysconfig.get_paths()
     roots = {Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots |= {Path(p).resolve() for p in sys.path if p.endswith(("site-packages", "dist-packages"))}

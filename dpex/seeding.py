@@ -26,6 +26,7 @@ __all__ = [
     "generator_states",
     "generators_kept",
     "global_states",
+    "one_deeper",
     "sample_seed",
     "seed_generators",
     "seeds_offered",
@@ -71,6 +72,7 @@ def seed_generators(seed: int) -> None:
 _seed_place: Callable[[int, int], None] | None = None
 # Of the stages' keys, these are for what is in one another in the first stage.
 _NESTED = 1 << 32
+_depth = 0
 
 
 @contextlib.contextmanager
@@ -102,6 +104,21 @@ def begin_sample(place: int, depth: int) -> None:
     """
     if _seed_place is not None:
         _seed_place(place, depth)
+
+
+@contextlib.contextmanager
+def one_deeper() -> Iterator[int]:
+    """Count what reads from one another, whatever is in between.
+
+    Yields:
+        The depth of what reads its source meanwhile: 1 for the outermost.
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield _depth
+    finally:
+        _depth -= 1
 
 
 @contextlib.contextmanager

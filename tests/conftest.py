@@ -178,7 +178,7 @@ def _compare_tensors(
             continue  # its ragged part is a symbol of its own
         _compare(getattr(ours, name), getattr(torchs, name), f"{at}.{name}", above)
     _compare(ours.is_pinned(), torchs.is_pinned(), f"{at}.is_pinned()", above)
-    for name in ("format", "canvas_size"):  # torchvision's bounding boxes
+    for name in ("format", "canvas_size", "clamping_mode"):  # torchvision's bounding boxes
         _compare(getattr(ours, name, None), getattr(torchs, name, None), f"{at}.{name}", above)
     if torchs.layout in LAYOUTS_WITH_PARTS:
         for name in LAYOUTS_WITH_PARTS[torchs.layout]:

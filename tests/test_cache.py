@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -209,6 +210,110 @@ def test_a_module_that_was_changed_since_the_process_began_is_a_miss(tmp_path: P
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("changed_module", None)
+
+
+# Datasets beside what they use: of every "helper_…" there is a file.
+DATASETS = {
+    "alone": "",
+    "of_a_module": "import helper_of_a_module",
+    "of_a_function": "from helper_of_a_function import work",
+    "late": "def late():\n    import helper_late",
+    "by_name": "import importlib\nwork = importlib.import_module('helper_' + 'by_name').work",
+    "in_a_package": "from package import helper_in_a_package",
+    "relative": "from package.inner import data",
+    "two_steps": "import step_two_steps",
+}
+NAMES_FINGERPRINTS = """
+import importlib, json, sys
+from dpex.datasets.fingerprint import fingerprint
+class OfTheScript:
+    def __getitem__(self, index):
+        from helper_of_the_script import work
+        return work(index)
+found = {"of_the_script": fingerprint(OfTheScript(), "").hex()}
+for name in sys.argv[1:]:
+    found[name] = fingerprint(importlib.import_module("data_" + name).Data(), "").hex()
+print(json.dumps(found))
+"""
+
+
+def write_old(file: Path, text: str) -> None:
+    """Write a file that is older than any process."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    os.utime(file, (1, 1))
+
+
+def fingerprints(place: Path, program: str, *names: str, **variables: str) -> dict[str, str]:
+    """Run a program in a process of its own, in a directory that has its modules."""
+    write_old(place / "program.py", program)
+    command = [sys.executable, str(place / "program.py"), *names]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_helper_module_that_changes_is_a_miss(tmp_path: Path) -> None:
+    def write_helpers(code: str) -> None:
+        for name in DATASETS.keys() - {"alone", "in_a_package", "relative", "two_steps"}:
+            write_old(tmp_path / f"helper_{name}.py", code)
+        write_old(tmp_path / "helper_of_the_script.py", code)
+        write_old(tmp_path / "helper_two_steps.py", code)
+        write_old(tmp_path / "package" / "helper_in_a_package.py", code)
+        write_old(tmp_path / "package" / "helper_relative.py", code)
+
+    for name, imports in DATASETS.items():
+        write_old(tmp_path / f"data_{name}.py", f"{imports}\nclass Data:\n    pass\n")
+    write_old(tmp_path / "step_two_steps.py", "import helper_two_steps")
+    write_old(tmp_path / "package" / "__init__.py", "")
+    write_old(tmp_path / "package" / "inner" / "__init__.py", "")
+    write_old(tmp_path / "package" / "inner" / "data.py", "from ..helper_relative import work")
+
+    write_helpers("def work(x): return x")
+    first = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS)
+    assert fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS) == first, "nothing has changed"
+    write_helpers("def work(x): return x + 1")
+    then = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS)
+    assert {name for name in first if first[name] == then[name]} == {"alone"}
+
+
+def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages"
+    # The second module has another name than its distribution, the third is required by the second.
+    for name in ("first", "second", "third"):
+        write_old(installed / f"a_{name}.py", "class Data:\n    pass\n")
+    importing = "class Data:\n    def get(self):\n        import a_first\n"
+    write_old(tmp_path / "of_mine.py", importing)
+    write_old(installed / "copied.py", importing)
+
+    def found(**versions: str) -> dict[str, str]:
+        for name, version in {"first": "1", "second": "1", "third": "1", **versions}.items():
+            info = installed / f"dist_{name}-0.dist-info"
+            requires = "Requires-Dist: dist-third>=1\n" if name == "second" else ""
+            about = f"Metadata-Version: 2.1\nName: dist-{name}\nVersion: {version}\n{requires}"
+            write_old(info / "METADATA", about)
+            write_old(info / "RECORD", f"a_{name}.py,,\n")
+        program = (
+            "import json, a_first, a_second, copied, of_mine\n"
+            "from dpex.datasets.fingerprint import fingerprint\n"
+            "modules = (a_first, a_second, copied, of_mine)\n"
+            "print(json.dumps({m.__name__: fingerprint(m.Data(), '').hex() for m in modules}))"
+        )
+        path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return fingerprints(tmp_path, program, PYTHONPATH=path)
+
+    before = found()
+    assert found() == before
+
+    def changed(**versions: str) -> set[str]:
+        after = found(**versions)
+        return {name for name in before if before[name] != after[name]}
+
+    assert changed(first="2") == {"a_first", "copied", "of_mine"}
+    assert changed(second="2") == {"a_second"}
+    assert changed(third="2") == {"a_second"}
 
 
 def test_a_later_job_finds_what_was_made(tmp_path: Path) -> None:

@@ -1,32 +1,26 @@
-"""Datasets that are built where they are read, and torchvision's with their transforms apart."""
+"""Datasets that are built where they are read."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
-from cluster_programs import run_program, workplace
-from cluster_programs.clusters import Cluster
 from idx_files import TEST, TRAINING, write_idx
 from torch.utils.data import DataLoader
-from torchvision import datasets, tv_tensors
+from torchvision import datasets
 from torchvision import transforms as v1
-from torchvision.transforms import v2
 
 from dpex import DpexDataLoader, NodeDataError
-from dpex.datasets import from_torchvision, on_node
+from dpex.datasets import on_node
 from dpex.transforms import MappedDataset
 
-PROGRAM = Path(__file__).with_name("node_data_program.py")
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]
@@ -34,121 +28,10 @@ Same = Callable[[Any, Any], None]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with FashionMNIST's files, CIFAR-like pictures in folders, and Coco's."""
+    """A folder with FashionMNIST's files."""
     folder = tmp_path_factory.mktemp("data")
     write_idx(folder, "FashionMNIST")
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 20, 16, 3), dtype=np.uint8)
-    annotations = []
-    for number, picture in enumerate(pixels):
-        place = folder / "pictures" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(picture).save(place / f"{number}.png")
-        (folder / "coco").mkdir(exist_ok=True)
-        PIL.Image.fromarray(picture).save(folder / "coco" / f"{number}.png")
-        box = {"bbox": [1, 2, 5, 6], "category_id": 1, "area": 30, "iscrowd": 0}
-        annotations.append({"id": number, "image_id": number, **box})
-    names = [{"id": n, "file_name": f"{n}.png", "height": 20, "width": 16} for n in range(6)]
-    content = {"images": names, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]}
-    (folder / "coco.json").write_text(json.dumps(content))
     return folder
-
-
-# --- from_torchvision ---------------------------------------------------------------------------
-
-
-def fashion(root: Path) -> Any:
-    compose = v1.Compose([v1.Resize(20), v1.ToTensor(), v1.Normalize((0.5,), (0.5,))])
-    return datasets.FashionMNIST(str(root), transform=compose, target_transform=float)
-
-
-def folder(root: Path) -> Any:
-    return datasets.ImageFolder(str(root / "pictures"), v2.Compose([v2.ToImage(), v2.Resize(8)]))
-
-
-def fake(root: Path) -> Any:
-    return datasets.FakeData(12, (3, 8, 8), transform=v1.ToTensor())
-
-
-def bare(root: Path) -> Any:
-    return datasets.FashionMNIST(str(root), train=False)
-
-
-def coco(root: Path) -> Any:
-    pytest.importorskip("pycocotools")
-    whole = datasets.CocoDetection(
-        str(root / "coco"),
-        str(root / "coco.json"),
-        transforms=v2.Compose([v2.ToImage(), v2.Resize(10), v2.RandomHorizontalFlip(1.0)]),
-    )
-    return datasets.wrap_dataset_for_transforms_v2(whole, target_keys=("boxes", "labels"))
-
-
-def joint(root: Path) -> Any:
-    def both(image: Any, label: int) -> tuple[torch.Tensor, int]:
-        return v2.functional.pil_to_tensor(image) + label, -label
-
-    return Pairs(str(root), transforms=both)
-
-
-class Pairs(datasets.VisionDataset):
-    """Uses ``transforms`` alone, as the data sets for detection do."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        sample: Any = PIL.Image.new("L", (4, 4), index), index
-        return sample if self.transforms is None else self.transforms(*sample)
-
-
-@pytest.mark.parametrize("make", [fashion, folder, fake, bare, coco, joint])
-def test_a_torchvision_dataset_and_its_chain_give_the_same_samples(
-    make: Callable[[Path], Any], root: Path, assert_same: Same
-) -> None:
-    dataset = make(root)
-    expected = [dataset[index] for index in range(4)]
-    apart = from_torchvision(dataset)
-    assert isinstance(apart, MappedDataset)
-    assert len(apart) == len(dataset)
-    assert_same([apart[index] for index in range(4)], expected)
-    assert_same([dataset[index] for index in range(4)], expected)
-    assert apart.source.transforms is apart.source.transform is None
-    if make is coco:
-        assert type(apart[0][1]["boxes"]) is tv_tensors.BoundingBoxes
-
-
-def test_a_compose_becomes_a_chain(root: Path) -> None:
-    dataset = fashion(root)
-    chain = from_torchvision(dataset).parts[0].chain
-    assert chain.transforms == tuple(dataset.transform.transforms)
-
-
-def test_a_dataset_without_transforms_of_its_own_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"range has no attribute 'transform'.*MappedDataset"):
-        from_torchvision(range(3))
-
-
-class Twins(datasets.VisionDataset):
-    """Transforms two pictures, as LFWPairs does."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        images = [PIL.Image.new("L", (4, 4), index + n) for n in range(2)]
-        if self.transform is not None:
-            images = [self.transform(image) for image in images]
-        return *images, index
-
-
-def test_a_dataset_that_applies_its_transforms_otherwise_is_refused(root: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"Twins does not apply its transforms .*transforms=\[...\]"
-    ):
-        from_torchvision(Twins(str(root), transform=v1.ToTensor()))
-
-
-# --- on_node ------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -289,63 +172,3 @@ def test_secrets_are_not_shown() -> None:
 
     shown = repr(on_node(load, "s3://user:hi/dden@store/data?sig=hidden", "hidden", count=3))
     assert shown.endswith("load, root='s3:…store/data…', bucket=…, count=3)")
-
-
-@pytest.fixture(scope="module")
-def nodes(root: Path) -> Iterator[Cluster]:
-    """The trainer's node, which has no files, and two that have them, each its own."""
-    with workplace() as place:
-        cluster = Cluster(place)
-        for name in ("one", "two"):
-            (place / name).mkdir()
-            write_idx(place / name, "FilesOfTheNode")
-            cluster.add(NODE_FILES=str(place / name))
-        yield cluster
-
-
-@pytest.mark.extended
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-def test_nodes_read_their_own_files(nodes: Cluster, root: Path) -> None:
-    report = read_on(nodes)
-    whole = datasets.FashionMNIST(str(root), transform=v1.ToTensor())
-    assert report["labels"] == [whole[index][1] for index in range(TRAINING)]
-    assert report["sums"] == pytest.approx([float(whole[i][0].sum()) for i in range(TRAINING)])
-    assert sorted(report["folders"]) == [str(nodes.place / name) for name in ("one", "two")]
-    assert report["here"].startswith("NodeDataError: on_node(")
-    assert "pass length=" in report["here"]
-
-
-@pytest.mark.extended
-@pytest.mark.multiprocess
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"length": TRAINING + 1}, r"has 1,200 samples on this node, but 1,201.*"),
-        ({"train": None}, r"FileNotFoundError: .*nowhere.*on_node\(FilesOfTheNode"),
-    ],
-    ids=["another length", "no files"],
-)
-def test_a_node_with_other_files_says_so(
-    nodes: Cluster, changes: dict[str, Any], says: str
-) -> None:
-    report = read_on(nodes, **changes)
-    assert re.search(says, report["error"], re.DOTALL), report["error"]
-    assert re.search(r"dataset ind.*, batch 0, node \d+\.\d+\.\d+\.\d+, pid \d+", report["error"])
-
-
-def read_on(nodes: Cluster, **changes: Any) -> dict[str, Any]:
-    out = nodes.place / "report.json"
-    done = run_program(
-        PROGRAM,
-        nodes.address,
-        json.dumps({"length": TRAINING, "train": True, **changes}),
-        str(out),
-        place=nodes.place,
-        seconds=200,
-        RAY_AUTH_MODE="disabled",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(out.read_text())
-    return report

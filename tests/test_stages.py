@@ -22,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
 from torchvision import tv_tensors
 
 from dpex import ChunkLostError, ClusterError, DpexDataLoader, apply
+from dpex.datasets import on_node
 from dpex.transforms import MappedDataset, Stage
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
@@ -132,11 +133,10 @@ def test_chains_in_one_another_draw_different_numbers(source: Any) -> None:
         return torch.cat([value, torch.rand(1)])
 
     inner = MappedDataset(source, drawn)
-    epochs = []
-    for between in (inner, Subset(inner, range(24))):
+    for between in (inner, Subset(inner, range(24)), on_node(lambda: inner, length=24)):
         loader: Any = DpexDataLoader(MappedDataset(between, drawn), 6, num_workers=2, **OURS)
-        epochs.append(torch.cat([values[:, 3:] for values, _ in loader]))
-        assert len(epochs[-1].unique()) == 48
+        epoch = torch.cat([values[:, 3:] for values, _ in loader])
+        assert len(epoch.unique()) == 48
 
 
 @pytest.mark.parametrize("wrapped", [Subset, ConcatDataset], ids=lambda kind: kind.__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ import pytest
 import torch
 from cluster_programs import workplace
 from cluster_programs.stores import ENVIRONMENT, KEY, SECRET, Proxy, object_store
-from idx_files import write_idx
+from data_files import PICTURES, rows, write_data_files
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
 from torchvision import transforms as v1
@@ -35,48 +34,14 @@ from dpex.datasets.store import Store
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]
-# In an order that neither a store's listing nor sorted() gives.
-PICTURES = ["b/z.png", "b/a/x.PNG", "b/a.png", "b-c/1.png", "a/10.png", "a/9.jpeg", "a/a/a/1.bmp"]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Path]]:
     """The address of an S3 server, and the folder with its bucket."""
     with workplace() as place, object_store(place) as (address, buckets):
-        fill(buckets / "bucket")
+        write_data_files(buckets / "bucket")
         yield address, buckets / "bucket"
-
-
-def fill(folder: Path) -> None:
-    for number, name in enumerate(PICTURES):
-        file = folder / "pictures" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (9, 8, 3), dtype=np.uint8)
-        PIL.Image.fromarray(pixels).save(file)
-    (folder / "pictures" / "a" / "notes.txt").write_text("no picture")
-    (folder / "pictures" / "above.png").write_bytes(b"in no folder")
-    write_idx(folder / "digits", "FashionMNIST")
-    (folder / "zipped").mkdir()
-    for file in (folder / "digits" / "FashionMNIST" / "raw").iterdir():
-        (folder / "zipped" / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
-    (folder / "spark.parquet").mkdir()
-    pq.write_table(rows(5, 3), folder / "spark.parquet" / "part-0.parquet")
-    (folder / "rows").mkdir()
-    for number in range(3):
-        pq.write_table(rows(100 * number, 70), folder / "rows" / f"{number}.parquet", 30)
-
-
-def rows(start: int, count: int) -> pa.Table:
-    numbers = np.arange(start, start + count)
-    return pa.table(
-        {
-            "number": numbers,
-            "share": numbers / 7,
-            "name": [f"row {n}" for n in numbers],
-            "tokens": [list(range(n % 5)) for n in numbers],
-            "bytes": [bytes([n % 256]) for n in numbers],
-        }
-    )
 
 
 @pytest.fixture
@@ -160,6 +125,19 @@ def test_workers_read_the_store_themselves(
         DataLoader(dataset, 2, num_workers=2, multiprocessing_context="fork"),
         DataLoader(dataset, 2, num_workers=1, multiprocessing_context="spawn"),
     ):
+        assert_same(list(loader), expected)
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("folder", ["digits", "zipped"])
+def test_workers_read_digits_of_the_store(
+    folder: str, bucket: Path, server: tuple[str, Path], assert_same: Same
+) -> None:
+    given: Any = {"train": False, "transform": v1.ToTensor(), "target_transform": float}
+    ours = FashionMNIST(f"bucket/{folder}", filesystem=signed_in(server[0]), **given)
+    expected = list(DataLoader(datasets.FashionMNIST(str(bucket / "digits"), **given), 40))
+    for dataset in (ours, from_torchvision(ours)):
+        loader: Any = DpexDataLoader(dataset, 40, num_workers=2, **OURS)
         assert_same(list(loader), expected)
 
 

@@ -65,8 +65,8 @@ def cached(
             there, on every node that has it, also for later jobs.
         max_bytes: What it may take on a node. When it is full, samples of datasets that are no
             longer used make room; where there are none, further samples are made anew.
-        version: Change it when something changes that the dataset's pickle, and the modules that
-            it names, do not show: the files behind it, or a module that those import.
+        version: Change it when something changes that neither the dataset's pickle nor the code
+            behind it shows: the files that it reads, or what is set in a module's variables.
 
     Raises:
         TypeError: The dataset is not map-style, or an argument is of another type.

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate
 
-from dpex.seeding import begin_sample
+from dpex.seeding import begin_sample, one_deeper
 from dpex.transforms.chain import Chain
 from dpex.transforms.reading import read_at_once
 from dpex.transforms.stage import Stage
@@ -57,9 +57,6 @@ class MappedDataset(Dataset[Any]):
         transforms: One or several for input and target together, in place of ``transform`` and
             ``target_transform``. They get all items of the sample, each an argument of its own.
 
-    Attributes:
-        depth: How many MappedDatasets there are in one another, this one being the outermost.
-
     Raises:
         TypeError: ``source`` is not map-style, or something in the chain cannot be called.
         ValueError: ``transforms`` is given beside the others; a stage that gets samples comes
@@ -90,8 +87,6 @@ class MappedDataset(Dataset[Any]):
                 "target_transform="
             )
         self.source = source
-        # Of those in one another, each draws numbers of its own.
-        self.depth = 1 + _depth(source)
         self.parts: list[Part] = list(_parts(_listed(transforms if joint else transform), joint))
         self.parts[0].chain.target_transform = target_transform
 
@@ -119,9 +114,11 @@ class MappedDataset(Dataset[Any]):
         return self._samples if getattr(self.source, "__getitems__", None) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
+        with one_deeper() as depth:
+            read = read_at_once(self.source, indices)
         samples = []
-        for place, sample in enumerate(read_at_once(self.source, indices)):
-            begin_sample(place, self.depth)
+        for place, sample in enumerate(read):
+            begin_sample(place, depth)
             samples.append(self._through(sample))
         return list(map(Uncollated, samples)) if self.batched else samples
 
@@ -223,14 +220,6 @@ Sequence.register(Uncollated)
 
 def _content(sample: Any) -> Any:
     return sample.content if isinstance(sample, Uncollated) else sample
-
-
-def _depth(dataset: Any, most: int = 32) -> int:
-    """Return how many MappedDatasets a dataset has in it, in one another."""
-    if isinstance(dataset, MappedDataset):
-        return dataset.depth
-    inside = [vars(dataset).get(n) for n in ("source", "dataset") if hasattr(dataset, "__dict__")]
-    return max((_depth(i, most - 1) for i in inside if most and i is not None), default=0)
 
 
 def stages_inside(dataset: Any) -> Iterator[Stage]:

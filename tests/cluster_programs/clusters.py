@@ -33,13 +33,14 @@ class Cluster:
         head: Id of the head's node.
         address: The head's, ``"ip:port"``.
         links: The name of each node's link, by node id.
+        variables: Environment of its nodes; a trainer needs it too.
     """
 
     def __init__(self, place: Path, network: Network | None = None, **variables: str) -> None:
         self.place = place
         self.links: dict[str, str] = {}
         self.network = network
-        self._variables = {"RAY_AUTH_MODE": "disabled", **variables}
+        self.variables = {"RAY_AUTH_MODE": "disabled", **variables}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         own = (f"--node-ip-address={network.here}",) if network else ()
@@ -54,7 +55,7 @@ class Cluster:
 
     def _start(self, *options: str, under: tuple[str, ...] = (), **variables: str) -> str:
         before = self.raylets().keys()
-        start_node(self.place, *options, under=under, **{**self._variables, **variables})
+        start_node(self.place, *options, under=under, **{**self.variables, **variables})
         [started] = self.raylets().keys() - before
         return started
 
@@ -97,7 +98,7 @@ class Cluster:
                 f"--deadline-remaining-seconds={seconds}",
             ],
             cwd=self.place,
-            env=environment(self.place, **self._variables),
+            env=environment(self.place, **self.variables),
             check=True,
             timeout=60,
         )

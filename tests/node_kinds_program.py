@@ -1,0 +1,106 @@
+"""A trainer whose node has no data files reads datasets of all kinds, for ``test_node_data.py``.
+
+Usage: node_kinds_program.py HOST:PORT CACHE FILE
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_files import PICTURES, ROWS
+from idx_files import TEST
+from torchvision import datasets, tv_tensors
+from torchvision.transforms import v2
+
+from dpex import DpexDataLoader, NodeDataError
+from dpex.datasets import FashionMNIST, ImageFolder, Parquet, cached, from_torchvision, on_node
+from dpex.transforms import MappedDataset, Stage
+
+BATCH_SIZE = 3
+COLUMNS = ["number", "share", "name"]
+
+
+def to_tensor(image: Any) -> torch.Tensor:
+    return v2.functional.pil_to_tensor(image) / 255
+
+
+def darker(image: torch.Tensor) -> torch.Tensor:
+    return image / 2
+
+
+def centred(images: torch.Tensor) -> torch.Tensor:
+    return images - images.mean()
+
+
+def with_mask(image: Any, label: int) -> Any:
+    """A picture, where it is bright, and its label."""
+    pixels = tv_tensors.Image(v2.functional.pil_to_tensor(image))
+    return pixels, tv_tensors.Mask(pixels[0] > 128), label
+
+
+COMPOSE = v2.Compose([v2.ToImage(), v2.Resize(20), v2.ToDtype(torch.float32, scale=True)])
+FIXED = [v2.ToImage(), v2.Resize((6, 5))]
+JOINT = [with_mask, v2.RandomHorizontalFlip(1.0), v2.Resize((12, 10))]
+# Other options than the part before has, so that it is a stage of its own.
+STAGES = [to_tensor, Stage(darker, num_cpus=0.5), Stage(centred, batched=True)]
+
+
+def of_node(make: Callable[..., Any], name: str, **options: Any) -> Any:
+    """Make a dataset of the files that this node has."""
+    return make(str(Path(os.environ["NODE_FILES"]) / name), **options)
+
+
+def apart(folder: str) -> Any:
+    whole = datasets.FashionMNIST(folder, train=False, transform=COMPOSE, target_transform=float)
+    return from_torchvision(whole)
+
+
+def kinds(cache: str) -> dict[str, Any]:
+    pictures = on_node(of_node, datasets.ImageFolder, "pictures", length=len(PICTURES))
+    fixed = MappedDataset(pictures, FIXED)
+    digits: dict[str, Any] = {"train": False, "transform": to_tensor}
+    return {
+        "FashionMNIST": on_node(of_node, datasets.FashionMNIST, "digits", length=TEST, **digits),
+        "ImageFolder": MappedDataset(pictures, to_tensor),
+        "cached in memory": cached(fixed),
+        "cached in a directory": cached(fixed, at=cache),
+        "random behind a cache": MappedDataset(cached(fixed), v2.RandomCrop(4)),
+        "from_torchvision": on_node(of_node, apart, "digits", length=TEST),
+        "joint transforms": MappedDataset(pictures, transforms=JOINT),
+        "stages": MappedDataset(pictures, STAGES),
+        "Parquet": on_node(of_node, Parquet, "rows", columns=COLUMNS, length=ROWS),
+        "FashionMNIST in a store": FashionMNIST("s3://bucket/zipped", **digits),
+        "ImageFolder in a store": ImageFolder("s3://bucket/pictures", to_tensor),
+        "Parquet in a store": Parquet("s3://bucket/rows", COLUMNS),
+    }
+
+
+def main() -> None:
+    address, cache, out = sys.argv[1:]
+    try:
+        on_node(of_node, datasets.ImageFolder, "pictures")
+    except NodeDataError as error:
+        report: dict[str, Any] = {"here": str(error)}
+    for name, dataset in kinds(cache).items():
+        loader: Any = DpexDataLoader(
+            dataset,
+            BATCH_SIZE,
+            num_workers=2,
+            # Which would make plain tensors of torchvision's.
+            collate_fn=list if name == "joint transforms" else None,
+            generator=torch.Generator().manual_seed(0),
+            distribute_mode=True,
+            head_address=address,
+        )
+        epochs = [list(loader) for _ in range(2)]
+        report[name] = {"epochs": epochs, "hit_rate": loader.stats().cache_hit_rate}
+        loader.close()
+    Path(out).write_bytes(pickle.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
