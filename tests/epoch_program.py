@@ -23,6 +23,7 @@ from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 
 from dpex import DpexDataLoader
+from dpex.transforms import MappedDataset, Stage
 
 HUNGRY_SECONDS = 60
 
@@ -80,6 +81,18 @@ class Collate:
         return default_collate(samples)
 
 
+class Passing:
+    """A stage that changes nothing; it may send its worker a signal, as ``Located`` does."""
+
+    def __init__(self, deadly: tuple[int, int, str] | None) -> None:
+        self.deadly = deadly
+
+    def __call__(self, index: int) -> int:
+        if self.deadly is not None and index == self.deadly[0]:
+            kill_once(*self.deadly[1:])
+        return index
+
+
 def first_time(mark: str) -> bool:
     """Tell whether nobody has asked this before, and leave a mark."""
     if Path(mark).exists():
@@ -113,7 +126,7 @@ def node_of_host(loader: Any) -> str:
 def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     replies = take_stdout()
-    dataset = Located(
+    dataset: Any = Located(
         given["length"],
         given.get("seconds", 0.01),
         # Enough that a batch lies in its node's object store, and not with its owner.
@@ -121,6 +134,9 @@ def main() -> None:
         given.get("deadly_read"),
         given.get("hungry"),
     )
+    if given.get("staged"):  # by other tasks than those that read
+        stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)
+        dataset = MappedDataset(dataset, stage)
     loader: DpexDataLoader[Any] = DpexDataLoader(
         dataset,
         batch_size=given.get("batch_size", 10),

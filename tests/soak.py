@@ -30,8 +30,16 @@ from tables import put_between
 BATCHES = LENGTH // 10
 STOPPED_S = 20
 DRAIN_S = 3
+# Ray ends a process that has not reached the head for a minute.
+RAY_ENDS_S = 100
 # Four batches of 38 MB do not fit into such a store.
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
+# Where four tasks may store theirs at once.
+SMALL_STORE_NODE = ("--object-store-memory=80000000", "--num-cpus=4")
+
+
+# Options of which the last item is a file that shows that it has happened.
+MARKING = {"deadly_read", "deadly_collate", "deadly_transform", "hungry"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,21 @@ def stop_trainer(seconds: float) -> Disturb:
     return disturb
 
 
+def run_another_job(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """Another trainer's epoch on the same nodes."""
+    other = Trainer(cluster.place, cluster.address, seed=chance.randrange(1000))
+    other.until(0)
+    trainer.go()
+    other.finish(300)
+
+
+def kill_head(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    """The raylet of the trainer's node, or what runs the cluster: either ends the trainer."""
+    cluster.kill_head(chance.choice(["raylet", "gcs_server"]))
+    trainer.go()
+    trainer.process.wait(RAY_ENDS_S)
+
+
 def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
     """What befalls such a run is in its options."""
 
@@ -174,6 +197,8 @@ class Fault:
         node: Options of the nodes.
         variables: Makes their environment.
         full_disk: Whether there is no room for what the nodes' object stores cannot hold.
+        spills: Whether the nodes' object stores must have had no room.
+        resumes: Whether it ends the trainer, so that another one goes on with another cluster.
         once: Whether it takes so long that it is to be run once only.
         linked: Whether the nodes need links of their own.
     """
@@ -185,6 +210,8 @@ class Fault:
     node: tuple[str, ...] = ()
     variables: Callable[[], dict[str, str]] = dict
     full_disk: bool = False
+    spills: bool = False
+    resumes: bool = False
     once: bool = False
     linked: bool = False
 
@@ -197,6 +224,12 @@ FAULTS = (
         options=deadly("read", signal.SIGKILL, first_of_batch=True),
     ),
     Fault("worker killed in collate_fn", options=deadly("collate", signal.SIGKILL)),
+    Fault(
+        "worker killed in a stage of its own",
+        options=deadly("transform", signal.SIGKILL),
+        both={"staged": True},
+        node=("--num-cpus=2",),
+    ),
     Fault("a sample that segfaults, once", options=deadly("read", signal.SIGSEGV)),
     Fault("worker killed at any moment", kill_process("ray::MapBatches")),
     Fault("host of the pipelines killed", kill_process("ray::_Host")),
@@ -207,6 +240,8 @@ FAULTS = (
     Fault("a node's link cut for 30 s", cut_link(30), linked=True),
     Fault("a node's link cut for good", cut_link(None), linked=True),
     Fault("a node's link of 4 Mbit/s", slow_link, linked=True),
+    Fault("another job on the cluster", run_another_job),
+    Fault("head killed, resumed on another cluster", kill_head, resumes=True),
     Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
     Fault("trainer stopped for 10 min", stop_trainer(600), once=True),
     Fault(
@@ -215,12 +250,13 @@ FAULTS = (
     Fault(
         "object store of 80 MB, batches of 38 MB",
         both=SMALL_STORE,
-        node=("--object-store-memory=80000000",),
+        node=SMALL_STORE_NODE,
+        spills=True,
     ),
     Fault(
         "object store of 80 MB, batches of 38 MB, disk full",
         both=SMALL_STORE,
-        node=("--object-store-memory=80000000",),
+        node=SMALL_STORE_NODE,
         full_disk=True,
     ),
 )
@@ -246,17 +282,31 @@ def run(fault: Fault, seed: int) -> Outcome:
         spilling: tuple[str, ...] = ()
         if fault.full_disk:
             spilling = (f"--object-spilling-directory={place / 'disk'}",)
-        cluster = Cluster(place, links)
-        for _ in range(2):
-            cluster.add(*fault.node, *spilling, **fault.variables())
+
+        def new_cluster(place: Path) -> Cluster:
+            made = Cluster(place, links)
+            for _ in range(2):
+                made.add(*fault.node, *spilling, **fault.variables())
+            return made
+
+        cluster = new_cluster(place)
         both = {"seed": seed, **fault.both}
         expected = Trainer(place, cluster.address, **both).finish()
         order = [index for _, index, _ in drawn(expected)]
-        trainer = Trainer(place, cluster.address, **both, **fault.options(chance, place, order))
+        given = {**both, **fault.options(chance, place, order)}
+        if fault.resumes:
+            given["checkpoint"] = str(place / "checkpoint")
+        trainer = Trainer(place, cluster.address, **given)
         if fault.disturb is not nothing:
             trainer.until(chance.randrange(1, BATCHES * 3 // 4))
             fault.disturb(cluster, trainer, chance)
+        if fault.resumes:
+            another = new_cluster(stack.enter_context(workplace()))
+            trainer = Trainer(another.place, another.address, **given)
         found = trainer.finish(300)
+        marks = [Path(value[2]) for name, value in given.items() if name in MARKING]
+        assert all(mark.exists() for mark in marks), "nothing befell it"
+        assert not fault.spills or spilled(place), "the object stores had room for everything"
     wanted, got = drawn(expected), drawn(found)
     indices = [index for _, index, _ in got]
     return Outcome(
@@ -269,6 +319,12 @@ def run(fault: Fault, seed: int) -> Outcome:
         # The first batch waits for the start of everything.
         max(0.0, max(found["waits"][1:]) - max(expected["waits"][1:])),
     )
+
+
+def spilled(place: Path) -> bool:
+    """Tell whether any node of a session had to make room in its object store."""
+    logs = (place / "ray").glob("session_2*/logs/raylet*")
+    return any(b"Triggering object spilling" in log.read_bytes() for log in logs)
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -23,7 +23,7 @@ GONE_SECONDS = 60
 
 @pytest.fixture(
     scope="module",
-    params=[2, pytest.param(4, marks=pytest.mark.extended)],
+    params=[2, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (3, 4))],
     ids="{} ranks".format,
 )
 def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """Whether the nodes live that an answer depends on, looked at where it takes long.
 
-Ray marks a node dead that it has not reached for some time. But it may wait for minutes for what was
-to come from there, and for ever where that is the node of this process.
+Ray marks a node dead that it has not reached for some time. But it may wait for minutes for what
+was to come from there, and for ever where that is the node of this process.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ _MOST_CHARACTERS = 37
 def require_token() -> None:
     """Have this process, and a Ray that it starts, deal only with who has this user's token.
 
-    Ray's ports are open on all interfaces, whatever address its nodes are given (2.60).
+    Ray's ports are open to every user of this host, and where a Ray cannot be kept to the loopback
+    address, to others.
 
     Source:
         Ray's documentation of token authentication: ``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``,
