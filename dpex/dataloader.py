@@ -40,6 +40,7 @@ DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
 _WORKER_OPTIONS = {
     "accelerator_type",
+    "fallback_strategy",
     "label_selector",
     "memory",
     "num_cpus",
@@ -84,7 +85,7 @@ class DpexDataLoader(DataLoader[T_co]):
             which this host is a node. ``"ray://host:port"``: that one, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
-            ``scheduling_strategy``, ``runtime_env``.
+            ``fallback_strategy``, ``scheduling_strategy``, ``runtime_env``.
         prefetch_bytes: Bytes of batches that may be under way beyond ``prefetch_factor``.
         on_error: ``"raise"`` passes an error in a sample on to the training loop; ``"skip"`` leaves
             the sample out of its batch, which is smaller then, or out of the epoch if it had no

@@ -223,8 +223,10 @@ class ClusterIter(_BaseDataLoaderIter):
             try:
                 chunks, self._unsent = self._unsent, []
                 self._send(chunks)
-            except BaseException:  # an interrupt, after which nobody would make these batches
-                self._give_up(None)
+            except BaseException as error:  # nobody would make these batches: it is over
+                failure = self._give_up(error)
+                if isinstance(error, Exception) and not self._session.alive:
+                    raise failure from error
                 raise
 
     def _send(self, chunks: list[Chunk], *, alone: bool = False, tries: int = 1) -> None:
@@ -492,7 +494,7 @@ class ClusterIter(_BaseDataLoaderIter):
             reason = "; ".join(self._errors) or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
-            text = f"the loader was closed, or Ray was shut down, {where}"
+            text = f"the loader was closed, or Ray was shut down or lost, {where}"
         self._failure = ChunkLostError(text)
         return self._failure
 

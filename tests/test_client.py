@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from cluster_programs import (
     ROOT,
     Driver,
     DriverError,
+    processes_in,
     run_program,
     start_node,
     wait_until,
     workplace,
 )
+from cluster_programs.trainers import LENGTH, Trainer
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -32,6 +35,8 @@ pytestmark = [
 # Without it the server's process for a client may die of a fork among gRPC's threads.
 HEAD = {"RAY_AUTH_MODE": "disabled", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 PROGRAM = Path(__file__).with_name("client_program.py")
+# The client itself tries for half a minute.
+LOST_SECONDS = 60
 HELPER = "def double(number):\n    return 2 * number\n"
 
 
@@ -135,6 +140,18 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
         assert driver.ask("connect", head_address=server)["kind"] == "client"
         assert deaths.exists()
         assert driver.end() == 0
+
+
+@pytest.mark.extended
+def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with workplace() as head, workplace() as laptop:
+        trainer = Trainer(laptop, start_server(head), length=50 * LENGTH)
+        trainer.until(5)
+        servers = [p for p, c in processes_in(head).items() if "/gcs_server " in c]
+        os.kill(*servers, signal.SIGKILL)
+        trainer.go()
+        assert trainer.process.wait(LOST_SECONDS) == 1
+    assert "dpex.errors.ChunkLostError" in capfd.readouterr().err
 
 
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:

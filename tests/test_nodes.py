@@ -88,8 +88,15 @@ def test_a_node_that_is_drained_changes_nothing(cluster: Cluster, undisturbed: l
 
 @pytest.mark.parametrize(
     "options",
-    [{"label_selector": {"kind": "lasting"}}, {"resources": {"lasting": 1}}],
-    ids=["label", "resource"],
+    [
+        {"label_selector": {"kind": "lasting"}},
+        {
+            "label_selector": {"kind": "nowhere"},
+            "fallback_strategy": [{"label_selector": {"kind": "lasting"}}],
+        },
+        {"resources": {"lasting": 1}},
+    ],
+    ids=["label", "fallback", "resource"],
 )
 def test_nodes_are_chosen_by_label_or_resource(
     cluster: Cluster, undisturbed: list[Drawn], options: dict[str, object]

@@ -7,7 +7,8 @@ was to come from there, and for ever where that is the node of this process.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 
@@ -16,8 +17,9 @@ from dpex.errors import ClusterError
 
 __all__ = ["Deaths", "answered", "check_own_node"]
 
+T = TypeVar("T")
+
 _LOOK_S = 5.0
-# A head that does not answer is Ray's affair: it ends this process after a minute.
 _ANSWER_S = 5.0
 
 
@@ -37,7 +39,8 @@ def answered(ref: ray.ObjectRef) -> Any:
 
 def check_own_node() -> None:
     """Raise ``ClusterError`` if the node that this process belongs to has died."""
-    if ray.get_runtime_context().get_node_id() in _dead_nodes():
+    here = _asked(lambda: ray.get_runtime_context().get_node_id())
+    if here in _dead_nodes():
         raise ClusterError(
             "the Ray node of this process has died (its raylet was killed, or the head could not "
             "reach it), so nothing can be read from the cluster any more. Start the process again; "
@@ -62,8 +65,15 @@ class Deaths:
 
 
 def _dead_nodes() -> set[str]:
+    return {node["NodeID"] for node in _asked(ray.nodes) or () if not node["Alive"]}
+
+
+def _asked(call: Callable[[], T]) -> T | None:
+    """Return what the head says; None where it does not answer.
+
+    That is Ray's affair, which ends this process after a while, or a client's connection.
+    """
     try:
-        nodes = within(_ANSWER_S, ray.nodes)
-    except TimeoutError:
-        return set()
-    return {node["NodeID"] for node in nodes if not node["Alive"]}
+        return within(_ANSWER_S, call)
+    except Exception:
+        return None

@@ -280,7 +280,11 @@ class Session:
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
-        text = f"waiting for the first of the batches under way. {report_busy_cpus()}"
+        try:
+            busy = report_busy_cpus()
+        except Exception as error:  # waiting may still help
+            busy = f"The cluster does not say who holds its CPUs: {error}"
+        text = f"waiting for the first of the batches under way. {busy}"
         if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
             free = ray.available_resources().get("GPU", 0)
             text += (
