@@ -27,8 +27,9 @@ from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, Trainer, drawn
 from tables import put_between
 
-BATCHES = LENGTH // 10
 STOPPED_S = 20
+# Nobody takes batches out of the object stores.
+FILLING_S = 5
 DRAIN_S = 3
 # Ray ends a process that has not reached the head for a minute.
 RAY_ENDS_S = 100
@@ -249,15 +250,18 @@ FAULTS = (
     ),
     Fault(
         "object store of 80 MB, batches of 38 MB",
+        stop_trainer(FILLING_S),
         both=SMALL_STORE,
         node=SMALL_STORE_NODE,
         spills=True,
     ),
     Fault(
         "object store of 80 MB, batches of 38 MB, disk full",
+        stop_trainer(FILLING_S),
         both=SMALL_STORE,
         node=SMALL_STORE_NODE,
         full_disk=True,
+        spills=True,
     ),
 )
 
@@ -291,14 +295,17 @@ def run(fault: Fault, seed: int) -> Outcome:
 
         cluster = new_cluster(place)
         both = {"seed": seed, **fault.both}
-        expected = Trainer(place, cluster.address, **both).finish()
+        # What is in the nodes' options must not befall it.
+        quiet = stack.enter_context(workplace()) if fault.spills else place
+        address = "local" if fault.spills else cluster.address
+        expected = Trainer(quiet, address, **both).finish()
         order = [index for _, index, _ in drawn(expected)]
         given = {**both, **fault.options(chance, place, order)}
         if fault.resumes:
             given["checkpoint"] = str(place / "checkpoint")
         trainer = Trainer(place, cluster.address, **given)
         if fault.disturb is not nothing:
-            trainer.until(chance.randrange(1, BATCHES * 3 // 4))
+            trainer.until(chance.randrange(1, len(order) * 3 // 40))
             fault.disturb(cluster, trainer, chance)
         if fault.resumes:
             another = new_cluster(stack.enter_context(workplace()))
