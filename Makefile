@@ -79,6 +79,12 @@ bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then th
 $(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
 	$(RUN) -m benchmarks.benchmark_$* --out $(BENCH_OUT)/$*.json $(BENCH_ARGS)
 
+.PHONY: scale
+scale: BENCH_OUT = benchmarks/results
+scale: BENCH_ARGS = --rounds 1
+scale: bench-scale ## 1 to 8 nodes, then the tables in docs/scaling.md (half an hour)
+	$(RUN) -m benchmarks.report
+
 .PHONY: soak
 soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
 	$(RUN) tests/soak.py $(SOAK_ARGS)

@@ -76,6 +76,11 @@ class ChunkPlanner:
         self._observed = True
 
     @property
+    def batch_s(self) -> float:
+        """What a batch takes to make, in seconds, as far as is known."""
+        return self._batch_seconds
+
+    @property
     def parallel(self) -> int:
         """Tasks to run at once: one per free core; once warm, more if they wait or Ray counts."""
         if not self._observed:

@@ -51,6 +51,10 @@ _SLOW_WAIT_S = 5.0
 _PUBLISH_EVERY_S = 1.0
 # Pipelines lost one after the other, before a batch arrives.
 _MOST_LOSSES = 3
+# Ray's name for a full object store with a full disk.
+_NO_ROOM = "OutOfDiskError"
+_ROOM_S = 2.0
+_ROOM_TRIES = 6
 # How often a stream's chunk is sent to a task of its own.
 _STREAM_TRIES = 2
 
@@ -224,18 +228,26 @@ class ClusterIter(_BaseDataLoaderIter):
                 chunks, self._unsent = self._unsent, []
                 self._send(chunks)
             except BaseException as error:  # nobody would make these batches: it is over
-                failure = self._give_up(error)
-                if isinstance(error, Exception) and not self._session.alive:
-                    raise failure from error
+                known = error if isinstance(error, Exception) else None
+                failure = self._give_up(known)
+                if known is not None and not self._session.alive:
+                    raise failure from known
                 raise
 
-    def _send(self, chunks: list[Chunk], *, alone: bool = False, tries: int = 1) -> None:
+    def _send(
+        self,
+        chunks: list[Chunk],
+        *,
+        alone: bool = False,
+        tries: int = 1,
+        parallel: int | None = None,
+    ) -> None:
         assert self._run is not None
         try:
             self._run.feed(
                 chunks,
                 alone=alone,
-                parallel=self._demand.parallel,
+                parallel=parallel or self._demand.parallel,
                 hurried=not self._stash,
             )
         except SerializationError as error:
@@ -343,7 +355,8 @@ class ClusterIter(_BaseDataLoaderIter):
             if self._ask_ahead(waiting=True):
                 continue  # there is nothing better to do with the time
             arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
-            if not arrived and self._run.forsaken():
+            if not arrived and self._run.forsaken(self._planner.batch_s):
+                self._losses -= 1  # each death is noticed once, whatever comes between them
                 self._go_on_elsewhere()
             if not arrived and deadline is None and not noted:
                 noted = True
@@ -406,13 +419,20 @@ class ClusterIter(_BaseDataLoaderIter):
         self._draining = False
         reason = "; ".join(self._errors) or "no reason known"
         self._errors = []
+        no_room = _NO_ROOM in reason
+        if no_room:
+            # All that was made has been read, and Ray forgets it in a moment. Then one block has
+            # room where several have not.
+            time.sleep(_ROOM_S)
+        most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
+        one_by_one = 1 if no_room else None
         again: list[Chunk] = []
         again_alone: list[Sent] = []
         for sent in joined_streams(lost.values()):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
                 continue
-            if sent.chunk.stream and sent.tries < _STREAM_TRIES:
+            if (sent.chunk.stream or no_room) and sent.tries < most_tries:
                 # Perhaps it was another stream whose worker died.
                 sent.tries += 1
                 again_alone.append(sent)
@@ -429,9 +449,9 @@ class ClusterIter(_BaseDataLoaderIter):
                 len(again),
                 reason,
             )
-            self._send_again(again, alone=True)
+            self._send_again(again, alone=True, parallel=one_by_one)
         for sent in again_alone:
-            self._send_again(list(sent.rest()), alone=True, tries=sent.tries)
+            self._send_again(list(sent.rest()), alone=True, tries=sent.tries, parallel=one_by_one)
 
     def _go_on_elsewhere(self) -> None:
         """Have a new pipeline make the batches under way, where the old one was lost.
@@ -467,13 +487,13 @@ class ClusterIter(_BaseDataLoaderIter):
             self._give_up(None)
             raise
 
-    def _send_again(self, chunks: list[Chunk], *, alone: bool, tries: int = 1) -> None:
+    def _send_again(self, chunks: list[Chunk], **how: Any) -> None:
         if chunks:
             numbered = [
                 replace(chunk, run=self._run_spec, number=number)
                 for number, chunk in enumerate(chunks, self._sent)
             ]
-            self._send(numbered, alone=alone, tries=tries)
+            self._send(numbered, **how)
 
     def _fail_batch(self, batch: int, error: DpexError) -> None:
         """Raise an error in the place of a batch."""

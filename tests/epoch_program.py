@@ -141,7 +141,7 @@ def main() -> None:
         dataset,
         batch_size=given.get("batch_size", 10),
         shuffle=True,
-        num_workers=4,
+        num_workers=given.get("num_workers", 4),
         collate_fn=Collate(given.get("deadly_collate")),
         generator=torch.Generator().manual_seed(given.get("seed", 5)),
         distribute_mode=True,
@@ -164,7 +164,9 @@ def main() -> None:
         rows = zip(indices.tolist(), digests, nodes, strict=True)
         samples += [(batch, *row) for row in rows]
         if "checkpoint" in given:
-            torch.save({"samples": samples, "loader": loader.state_dict()}, checkpoint)
+            aside = checkpoint.with_suffix(".new")
+            torch.save({"samples": samples, "loader": loader.state_dict()}, aside)
+            aside.replace(checkpoint)
         if stepping:
             print(number, *sorted(set(nodes)), file=replies)
             stepping = sys.stdin.readline() == "next\n"

@@ -22,9 +22,15 @@ from statistics import median
 from typing import Any
 
 from cluster_programs import ROOT, processes_in, small_disk, workplace
-from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
+from cluster_programs.clusters import (
+    SMALL_STORE_NODE,
+    SPARE_BYTES,
+    Cluster,
+    little_memory,
+    spilled,
+)
 from cluster_programs.links import network
-from cluster_programs.trainers import LENGTH, Trainer, drawn
+from cluster_programs.trainers import LENGTH, SMALL_STORE, Trainer, drawn
 from tables import put_between
 
 STOPPED_S = 20
@@ -33,12 +39,6 @@ FILLING_S = 5
 DRAIN_S = 3
 # Ray ends a process that has not reached the head for a minute.
 RAY_ENDS_S = 100
-# Four batches of 38 MB do not fit into such a store.
-SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
-# Where four tasks may store theirs at once.
-SMALL_STORE_NODE = ("--object-store-memory=80000000", "--num-cpus=4")
-
-
 # Options of which the last item is a file that shows that it has happened.
 MARKING = {"deadly_read", "deadly_collate", "deadly_transform", "hungry"}
 
@@ -154,7 +154,7 @@ def kill_head(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
     """The raylet of the trainer's node, or what runs the cluster: either ends the trainer."""
     cluster.kill_head(chance.choice(["raylet", "gcs_server"]))
     trainer.go()
-    trainer.process.wait(RAY_ENDS_S)
+    assert trainer.process.wait(RAY_ENDS_S) != 0, "the epoch was over before"
 
 
 def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
@@ -328,12 +328,6 @@ def run(fault: Fault, seed: int) -> Outcome:
     )
 
 
-def spilled(place: Path) -> bool:
-    """Tell whether any node of a session had to make room in its object store."""
-    logs = (place / "ray").glob("session_2*/logs/raylet*")
-    return any(b"Triggering object spilling" in log.read_bytes() for log in logs)
-
-
 def table(outcomes: list[Outcome]) -> str:
     """Lay the outcomes out, a line for each fault."""
     lines = [
@@ -358,7 +352,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose names contain this")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "faults.json")
     options = parser.parse_args()
-    names = [fault.name for fault in FAULTS]
+    names = {fault.name: place for place, fault in enumerate(FAULTS)}
     outcomes: list[Outcome] = []
     if options.only and options.out.exists():  # what else is there stays
         known = (Outcome(**record) for record in json.loads(options.out.read_text()))
@@ -375,7 +369,7 @@ def main() -> None:
             except Exception as error:  # the others are not to be lost for it
                 outcomes.append(Outcome(fault.name, seed, 0, LENGTH, 0, 0, 0.0, repr(error)))
             print(outcomes[-1], flush=True)
-            outcomes.sort(key=lambda o: (o.seed, names.index(o.fault)))
+            outcomes.sort(key=lambda o: (o.seed, names.get(o.fault, -1)))
             records = [asdict(outcome) for outcome in outcomes]
             options.out.write_text(json.dumps(records, indent=1) + "\n")
     print(table(outcomes))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
-from cluster_programs import workplace
-from cluster_programs.clusters import SPARE_BYTES, Cluster, little_memory
+from cluster_programs import small_disk, wait_until, workplace
+from cluster_programs.clusters import (
+    SMALL_STORE_NODE,
+    SPARE_BYTES,
+    Cluster,
+    little_memory,
+    spilled,
+)
 from cluster_programs.links import Network, network
-from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
+from cluster_programs.trainers import LENGTH, SMALL_STORE, Drawn, Trainer, drawn, nodes_in
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -46,8 +53,7 @@ def undisturbed(cluster: Cluster) -> list[Drawn]:
     return drawn(Trainer(cluster.place, cluster.address).finish())
 
 
-# For good is part of `make soak` alone: Ray takes from one minute to more than three to give up the
-# tasks behind such a link.
+# For good is part of `make soak` alone, for it takes more than a minute.
 def test_a_link_that_is_cut_for_a_while_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn]
 ) -> None:
@@ -72,6 +78,21 @@ def test_a_slow_link_changes_nothing(
     result = trainer.finish(200)
     assert drawn(result) == undisturbed
     assert behind in nodes_in({"samples": result["samples"][LENGTH // 2 :]})
+
+
+@pytest.mark.usefixtures("links")
+def test_full_object_stores_with_a_full_disk_change_nothing() -> None:
+    with workplace() as place, workplace() as quiet, small_disk(place / "disk"):
+        cluster = Cluster(place)
+        cluster.add(*SMALL_STORE_NODE, f"--object-spilling-directory={place / 'disk'}")
+        trainer = Trainer(place, cluster.address, **SMALL_STORE)
+        trainer.until(2)
+        # Nobody takes batches out of the object store, so that it runs full.
+        trainer.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: spilled(place), 60, "full object store")
+        trainer.process.send_signal(signal.SIGCONT)
+        undisturbed = drawn(Trainer(quiet, "local", **SMALL_STORE).finish())
+        assert drawn(trainer.finish()) == undisturbed
 
 
 # Here, for the trainer needs a node of its own: where it is, memory is not short.

@@ -21,7 +21,7 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
-from dpex.cluster.liveness import Deaths, answered, check_own_node
+from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
@@ -110,7 +110,7 @@ class Session:
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
         self._number = str(next(_numbers))
-        self._deaths = Deaths()
+        self._nodes = Nodes()
         self._stored: _StoredJob | None = None
         self._start()
 
@@ -218,11 +218,11 @@ class Session:
         # Loading Ray Data takes half a second, as long as the host takes to start.
         importlib.import_module("dpex.cluster.blocks")
         try:
-            return bool(answered(inherits))
+            return bool(self._nodes.answered(inherits))
         except _HOST_LOST:
             self._host.lost = True
             self._start()
-            return bool(answered(self._host.actor.inherits.remote(key)))
+            return bool(self._nodes.answered(self._host.actor.inherits.remote(key)))
 
     def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
         """Begin an iteration.
@@ -259,12 +259,12 @@ class Session:
             pin_memory=pin_memory,
             through_client=self._connection.kind == "client",
         )
-        return RemoteRun(self._host, lane, run.key, receiver, self._deaths)
+        return RemoteRun(self._host, lane, run.key, receiver, self._nodes)
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
         self._host: HostHandle = get_host(self._connection.runtime_env)
-        self._lanes = _Lanes(self._host)
+        self._lanes = _Lanes(self._host, self._nodes)
         # Iterators keep the session, so it outlives a loader that is dropped before them.
         self._release = weakref.finalize(self, release_later, self._lanes.close)
         be_ready()
@@ -280,17 +280,17 @@ class Session:
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
+        text = "waiting for the first of the batches under way. "
         try:
-            busy = report_busy_cpus()
+            text += report_busy_cpus()
+            if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
+                free = ray.available_resources().get("GPU", 0)
+                text += (
+                    f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until "
+                    "its close()"
+                )
         except Exception as error:  # waiting may still help
-            busy = f"The cluster does not say who holds its CPUs: {error}"
-        text = f"waiting for the first of the batches under way. {busy}"
-        if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
-            free = ray.available_resources().get("GPU", 0)
-            text += (
-                f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until its "
-                "close()"
-            )
+            text += f"The cluster does not say who holds its CPUs: {error}"
         return text
 
     def close(self) -> None:
@@ -303,8 +303,9 @@ class Session:
 class _Lanes:
     """The pipelines of one session."""
 
-    def __init__(self, host: HostHandle) -> None:
+    def __init__(self, host: HostHandle, nodes: Nodes) -> None:
         self._host = host
+        self._nodes = nodes
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
 
@@ -324,7 +325,7 @@ class _Lanes:
 
     def _begin(self, lane: _Lane, run: Run) -> bool:
         try:
-            return bool(answered(self._host.actor.begin.remote(lane.key, run.key)))
+            return bool(self._nodes.answered(self._host.actor.begin.remote(lane.key, run.key)))
         except ray.exceptions.RayTaskError:  # it never opened
             return False
 
@@ -365,12 +366,12 @@ class RemoteRun:
     """One iteration, as the trainer's process sees it."""
 
     def __init__(
-        self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver, deaths: Deaths
+        self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver, nodes: Nodes
     ) -> None:
         self._host = host
         self._lane = lane
         self._run = run
-        self._deaths = deaths
+        self._nodes = nodes
         self._began_at = time.monotonic()
         self._over = False
         self._failure: BaseException | None = None
@@ -391,16 +392,20 @@ class RemoteRun:
             hurried=hurried,
         )
 
-    def forsaken(self) -> bool:
-        """Look whether it waits in vain, since a node died; ``failure`` is that then."""
+    def forsaken(self, batch_s: float) -> bool:
+        """Look whether it waits in vain, since a node died; ``failure`` is that then.
+
+        Args:
+            batch_s: How long a batch takes to make.
+        """
         try:
-            check_own_node()
+            self._nodes.look()
         except ClusterError as error:
             self._failure = error
             return True
-        noticed_at = self._deaths.last()
-        quiet_s = time.monotonic() - max(noticed_at, self.receiver.arrived_at)
-        if noticed_at < self._began_at or quiet_s < _NODE_REPLACED_S:
+        died_at = self._nodes.died_at
+        quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
+        if died_at < self._began_at or quiet_s < _NODE_REPLACED_S + batch_s:
             return False
         self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
         return True
@@ -415,7 +420,7 @@ class RemoteRun:
     @property
     def lost(self) -> bool:
         """Whether nodes, the host, or blocks that it owned died: a new pipeline can go on."""
-        return isinstance(self.failure(), _PIPELINE_LOST)
+        return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
 
     def end(self, *, later: bool = False) -> None:
         """Give the run up, finished or not; its pipeline is free for the next.
@@ -433,8 +438,10 @@ class RemoteRun:
             self._lane.busy = False
 
     def _cancel(self) -> None:
-        if ray.is_initialized():
-            self._host.actor.cancel.remote(self._lane.key, self._run)
+        # A client may have lost its server and not know it yet.
+        with contextlib.suppress(Exception):
+            if ray.is_initialized():
+                self._host.actor.cancel.remote(self._lane.key, self._run)
 
 
 def _store_capacity() -> int:

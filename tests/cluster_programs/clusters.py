@@ -17,6 +17,8 @@ from cluster_programs.links import Network
 
 # What may be taken on top of what is taken already, where workers are killed for their memory.
 SPARE_BYTES = 2 << 30
+# Four tasks may store theirs at once, of which two have room.
+SMALL_STORE_NODE = ("--object-store-memory=80000000", "--num-cpus=4")
 # Of the head, which is the trainer's node too.
 _HEAD = ("--head", "--num-cpus=0", "--include-dashboard=false")
 
@@ -112,6 +114,12 @@ def _flag(command: str, name: str) -> str:
     found = re.search(rf"--{name}=(\S+)", command)
     assert found, command
     return found[1]
+
+
+def spilled(place: Path) -> bool:
+    """Tell whether any node of a session had to make room in its object store."""
+    logs = (place / "ray").glob("session_2*/logs/raylet*")
+    return any(b"Triggering object spilling" in log.read_bytes() for log in logs)
 
 
 def little_memory() -> dict[str, str]:

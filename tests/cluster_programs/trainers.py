@@ -14,6 +14,8 @@ from cluster_programs import environment, spawn
 
 PROGRAM = Path(__file__).parents[1] / "epoch_program.py"
 LENGTH = 600
+# Options for batches of 38 MB.
+SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
 
 class Trainer:
