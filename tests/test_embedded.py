@@ -19,6 +19,7 @@ from cluster_programs import (
     DriverError,
     environment,
     processes_in,
+    rank_variables,
     spawn,
     wait_until,
     workplace,
@@ -53,16 +54,7 @@ def titles(place: Path, title: str) -> list[int]:
 
 def rank(place: Path, number: int, world_size: int = 2) -> Driver:
     """A process with the environment that torchrun gives to its ranks."""
-    return Driver(
-        place,
-        RANK=str(number),
-        LOCAL_RANK=str(number),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-        TORCHELASTIC_RUN_ID=place.name,
-    )
+    return Driver(place, **rank_variables(place, number, world_size))
 
 
 QUIET_PROGRAM = """
