@@ -315,6 +315,60 @@ def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> No
     assert owner.end() == 0
 
 
+READING_PROGRAM = """
+import sys
+from pathlib import Path
+from dpex import DpexDataLoader
+from dpex.cluster import forkserver
+
+class Forked:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return sys.of_the_trainer
+
+sys.of_the_trainer = 1
+loader = DpexDataLoader(Forked(), num_workers=2, distribute_mode=True, head_address="local")
+assert [int(forked) for forked in loader] == [1] * 8
+Path(sys.argv[1]).write_text(forkserver.address(None))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="no forks")
+def test_secrets_are_in_no_log_and_no_command_line(place: Path, tmp_path: Path) -> None:
+    told = tmp_path / "fork_server"  # where nothing is searched
+    program = spawn(
+        [sys.executable, "-c", READING_PROGRAM, str(told)],
+        place,
+        env=environment(place, RAY_BACKEND_LOG_LEVEL="debug"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until(
+        lambda: program.poll() is not None or (told.exists() and told.read_text()), 100, "epoch"
+    )
+    # Everybody on this host can read those.
+    commands = "\n".join(processes_in(place).values())
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0, output
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+    token = place / "home" / ".ray" / "auth_token"
+    secrets = [token.read_bytes().strip(), told.read_text().partition("/")[2].encode()]
+    assert [len(secret) for secret in secrets] == [64, 32]
+    written = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    del written[token]
+    logs = {path.name for path in written if "logs" in path.parts}
+    assert {"raylet.out", "gcs_server.out"} <= logs
+    assert any(name.startswith("python-core-worker-") for name in logs)
+    for secret in secrets:
+        assert secret not in output.encode()
+        assert secret not in commands.encode()
+        assert not [path for path, content in written.items() if secret in content]
+
+
 def test_listens_on_the_loopback_address_alone(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
