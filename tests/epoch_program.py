@@ -6,7 +6,7 @@ It prints the number of each batch and the nodes that made it, and waits for a l
 the next; after "go", or when its standard input ends, it does not stop any more. In the end it
 writes every sample's batch, index, digest of what it drew, and node to ``out``, and how long each
 batch was waited for (``waits``). With a ``checkpoint`` it saves after each batch how far it is, and
-goes on from what is there.
+goes on from what is there. With a rank's environment it reads that rank's shard.
 """
 
 import json
@@ -21,6 +21,7 @@ import torch
 import xxhash
 from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from dpex import DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
@@ -137,10 +138,15 @@ def main() -> None:
     if given.get("staged"):  # by other tasks than those that read
         stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)
         dataset = MappedDataset(dataset, stage)
+    sampler = None
+    if "RANK" in os.environ:
+        ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        sampler = DistributedSampler(dataset, ranks, rank)
     loader: DpexDataLoader[Any] = DpexDataLoader(
         dataset,
         batch_size=given.get("batch_size", 10),
-        shuffle=True,
+        shuffle=sampler is None,
+        sampler=sampler,
         num_workers=given.get("num_workers", 4),
         collate_fn=Collate(given.get("deadly_collate")),
         generator=torch.Generator().manual_seed(given.get("seed", 5)),

@@ -154,6 +154,20 @@ def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None
     assert "dpex.errors.ChunkLostError" in capfd.readouterr().err
 
 
+@pytest.mark.extended
+def test_the_quickstart_runs_as_it_is(server: str) -> None:
+    """Once RAY_ADDRESS names the server, a program needs no other change."""
+    with workplace() as laptop:
+        variables = {"RAY_ADDRESS": server, "RAY_AUTH_MODE": "disabled"}
+        quickstart = ROOT / "examples" / "quickstart.py"
+        done = run_program(quickstart, place=laptop, seconds=150, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [step.partition(":")[0] for step in done.stdout.splitlines()] == [
+            f"epoch {epoch}, step {step}" for epoch in range(3) for step in (0, 10)
+        ]
+        assert not list(laptop.glob("ray/session_*")), "it has started a Ray of its own"
+
+
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:
     with workplace() as laptop:
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import processes_in, torchrun, wait_until, workplace
+from cluster_programs import processes_in, rank_variables, torchrun, wait_until, workplace
+from cluster_programs.trainers import LENGTH, Trainer
 from ddp_program import BATCH_SIZE, EPOCHS, LENGTHS
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -19,6 +22,8 @@ pytestmark = [
 ]
 
 GONE_SECONDS = 60
+# To read on to the end, when another rank has been killed.
+END_SECONDS = 60
 
 
 @pytest.fixture(
@@ -96,3 +101,35 @@ def test_shards_are_disjoint_and_complete(
         orders.append(shards)
     if length // ranks >= BATCH_SIZE:
         assert orders[0] != orders[1], "set_epoch changed nothing"
+
+
+def torchs(rank: int) -> list[list[int]]:
+    """A rank's batches of indices of the epoch of ``epoch_program.py``."""
+    sampler = DistributedSampler(range(LENGTH), 2, rank)
+    return list(DataLoader(range(LENGTH), 10, sampler=sampler, collate_fn=list))
+
+
+@pytest.mark.parametrize(
+    "dying",
+    [
+        pytest.param(0, id="the first dies"),
+        pytest.param(1, id="the late one dies", marks=pytest.mark.extended),
+    ],
+)
+def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
+    with workplace() as place:
+        # One after the other, so that the first has started the Ray that both share.
+        ranks = []
+        for number in range(2):
+            ranks.append(Trainer(place, "auto", rank_variables(place, number)))
+            ranks[number].until(5)
+        assert len([c for c in processes_in(place).values() if "/gcs_server " in c]) == 1
+        ranks[1 - dying].go()
+        ranks[dying].process.kill()
+        ranks[dying].process.wait()
+        left = ranks[1 - dying].finish(END_SECONDS)
+        batches: dict[int, list[int]] = {}
+        for batch, index, *_ in left["samples"]:
+            batches.setdefault(batch, []).append(index)
+        assert list(batches.values()) == torchs(1 - dying)
+        wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")

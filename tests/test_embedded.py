@@ -19,6 +19,7 @@ from cluster_programs import (
     DriverError,
     environment,
     processes_in,
+    rank_variables,
     spawn,
     wait_until,
     workplace,
@@ -53,16 +54,7 @@ def titles(place: Path, title: str) -> list[int]:
 
 def rank(place: Path, number: int, world_size: int = 2) -> Driver:
     """A process with the environment that torchrun gives to its ranks."""
-    return Driver(
-        place,
-        RANK=str(number),
-        LOCAL_RANK=str(number),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-        TORCHELASTIC_RUN_ID=place.name,
-    )
+    return Driver(place, **rank_variables(place, number, world_size))
 
 
 QUIET_PROGRAM = """
@@ -321,6 +313,60 @@ def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> No
         assert known.ask("init", address=address) == address
     owner.ask("task")
     assert owner.end() == 0
+
+
+READING_PROGRAM = """
+import sys
+from pathlib import Path
+from dpex import DpexDataLoader
+from dpex.cluster import forkserver
+
+class Forked:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return sys.of_the_trainer
+
+sys.of_the_trainer = 1
+loader = DpexDataLoader(Forked(), num_workers=2, distribute_mode=True, head_address="local")
+assert [int(forked) for forked in loader] == [1] * 8
+Path(sys.argv[1]).write_text(forkserver.address(None))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="no forks")
+def test_secrets_are_in_no_log_and_no_command_line(place: Path, tmp_path: Path) -> None:
+    told = tmp_path / "fork_server"  # where nothing is searched
+    program = spawn(
+        [sys.executable, "-c", READING_PROGRAM, str(told)],
+        place,
+        env=environment(place, RAY_BACKEND_LOG_LEVEL="debug"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until(
+        lambda: program.poll() is not None or (told.exists() and told.read_text()), 100, "epoch"
+    )
+    # Everybody on this host can read those.
+    commands = "\n".join(processes_in(place).values())
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0, output
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+    token = place / "home" / ".ray" / "auth_token"
+    secrets = [token.read_bytes().strip(), told.read_text().partition("/")[2].encode()]
+    assert [len(secret) for secret in secrets] == [64, 32]
+    written = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    del written[token]
+    logs = {path.name for path in written if "logs" in path.parts}
+    assert {"raylet.out", "gcs_server.out"} <= logs
+    assert any(name.startswith("python-core-worker-") for name in logs)
+    for secret in secrets:
+        assert secret not in output.encode()
+        assert secret not in commands.encode()
+        assert not [path for path, content in written.items() if secret in content]
 
 
 def test_listens_on_the_loopback_address_alone(place: Path) -> None:

@@ -78,6 +78,19 @@ def environment(place: Path, **variables: str) -> dict[str, str]:
     }
 
 
+def rank_variables(place: Path, number: int, world_size: int = 2) -> dict[str, str]:
+    """What torchrun tells one of its ranks; all of a place are of one job."""
+    return {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": place.name,
+    }
+
+
 def _die_with_pytest() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

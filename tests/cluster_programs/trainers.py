@@ -7,6 +7,7 @@ import selectors
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ class Trainer:
     Args:
         place: Directory of the test's processes.
         address: The cluster's head.
+        variables: Of its environment; those of a rank have it read that rank's shard.
         **options: What else the program takes.
     """
 
-    def __init__(self, place: Path, address: str, **options: Any) -> None:
+    def __init__(
+        self, place: Path, address: str, variables: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         self._out = place / f"epoch-{uuid.uuid4().hex}.json"
         given = {"address": address, "out": str(self._out), "length": LENGTH}
         self.process = spawn(
             [sys.executable, str(PROGRAM), json.dumps({**given, **options})],
             place,
-            env=environment(place, RAY_AUTH_MODE="disabled"),
+            env=environment(place, RAY_AUTH_MODE="disabled", **(variables or {})),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
