@@ -17,18 +17,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dpex import DpexDataLoader
 
-BATCH_SIZE = 4
 EPOCHS = 2
-# One that divides by ranks and batches, and two that do not.
-LENGTHS = (48, 37, 3)
+# Lengths with batch sizes: one that divides by ranks and batches, and others that do not.
+CASES = ((48, 4), (37, 4), (37, 1), (37, 7), (3, 4))
 
 
-def epochs_of(loader_type: Any, length: int, drop_last: bool, **ours: Any) -> list[Any]:
+def epochs_of(
+    loader_type: Any, length: int, batch_size: int, drop_last: bool, **ours: Any
+) -> list[Any]:
     dataset = TensorDataset(torch.arange(length), torch.arange(length) * 0.5)
     sampler = DistributedSampler(dataset, shuffle=True, drop_last=drop_last, seed=3)
     torch.manual_seed(dist.get_rank())
     loader = loader_type(
-        dataset, BATCH_SIZE, sampler=sampler, num_workers=2, drop_last=drop_last, **ours
+        dataset, batch_size, sampler=sampler, num_workers=2, drop_last=drop_last, **ours
     )
     epochs = []
     for epoch in range(EPOCHS):
@@ -43,7 +44,7 @@ def after_breaks(loader_type: Any, **ours: Any) -> list[Any]:
     """An epoch that comes after one that each rank gives up elsewhere, and each at its own time."""
     dataset = TensorDataset(torch.arange(48))
     sampler = DistributedSampler(dataset, shuffle=False)
-    loader = loader_type(dataset, BATCH_SIZE, sampler=sampler, num_workers=2, **ours)
+    loader = loader_type(dataset, 4, sampler=sampler, num_workers=2, **ours)
     batches = []
     for turn in range(dist.get_world_size()):
         if turn == dist.get_rank():
@@ -61,13 +62,19 @@ def main() -> None:
     streams = [
         {
             "length": length,
+            "batch_size": batch_size,
             "drop_last": drop_last,
-            "torch": epochs_of(DataLoader, length, drop_last),
+            "torch": epochs_of(DataLoader, length, batch_size, drop_last),
             "dpex": epochs_of(
-                DpexDataLoader, length, drop_last, distribute_mode=True, head_address="auto"
+                DpexDataLoader,
+                length,
+                batch_size,
+                drop_last,
+                distribute_mode=True,
+                head_address="auto",
             ),
         }
-        for length in LENGTHS
+        for length, batch_size in CASES
         for drop_last in (False, True)
     ]
     given_up = {

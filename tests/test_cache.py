@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
 from dpex.datasets import cached, node_memory, sample_store
+from dpex.datasets.code_behind import code_behind
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.sample_store import SampleStore
 from dpex.pickling import dump
@@ -212,6 +214,45 @@ def test_a_module_that_was_changed_since_the_process_began_is_a_miss(tmp_path: P
         sys.modules.pop("changed_module", None)
 
 
+def test_of_an_archive_a_digest_is_kept(tmp_path: Path) -> None:
+    archive = tmp_path / "archive.zip"
+    names = ["zipped_one", "zipped_two"]
+    sys.path.insert(0, str(archive))
+    try:
+        behind = []
+        for more in (b"", os.urandom(1 << 20)):
+            with zipfile.ZipFile(archive, "w") as files:
+                for name in names:
+                    files.writestr(f"{name}.py", "")
+                files.writestr("more", more)
+            os.utime(archive, (1, 1))
+            importlib.invalidate_caches()
+            behind.append(code_behind(names))
+            assert [name for name, _ in behind[-1]] == names
+            assert sum(len(code) for _, code in behind[-1]) < 1000
+            assert behind[-1] == code_behind(names)
+        assert behind[0] != behind[1]
+    finally:
+        sys.path.remove(str(archive))
+
+
+# In the variables of a module: none of them may be asked what it is.
+ODD_THINGS = """
+import types
+from torch import classes, ops
+class Refuses:
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+class RefusingType(type):
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+class RefusingModule(types.ModuleType):
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+class Class(metaclass=RefusingType):
+    pass
+proxy, module = Refuses(), RefusingModule("module")
+"""
 # Datasets beside what they use: of every "helper_…" there is a file.
 DATASETS = {
     "alone": "",
@@ -222,15 +263,29 @@ DATASETS = {
     "in_a_package": "from package import helper_in_a_package",
     "relative": "from package.inner import data",
     "two_steps": "import step_two_steps",
+    "standard_name": "import turtle",
+    "beside_odd_things": ODD_THINGS,
 }
 NAMES_FINGERPRINTS = """
 import importlib, json, sys
 from dpex.datasets.fingerprint import fingerprint
 class OfTheScript:
     def __getitem__(self, index):
-        from helper_of_the_script import work
-        return work(index)
-found = {"of_the_script": fingerprint(OfTheScript(), "").hex()}
+        from helper_of_the_script import first_work
+        return first_work(index)
+class OfAPackage:
+    def __getitem__(self, index):
+        from package import helper_of_a_package
+        return helper_of_a_package.second_work(index)
+class OfItsPackage:
+    def __getitem__(self, index):
+        from .helper_of_its_package import third_work
+        return third_work(index)
+found = {
+    "of_the_script": fingerprint(OfTheScript(), "").hex(),
+    "of_a_package": fingerprint(OfAPackage(), "").hex(),
+    "of_its_package": fingerprint(OfItsPackage(), "").hex(),
+}
 for name in sys.argv[1:]:
     found[name] = fingerprint(importlib.import_module("data_" + name).Data(), "").hex()
 print(json.dumps(found))
@@ -244,25 +299,30 @@ def write_old(file: Path, text: str) -> None:
     os.utime(file, (1, 1))
 
 
-def fingerprints(place: Path, program: str, *names: str, **variables: str) -> dict[str, str]:
+def fingerprints(
+    place: Path, program: str, *names: str, package: str = "", **variables: str
+) -> dict[str, str]:
     """Run a program in a process of its own, in a directory that has its modules."""
-    write_old(place / "program.py", program)
-    command = [sys.executable, str(place / "program.py"), *names]
-    environment = {**os.environ, **variables}
+    file = place / package / "program.py"
+    write_old(file, program)
+    command = [sys.executable, *(["-m", f"{package}.program"] if package else [str(file)]), *names]
+    paths = filter(None, [variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), *paths]), **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
 
-def test_a_helper_module_that_changes_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["", "package"], ids=["script", "module"])
+def test_a_helper_module_that_changes_is_a_miss(package: str, tmp_path: Path) -> None:
     def write_helpers(code: str) -> None:
-        for name in DATASETS.keys() - {"alone", "in_a_package", "relative", "two_steps"}:
+        for name in ("of_a_module", "of_a_function", "late", "by_name", "of_the_script"):
             write_old(tmp_path / f"helper_{name}.py", code)
-        write_old(tmp_path / "helper_of_the_script.py", code)
         write_old(tmp_path / "helper_two_steps.py", code)
-        write_old(tmp_path / "package" / "helper_in_a_package.py", code)
-        write_old(tmp_path / "package" / "helper_relative.py", code)
+        write_old(tmp_path / "turtle.py", code)
+        for name in ("in_a_package", "relative", "of_a_package", "of_its_package"):
+            write_old(tmp_path / "package" / f"helper_{name}.py", code)
 
     for name, imports in DATASETS.items():
         write_old(tmp_path / f"data_{name}.py", f"{imports}\nclass Data:\n    pass\n")
@@ -272,11 +332,14 @@ def test_a_helper_module_that_changes_is_a_miss(tmp_path: Path) -> None:
     write_old(tmp_path / "package" / "inner" / "data.py", "from ..helper_relative import work")
 
     write_helpers("def work(x): return x")
-    first = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS)
-    assert fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS) == first, "nothing has changed"
+    first = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS, package=package)
+    again = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS, package=package)
+    assert again == first, "nothing has changed"
     write_helpers("def work(x): return x + 1")
-    then = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS)
-    assert {name for name in first if first[name] == then[name]} == {"alone"}
+    then = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS, package=package)
+    # A script of no package cannot import what is in its own.
+    expected = {"alone", "beside_odd_things", *([] if package else ["of_its_package"])}
+    assert {name for name in first if first[name] == then[name]} == expected
 
 
 def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
@@ -288,30 +351,38 @@ def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
     write_old(tmp_path / "of_mine.py", importing)
     write_old(installed / "copied.py", importing)
 
-    def found(**versions: str) -> dict[str, str]:
+    # Two that somebody removed by hand, and not all of them.
+    for name in ("a_first", "left_over"):
+        write_old(installed / f"{name}-0.dist-info" / "RECORD", f"{name}.py,,\n")
+
+    def found(build: str = "", **versions: str) -> dict[str, str]:
         for name, version in {"first": "1", "second": "1", "third": "1", **versions}.items():
             info = installed / f"dist_{name}-0.dist-info"
-            requires = "Requires-Dist: dist-third>=1\n" if name == "second" else ""
+            requires = (
+                "Requires-Dist: dist-third>=1\nRequires-Dist: left-over\n"
+                if name == "second"
+                else ""
+            )
             about = f"Metadata-Version: 2.1\nName: dist-{name}\nVersion: {version}\n{requires}"
             write_old(info / "METADATA", about)
-            write_old(info / "RECORD", f"a_{name}.py,,\n")
+            write_old(info / "RECORD", f"a_{name}.py,{build if name == 'first' else ''},\n")
         program = (
             "import json, a_first, a_second, copied, of_mine\n"
             "from dpex.datasets.fingerprint import fingerprint\n"
             "modules = (a_first, a_second, copied, of_mine)\n"
             "print(json.dumps({m.__name__: fingerprint(m.Data(), '').hex() for m in modules}))"
         )
-        path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return fingerprints(tmp_path, program, PYTHONPATH=path)
+        return fingerprints(tmp_path, program, PYTHONPATH=str(installed))
 
     before = found()
     assert found() == before
 
-    def changed(**versions: str) -> set[str]:
-        after = found(**versions)
+    def changed(**what: str) -> set[str]:
+        after = found(**what)
         return {name for name in before if before[name] != after[name]}
 
     assert changed(first="2") == {"a_first", "copied", "of_mine"}
+    assert changed(build="another") == {"a_first", "copied", "of_mine"}
     assert changed(second="2") == {"a_second"}
     assert changed(third="2") == {"a_second"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster_programs import processes_in, rank_variables, torchrun, wait_until, workplace
 from cluster_programs.trainers import LENGTH, Trainer
-from ddp_program import BATCH_SIZE, EPOCHS, LENGTHS
+from ddp_program import CASES, EPOCHS
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -42,12 +42,9 @@ def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
         wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
 
 
-def case(report: dict[str, Any], length: int, drop_last: bool) -> dict[str, Any]:
-    [found] = [
-        stream
-        for stream in report["streams"]
-        if (stream["length"], stream["drop_last"]) == (length, drop_last)
-    ]
+def case(report: dict[str, Any], length: int, batch_size: int, drop_last: bool) -> dict[str, Any]:
+    wanted = {"length": length, "batch_size": batch_size, "drop_last": drop_last}
+    [found] = [stream for stream in report["streams"] if wanted.items() <= stream.items()]
     return found
 
 
@@ -65,41 +62,43 @@ def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "batch_size"), CASES)
 def test_every_rank_gets_what_torch_gives_it(
-    reports: list[dict[str, Any]], length: int, drop_last: bool
+    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
 ) -> None:
     for report in reports:
-        streams = case(report, length, drop_last)
+        streams = case(report, length, batch_size, drop_last)
         assert streams["dpex"] == streams["torch"]
         assert len(streams["dpex"]) == EPOCHS
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "batch_size"), CASES)
 def test_shards_are_disjoint_and_complete(
-    reports: list[dict[str, Any]], length: int, drop_last: bool
+    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
 ) -> None:
     ranks = len(reports)
     orders = []
     for epoch in range(EPOCHS):
         shards = [
             list(chain.from_iterable(indices for indices, _ in stream[epoch]))
-            for stream in (case(report, length, drop_last)["dpex"] for report in reports)
+            for stream in (
+                case(report, length, batch_size, drop_last)["dpex"] for report in reports
+            )
         ]
         assert len({len(shard) for shard in shards}) == 1
         counts = Counter(chain.from_iterable(shards))
         assert set(counts) <= set(range(length))
         if drop_last:
             # What divides neither by ranks nor by batches is left out, and nothing comes twice.
-            assert len(shards[0]) == length // ranks // BATCH_SIZE * BATCH_SIZE
+            assert len(shards[0]) == length // ranks // batch_size * batch_size
             assert max(counts.values(), default=1) == 1
         else:
             # A rank that would come short gets one sample of another one's.
             assert set(counts) == set(range(length))
             assert counts.total() == -(-length // ranks) * ranks
         orders.append(shards)
-    if length // ranks >= BATCH_SIZE:
+    if length // ranks >= batch_size:
         assert orders[0] != orders[1], "set_epoch changed nothing"
 
 

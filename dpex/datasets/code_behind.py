@@ -1,4 +1,4 @@
-"""The code behind modules: the sources of the user's own, the versions of what is installed."""
+"""The code behind modules: the sources of the user's own, the builds of what is installed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+import xxhash
+
 from dpex.pickling import installed_roots
 
 __all__ = ["code_behind", "imports_in"]
@@ -26,11 +28,12 @@ _LEFT_OUT = {"__main__", "__mp_main__", "dpex", "dpex.cluster"}
 def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
     """Return what stands for the code of modules and of what they import, by name and in order.
 
-    Of a module that is of no installed distribution, or is dpex's, that is its source; what is
-    imported anywhere in it, or lies in its variables, is looked at in turn, whether it is loaded
-    or not. Of an installed one it is the version of its distribution and of all that it requires,
-    and the source of those that are named. A file that was written to since this process began is
-    another one every time.
+    Of a module that is of no installed distribution, or is dpex's, that is a digest of its source,
+    or of the archive that it is in; what is imported anywhere in its source, or lies in its
+    variables, is looked at in turn, whether it is loaded or not. Of an installed one it is the
+    version of its distribution and of all that it requires, with a digest of the lists of their
+    files, and one of the source of those that are named. A file that was written to since this
+    process began is another one every time.
 
     Args:
         names: Of the modules.
@@ -43,23 +46,25 @@ def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
     while pending:
         name = pending.pop()
         top, parent = name.partition(".")[0], name.rpartition(".")[0]
-        if name in seen or top in sys.stdlib_module_names or parent == "dpex.cluster":
+        if name in seen or parent == "dpex.cluster":
             continue
         seen.add(name)
         file = _file_of(name)
         if file is None and parent:  # no module, or one without code of its own
             pending.add(parent)
             continue
+        if top in sys.stdlib_module_names and (file is None or _is_standard(file, roots)):
+            continue
         installed = top != "dpex" and (file is None or _is_below(file, roots))
         distributions = _distributions_of(top) if installed else ()
         if file is not None and not distributions:
-            found[name] = _content(file)
+            found[name] = _digest(file)
             pending |= {*imports_in(file, name), *_in_variables(name)}
             if parent and top != "dpex":
                 pending.add(parent)
             continue
         if file is not None and name in named and file.is_file():
-            found[name] = _content(file)
+            found[name] = _digest(file)
         for distribution in distributions:
             _add_versions(distribution, versions)
     return sorted([*found.items(), *((f"{n}==", v.encode()) for n, v in versions.items())])
@@ -96,21 +101,29 @@ def imports_in(file: Path, module: str) -> set[str]:
 
 def _in_variables(module: str) -> Iterator[str]:
     """Yield the modules of what lies in a loaded module's variables, however it came there."""
-    variables = vars(sys.modules[module]) if module in sys.modules else {}
+    variables = getattr(sys.modules.get(module), "__dict__", {})
     for value in list(variables.values()):
-        if isinstance(value, ModuleType):
-            yield value.__name__
-        else:
-            owner = value if isinstance(value, FunctionType | type) else type(value)
-            if isinstance(owner.__module__, str):
-                yield owner.__module__
+        kind = type(value)  # not isinstance(), which asks for __class__: a proxy may refuse
+        try:
+            if issubclass(kind, ModuleType):
+                name = value.__name__
+            else:
+                name = (value if issubclass(kind, FunctionType | type) else kind).__module__
+        except Exception:  # it refuses that too
+            continue
+        if type(name) is str:
+            yield name
 
 
 def _file_of(module: str) -> Path | None:
     """Return a module's file, if it has one; nothing is imported for that."""
     if module in sys.modules:
         file = getattr(sys.modules[module], "__file__", None)
-        return Path(file) if isinstance(file, str) else None
+        if not isinstance(file, str):
+            return None
+        # Some that no import made name a file that is none, such as torch.ops.
+        made_by_hand = getattr(sys.modules[module], "__spec__", None) is None
+        return None if made_by_hand and _on_disk(Path(file)) is None else Path(file)
     parent = module.rpartition(".")[0]
     places = _places_of(parent) if parent else None
     spec = None if parent and places is None else _spec(module, places)
@@ -138,15 +151,32 @@ def _is_below(file: Path, roots: list[Path]) -> bool:
     return any(root in file.resolve().parents for root in roots)
 
 
-def _content(file: Path) -> bytes:
+def _is_standard(file: Path, roots: list[Path]) -> bool:
+    """Tell whether a file is the standard library's; a module of the user's may have its names."""
+    return _is_below(file, roots) and {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def _on_disk(file: Path) -> Path | None:
+    """Return a file, or the archive that it is in."""
+    return next(filter(os.path.isfile, (file, *file.parents)), None)
+
+
+def _digest(file: Path) -> bytes:
+    """Return what stands for a file's contents, or for those of the archive that it is in."""
+    place = _on_disk(file) or file
     try:
-        if file.stat().st_mtime > _process_start():
-            # What was imported may be what it was before.
-            return uuid.uuid4().bytes
-        return file.read_bytes()
+        state = place.stat()
+        if state.st_mtime <= _process_start():
+            return _digest_of(place, state.st_ctime_ns)
     except OSError:
-        archive = next(filter(Path.is_file, file.parents), None)
-        return uuid.uuid4().bytes if archive is None else _content(archive)
+        pass
+    return uuid.uuid4().bytes  # what was imported may be what it was before
+
+
+@functools.cache
+def _digest_of(file: Path, changed_ns: int) -> bytes:
+    """Read a file, again only where it was changed."""
+    return xxhash.xxh3_128(file.read_bytes()).digest()
 
 
 @functools.cache
@@ -165,9 +195,12 @@ def _process_start() -> float:
 def _distributions_of(top: str) -> tuple[str, ...]:
     """Return the distributions that a top-level module may come from."""
     try:
-        return (importlib.metadata.distribution(top).name,)
+        found = importlib.metadata.distribution(top)
+        if "Name" in found.metadata:  # not in what a removed one has left over
+            return (found.name,)
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        return tuple(_all_distributions().get(top, ()))
+        pass
+    return tuple(filter(None, _all_distributions().get(top, ())))
 
 
 @functools.cache
@@ -180,11 +213,13 @@ def _add_versions(distribution: str, versions: dict[str, str]) -> None:
     name = re.sub(r"[-_.]+", "-", distribution).lower()
     if name in versions:
         return
-    try:
-        found = importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    of_that_name = importlib.metadata.distributions(name=distribution)
+    found = next((found for found in of_that_name if "Version" in found.metadata), None)
+    if found is None:
         return
-    versions[name] = found.version
+    # The same version can be built again, of other sources.
+    record = xxhash.xxh3_128((found.read_text("RECORD") or "").encode()).hexdigest()
+    versions[name] = f"{found.version} {record}"
     for requirement in found.requires or ():
         required = re.match(r"[\w.-]+", requirement)
         if required and "extra ==" not in requirement:

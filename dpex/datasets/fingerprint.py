@@ -55,6 +55,10 @@ def _modules_named_in(stream: bytes) -> set[str]:
         if opcode.name in _STRINGS
     }
     # A function of the script's, which is pickled by value, may import when it is called.
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    late = imports_in(Path(script), "__main__") if script else set()
-    return names & (sys.modules.keys() | late)
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    module = getattr(getattr(main, "__spec__", None), "name", "__main__")  # python -m
+    late = imports_in(Path(script), module) if script else set()
+    # Such a function has the names as it says them: one by one, or without the package's.
+    late = {name for name in late if name in names or name.rpartition(".")[2] in names}
+    return (names & sys.modules.keys()) | late
