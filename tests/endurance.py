@@ -19,6 +19,8 @@ RUNS = {"300 epochs of 200 batches": (300, 200), "an epoch of 100,000 batches": 
 RUN_SECONDS = 3_600
 # What may come and go: allocators keep some memory, and Ray some threads and connections.
 MEMORY_SHARE, MEMORY_BYTES, OTHERS = 0.1, 20 << 20, 8
+OF_PROCESSES = ("threads", "files", "processes")
+OF_TABLES = ("actors", "groups", "jobs", "workers", "tasks", "keys")
 
 
 def run(epochs: int, batches: int) -> list[dict[str, Any]]:
@@ -39,8 +41,11 @@ def rows(name: str, looks: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     for kind, after in last.items():
         before = first[kind]
         cells = [f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f} MB"]
-        for what in ("threads", "files", "processes", "functions"):
-            cells.append(f"{before[what]} → {after[what]}" if what in after else "")
+        for what in OF_PROCESSES:
+            cells.append(f"{before[what]} → {after[what]}")
+        tables = [what for what in OF_TABLES if what in after]
+        cells.append(", ".join(f"{what} {before[what]} → {after[what]}" for what in tables))
+        for what in (*OF_PROCESSES, *OF_TABLES):
             if after.get(what, 0) > before.get(what, 0) + OTHERS:
                 grown.append(f"{name}: {what} of {kind}")
         if after["bytes"] > (1 + MEMORY_SHARE) * before["bytes"] + MEMORY_BYTES:
@@ -51,8 +56,8 @@ def rows(name: str, looks: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     lines = [
-        "| run | processes | their own memory | threads | files | processes | functions in Ray's "
-        "table |",
+        "| run | processes | their own memory | threads | files | processes | entries in Ray's "
+        "tables |",
         "|---|---|---|---|---|---|---|",
     ]
     records, all_grown = {}, []

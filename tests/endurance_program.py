@@ -51,8 +51,6 @@ def kind_of(pid: int, command: str) -> str:
 
 def held(place: Path) -> dict[str, dict[str, int]]:
     """Return by kind of process what belongs to it alone: memory, threads, files, processes."""
-    import ray
-
     gc.collect()
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for pid, command in processes_in(place).items():
@@ -61,9 +59,23 @@ def held(place: Path) -> dict[str, dict[str, int]]:
         sums["threads"] += process.num_threads()
         sums["files"] += process.num_fds()
         sums["processes"] += 1
-    keys = ray._private.worker.global_worker.gcs_client.internal_kv_keys(b"", b"fun")
-    found["head"]["functions"] = len(keys)
+    found["head"].update(tables())
     return found
+
+
+def tables() -> dict[str, int]:
+    """Return how many entries each of the tables in Ray's head has, of what is dead too."""
+    import ray
+
+    head, known = ray._private.worker.global_worker.gcs_client, ray._private.state.state
+    return {
+        "actors": len(known.actor_table(None)),
+        "groups": len(known.placement_group_table()),
+        "jobs": len(known.job_table()),
+        "workers": len(known.workers()),
+        "tasks": len(known._connect_and_get_accessor().get_task_events()),
+        "keys": len(head.internal_kv_keys(b"")),
+    }
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -51,8 +52,7 @@ def start_server(place: Path, **variables: str) -> str:
         "--num-cpus=2",
         "--include-dashboard=false",
         f"--ray-client-server-port={port}",
-        **HEAD,
-        **variables,
+        **(HEAD | variables),
     )
 
     def listens() -> bool:
@@ -166,6 +166,28 @@ def test_the_quickstart_runs_as_it_is(server: str) -> None:
             f"epoch {epoch}, step {step}" for epoch in range(3) for step in (0, 10)
         ]
         assert not list(laptop.glob("ray/session_*")), "it has started a Ray of its own"
+
+
+@pytest.mark.extended
+def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> None:
+    with workplace() as head, workplace() as laptop:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        server = start_server(head, **token)
+        other = token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        strangers = [Driver(laptop, **wrong) for wrong in ({"RAY_AUTH_MODE": "disabled"}, other)]
+        for stranger in strangers:
+            stranger.send("connect", head_address=server)
+        for stranger in strangers:
+            with pytest.raises(DriverError, match="RAY_AUTH_MODE=token with the cluster's token"):
+                stranger.receive(seconds=90)
+            assert stranger.end() == 0
+        trainer = Trainer(laptop, server, token)
+        trainer.go()
+        indices = [index for _, index, *_ in trainer.finish()["samples"]]
+        assert sorted(indices) == list(range(LENGTH))
+        for path in [*head.rglob("*"), *laptop.rglob("*")]:
+            if path.is_file():
+                assert token["RAY_AUTH_TOKEN"].encode() not in path.read_bytes(), path
 
 
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:

@@ -37,7 +37,7 @@ class Trainer:
         self.process = spawn(
             [sys.executable, str(PROGRAM), json.dumps({**given, **options})],
             place,
-            env=environment(place, RAY_AUTH_MODE="disabled", **(variables or {})),
+            env=environment(place, **{"RAY_AUTH_MODE": "disabled", **(variables or {})}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
