@@ -3,7 +3,6 @@
 What the nodes are, and when a point is void: ``benchmarks/nodes.py``.
 """
 
-import os
 import resource
 import sys
 import time
@@ -33,16 +32,20 @@ GOAL_OF_LINEAR = 0.95
 GOAL_DRIVER = 1.2
 
 
-def measure(nodes: int) -> list[dict[str, Any]]:
+def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
     """Read epochs from a cluster of some nodes, the first one not counted.
+
+    Args:
+        nodes: How many.
+        short_turns: Whether to read one more after each, in which every task makes one chunk.
 
     Returns:
         For each counted epoch ``samples_per_s``, ``readers`` (worker processes that delivered),
-        ``trainer_s`` and ``host_s`` (their processor seconds), ``batches``, and the machine's
-        ``busy_percent``.
+        ``trainer_s``, ``host_s``, ``head_s`` and ``raylets_s`` (their processor seconds),
+        ``batches``, ``tasks``, ``place_s`` (of all places for tasks together), ``turn_s``, and the
+        machine's ``busy_percent``.
     """
-    import ray
-
+    from benchmarks.ray_processes import Turns, spent_s
     from dpex import DpexDataLoader
 
     tasks = TASKS_PER_NODE * nodes
@@ -58,21 +61,26 @@ def measure(nodes: int) -> list[dict[str, Any]]:
         )
         while len(readers_of(loader)) < tasks:  # until all have started
             pass
-        assert loader._cluster is not None
-        actor = loader._cluster.session._host.actor
-        host = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
-        for _ in range(EPOCHS):
+        turns = Turns(loader)
+        usual_s = turns.length_s
+        for turn_s in (usual_s, 0.0) * EPOCHS if short_turns else (usual_s,) * EPOCHS:
+            turns.length_s = turn_s
             psutil.cpu_percent()
-            trainer_s, host_s, began = time.process_time(), busy_s(host), time.perf_counter()
+            begun, spent = turns.begun, spent_s()
+            trainer_s, began = time.process_time(), time.perf_counter()
             readers = readers_of(loader)
             seconds = time.perf_counter() - began
+            trainer_s = time.process_time() - trainer_s
             epochs.append(
                 {
                     "samples_per_s": tasks * BATCHES_PER_TASK * BATCH_SIZE / seconds,
                     "readers": len(readers),
-                    "trainer_s": time.process_time() - trainer_s,
-                    "host_s": busy_s(host) - host_s,
+                    "trainer_s": trainer_s,
+                    **{f"{kind}_s": after - spent[kind] for kind, after in spent_s().items()},
                     "batches": tasks * BATCHES_PER_TASK,
+                    "tasks": turns.begun - begun,
+                    "place_s": tasks * seconds,
+                    "turn_s": turn_s,
                     "busy_percent": psutil.cpu_percent(),
                 }
             )
@@ -96,10 +104,22 @@ def measure_sampler(indices: int) -> dict[str, float]:
     return {"s_per_index": seconds / indices, "bytes_per_index": grown / indices}
 
 
-def busy_s(process: psutil.Process) -> float:
-    """Return a process's processor seconds so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def costs_of_a_task(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Compare epochs of one chunk a task with those before them.
+
+    Returns:
+        For each task more ``host_ms``, ``head_ms`` and ``raylets_ms``, the processor time of the
+        pipelines' host, Ray's head and all raylets together, and ``place_ms``, the time that a
+        place for a task does nothing; the usual ``turn_s``, and how many ``tasks`` more it were.
+    """
+    usual, short = epochs[::2], epochs[1::2]
+
+    def more(name: str) -> float:
+        return sum(figures(short, name)) - sum(figures(usual, name))
+
+    kinds = ("host", "head", "raylets", "place")
+    costs = {f"{kind}_ms": 1e3 * more(f"{kind}_s") / more("tasks") for kind in kinds}
+    return {**costs, "turn_s": usual[0]["turn_s"], "tasks": more("tasks")}
 
 
 def main() -> None:
@@ -113,12 +133,17 @@ def main() -> None:
         "batches_per_task": BATCHES_PER_TASK,
     }
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    both_turns: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for nodes in NODES:
-            runs[nodes] += run_fresh(measure, timeout_s=RUN_TIMEOUT_S, nodes=nodes)
-            last = runs[nodes][-1]
-            say(f"scale round {number + 1}/{options.rounds}, {nodes} nodes: {last}")
+            last = nodes == NODES[-1]
+            epochs = run_fresh(measure, timeout_s=RUN_TIMEOUT_S, nodes=nodes, short_turns=last)
+            both_turns += epochs if last else []
+            runs[nodes] += [epoch for epoch in epochs if epoch["turn_s"]]
+            say(f"scale round {number + 1}/{options.rounds}, {nodes} nodes: {runs[nodes][-1]}")
     record["runs"] = runs
+    record["short_turns"] = both_turns[1::2]
+    record["task"] = costs_of_a_task(both_turns)
     record["sampler"] = {
         "indices": SAMPLER_INDICES,
         **run_fresh(measure_sampler, indices=SAMPLER_INDICES),
@@ -143,17 +168,18 @@ def main() -> None:
                 busy_note(busy),
             )
         )
-    least, most = ms(runs[NODES[0]], "trainer"), ms(runs[NODES[-1]], "trainer")
-    goals.append(
-        Goal.of(
-            f"trainer's processor time a batch, {NODES[-1]} nodes / {NODES[0]}",
-            [many / few for many, few in zip(most, least, strict=True)],
-            "<=",
-            GOAL_DRIVER,
-            "ratio",
-            f"{sum(least) / len(least):.2f} ms with {NODES[0]}",
+    for process, name in {"trainer": "trainer", "host": "host actor"}.items():
+        least, most = ms(runs[NODES[0]], process), ms(runs[NODES[-1]], process)
+        goals.append(
+            Goal.of(
+                f"{name}'s processor time a batch, {NODES[-1]} nodes / {NODES[0]}",
+                [many / few for many, few in zip(most, least, strict=True)],
+                "<=",
+                GOAL_DRIVER,
+                "ratio",
+                f"{sum(least) / len(least):.2f} ms with {NODES[0]}",
+            )
         )
-    )
     record["goals"] = [asdict(goal) for goal in goals]
     write(record, options.out)
     lines(

@@ -48,6 +48,9 @@ def parts(records: Records) -> list[Part]:
     transport = records["transport"]["gb_per_s"]["ready"]["dpex"]["median"] * 1e9
     thread_us = records["driver"]["thread_us_per_batch"]["dpex"]["100000"]["median"]
     host_ms = list(scale["host_ms_per_batch"].values())[-1]["median"]
+    # A core's task makes them before the next one takes its place.
+    task = scale["task"]
+    a_task = per_core * task["turn_s"]
     hosts = GPUS // GPUS_PER_HOST
     found = [
         Part(
@@ -67,6 +70,25 @@ def parts(records: Records) -> list[Part]:
             GPUS * BATCH_SIZE * 1e3 / host_ms,
             f"`scale`: {host_ms:.1f} ms of its processor a batch, one chunk each",
             "larger batches; chunks hold more than one where batches are quick",
+        ),
+        Part(
+            "host actors, as tasks start",
+            GPUS * a_task * 1e3 / task["host_ms"],
+            f"`scale`: {task['host_ms']:.1f} ms a task, which makes {a_task:,.0f} samples in "
+            f"{task['turn_s']:.0f} s",
+            "more ranks",
+        ),
+        Part(
+            "Ray's head, as it is told of tasks",
+            a_task * 1e3 / task["head_ms"],
+            f"`scale`: {task['head_ms']:.2f} ms a task",
+            "`RAY_task_events_report_interval_ms=0` on the nodes",
+        ),
+        Part(
+            f"raylets of {CPU_NODES:,} CPU nodes, as tasks start",
+            CPU_NODES * a_task * 1e3 / task["raylets_ms"],
+            f"`scale`: {task['raylets_ms']:.1f} ms a task",
+            "more nodes",
         ),
         Part(
             "training loops' threads",

@@ -35,19 +35,21 @@ def run(epochs: int, batches: int) -> list[dict[str, Any]]:
 
 def rows(name: str, looks: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     """Lay a run out, a line for each kind of process; also returns what has grown."""
-    lines, grown = [], []
+    lines: list[str] = []
+    grown: list[str] = []
     # What the first tenth brings with it stays.
     first, last = looks[0]["held"], looks[-1]["held"]
     for kind, after in last.items():
         before = first[kind]
         cells = [f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f} MB"]
-        for what in OF_PROCESSES:
-            cells.append(f"{before[what]} → {after[what]}")
+        cells += [f"{before[what]} → {after[what]}" for what in OF_PROCESSES]
         tables = [what for what in OF_TABLES if what in after]
         cells.append(", ".join(f"{what} {before[what]} → {after[what]}" for what in tables))
-        for what in (*OF_PROCESSES, *OF_TABLES):
-            if after.get(what, 0) > before.get(what, 0) + OTHERS:
-                grown.append(f"{name}: {what} of {kind}")
+        grown += [
+            f"{name}: {what} of {kind}"
+            for what in (*OF_PROCESSES, *OF_TABLES)
+            if after.get(what, 0) > before.get(what, 0) + OTHERS
+        ]
         if after["bytes"] > (1 + MEMORY_SHARE) * before["bytes"] + MEMORY_BYTES:
             grown.append(f"{name}: memory of {kind}")
         lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
