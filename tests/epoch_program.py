@@ -5,15 +5,18 @@ Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
 It prints the number of each batch and the nodes that made it, and waits for a line before it reads
 the next; after "go", or when its standard input ends, it does not stop any more. In the end it
 writes every sample's batch, index, digest of what it drew, and node to ``out``, and how long each
-batch was waited for (``waits``). With a ``checkpoint`` it saves after each batch how far it is, and
-goes on from what is there. With a rank's environment it reads that rank's shard.
+batch was waited for (``waits``). Where a ``timeout`` passes it writes what the error says to
+``out``, and fails. With a ``checkpoint`` it saves after each batch how far it is, and goes on from
+what is there. With a rank's environment it reads that rank's shard.
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ class Located:
             unless there is a file called mark.
         hungry: ``[index, bytes, mark]``: the sample with this index takes so much memory until
             its worker is killed for it, unless there is a file called mark.
+        endless: ``[index, mark]``: the sample with this index never comes, unless there is a file
+            called mark.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class Located:
         floats: int,
         deadly: tuple[int, int, str] | None,
         hungry: tuple[int, int, str] | None,
+        endless: tuple[int, str] | None,
     ) -> None:
         self.length = length
         self.seconds = seconds
         self.floats = floats
         self.deadly = deadly
         self.hungry = hungry
+        self.endless = endless
 
     def __len__(self) -> int:
         return self.length
@@ -66,6 +73,8 @@ class Located:
             kill_once(*self.deadly[1:])
         if self.hungry is not None and index == self.hungry[0]:
             starve_once(*self.hungry[1:])
+        if self.endless is not None and index == self.endless[0] and first_time(self.endless[1]):
+            threading.Event().wait()
         time.sleep(self.seconds)
         return index, torch.rand(self.floats), ray.get_runtime_context().get_node_id()
 
@@ -114,6 +123,16 @@ def starve_once(size: int, mark: str) -> None:
         raise AssertionError(f"nobody has killed who has taken {len(held):,} bytes")
 
 
+def told_of_timeouts(loader: DpexDataLoader[Any], out: Path) -> Iterator[Any]:
+    """Give a loader's batches; where one does not come in time the error is in ``out``."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "timed out" in str(error):
+            out.write_text(json.dumps({"timed_out": str(error)}))
+        raise
+
+
 def node_of_host(loader: Any) -> str:
     """Return where what runs the loader's pipelines is."""
     import ray
@@ -134,6 +153,7 @@ def main() -> None:
         given.get("floats", 5_000),
         given.get("deadly_read"),
         given.get("hungry"),
+        given.get("endless"),
     )
     if given.get("staged"):  # by other tasks than those that read
         stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)
@@ -152,6 +172,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(given.get("seed", 5)),
         distribute_mode=True,
         head_address=given["address"],
+        timeout=given.get("timeout", 0),
         worker_options=given.get("worker_options"),
         prefetch_bytes=0,
     )
@@ -163,7 +184,7 @@ def main() -> None:
         loader.load_state_dict(saved["loader"])
     stepping = True
     asked = time.monotonic()
-    for number, (indices, draws, nodes) in enumerate(loader):
+    for number, (indices, draws, nodes) in enumerate(told_of_timeouts(loader, Path(given["out"]))):
         waits.append(time.monotonic() - asked)
         batch = samples[-1][0] + 1 if samples else 0
         digests = [xxhash.xxh3_128_hexdigest(row.numpy().data) for row in draws]

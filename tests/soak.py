@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -40,7 +41,9 @@ DRAIN_S = 3
 # Ray ends a process that has not reached the head for a minute.
 RAY_ENDS_S = 100
 # Options of which the last item is a file that shows that it has happened.
-MARKING = {"deadly_read", "deadly_collate", "deadly_transform", "hungry"}
+MARKING = {"deadly_read", "deadly_collate", "deadly_transform", "hungry", "endless"}
+# Longer than the first batch takes, and than what is made before an endless one.
+TIMEOUT_S = 40
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,15 @@ def kill_head(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
     assert trainer.process.wait(RAY_ENDS_S) != 0, "the epoch was over before"
 
 
+def wait_in_vain(_: Cluster, trainer: Trainer, __: random.Random) -> None:
+    """A sample that does not come: the loop gets an error that names it."""
+    trainer.go()
+    assert trainer.process.wait(3 * TIMEOUT_S) != 0, "the epoch was over before"
+    message = trainer.said()["timed_out"]
+    named = {int(number) for number in re.findall(r"\d+", message.partition("[")[2])}
+    assert trainer.options["endless"][0] in named, message
+
+
 def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
     """What befalls such a run is in its options."""
 
@@ -179,6 +191,11 @@ def deadly(where: str, what: signal.Signals, *, first_of_batch: bool = False) ->
 def hungry(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
     """Make the options of a trainer one of whose samples takes more memory than there may be."""
     return {"hungry": [chance.choice(order), 2 * SPARE_BYTES, str(place / "mark")]}
+
+
+def endless(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
+    """Make the options of a trainer one of whose samples never comes."""
+    return {"endless": [chance.choice(order[len(order) * 3 // 4 :]), str(place / "mark")]}
 
 
 def none(_: random.Random, __: Path, ___: list[int]) -> dict[str, Any]:
@@ -241,6 +258,13 @@ FAULTS = (
     Fault("a node's link cut for 30 s", cut_link(30), linked=True),
     Fault("a node's link cut for good", cut_link(None), linked=True),
     Fault("a node's link of 4 Mbit/s", slow_link, linked=True),
+    Fault(
+        "a sample that sleeps for ever, resumed after the timeout",
+        wait_in_vain,
+        options=endless,
+        both={"timeout": TIMEOUT_S},
+        resumes=True,
+    ),
     Fault("another job on the cluster", run_another_job),
     Fault("head killed, resumed on another cluster", kill_head, resumes=True),
     Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
@@ -311,7 +335,7 @@ def run(fault: Fault, seed: int) -> Outcome:
             another = new_cluster(stack.enter_context(workplace()))
             trainer = Trainer(another.place, another.address, **given)
         found = trainer.finish(300)
-        marks = [Path(value[2]) for name, value in given.items() if name in MARKING]
+        marks = [Path(value[-1]) for name, value in given.items() if name in MARKING]
         assert all(mark.exists() for mark in marks), "nothing befell it"
         assert not fault.spills or spilled(place), "the object stores had room for everything"
     wanted, got = drawn(expected), drawn(found)

@@ -27,8 +27,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),
 ]
 
-CUT_SECONDS = 5
-
 
 @pytest.fixture(scope="module")
 def links() -> Iterator[Network]:
@@ -54,15 +52,16 @@ def undisturbed(cluster: Cluster) -> list[Drawn]:
 
 
 # For good is part of `make soak` alone, for it takes more than a minute.
+@pytest.mark.parametrize("seconds", [5, 30])
 def test_a_link_that_is_cut_for_a_while_changes_nothing(
-    cluster: Cluster, links: Network, undisturbed: list[Drawn]
+    cluster: Cluster, links: Network, undisturbed: list[Drawn], seconds: int
 ) -> None:
     behind = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
     trainer.until_from(behind)
     links.cut(cluster.links[behind])
     trainer.go()
-    time.sleep(CUT_SECONDS)  # is what is tested
+    time.sleep(seconds)  # is what is tested
     links.mend(cluster.links[behind])
     assert drawn(trainer.finish(200)) == undisturbed
 

@@ -64,6 +64,24 @@ def test_a_node_that_is_killed_changes_nothing(cluster: Cluster, undisturbed: li
     assert drawn(trainer.finish()) == undisturbed
 
 
+@pytest.mark.parametrize("where", ["between two blocks", "collate", "transform"])
+def test_a_worker_that_is_killed_changes_nothing(
+    cluster: Cluster, undisturbed: list[Drawn], where: str
+) -> None:
+    with workplace() as place:
+        mark = place / "mark"
+        # Of a batch in mid-epoch: its first, which is read once the batch before it is handed over.
+        _, index, _ = undisturbed[LENGTH // 2]
+        option = "deadly_read" if where == "between two blocks" else f"deadly_{where}"
+        fault = {option: (index, signal.SIGKILL, str(mark)), "staged": where == "transform"}
+        added = cluster.add("--num-cpus=2")
+        trainer = Trainer(cluster.place, cluster.address, **fault)
+        assert drawn(trainer.finish()) == undisturbed
+        assert mark.exists()
+        cluster.signal(added, signal.SIGTERM)
+        cluster.wait_until_gone(added)
+
+
 def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
     trainers = [Trainer(cluster.place, cluster.address, length=5 * LENGTH) for _ in range(2)]
     trainers[0].until(10)

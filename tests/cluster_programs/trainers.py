@@ -27,11 +27,15 @@ class Trainer:
         address: The cluster's head.
         variables: Of its environment; those of a rank have it read that rank's shard.
         **options: What else the program takes.
+
+    Attributes:
+        options: These.
     """
 
     def __init__(
         self, place: Path, address: str, variables: Mapping[str, str] | None = None, **options: Any
     ) -> None:
+        self.options = options
         self._out = place / f"epoch-{uuid.uuid4().hex}.json"
         given = {"address": address, "out": str(self._out), "length": LENGTH}
         self.process = spawn(
@@ -81,6 +85,10 @@ class Trainer:
         """Let it read to the end and wait for it; returns what it wrote."""
         self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0
+        return self.said()
+
+    def said(self) -> dict[str, Any]:
+        """What it wrote."""
         result: dict[str, Any] = json.loads(self._out.read_text())
         return result
 
