@@ -161,7 +161,8 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
         if not cpus:
             raise _Wrong(
                 "the cluster has no CPU to make batches with. Start a node that has some: "
-                "`ray start --address=HEAD:PORT` on another host, without --num-cpus=0"
+                "`ray start --address=HEAD:PORT` on another host, without --num-cpus=0. "
+                "A training waits where an autoscaler is to start one; this does not"
             )
         try:
             got = [read(loader, batches), read(loader, iter(loader))]

@@ -83,6 +83,13 @@ def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
     assert driver.end() == 0
 
 
+def test_nodes_that_are_still_to_come_are_sent_dpex(empty_place: Path) -> None:
+    start_node(empty_place, "--head", "--port=0", "--num-cpus=0", "--include-dashboard=false")
+    connection = Driver(empty_place).ask("connect", head_address="auto")
+    assert not connection["single_host"]
+    assert connection["runtime_env"]["py_modules"]
+
+
 def test_an_address_is_taken_from_argument_and_environment(place: Path) -> None:
     port = address_of(place).rpartition(":")[2]
     by_argument = Driver(place, RAY_TMPDIR="/nowhere")

@@ -63,7 +63,8 @@ class Connection:
         kind: ``"existing"``, connected before dpex came; ``"cluster"``, connected by dpex;
             ``"embedded"``, started by dpex for this process or this host's ranks.
         address: Where the cluster's head answers, ``"ip:port"``.
-        single_host: Whether every node that is alive is on this process's host.
+        single_host: Whether every node that is alive is on this process's host, and batches can
+            be made there.
         runtime_env: What tasks and actors must carry so that nodes can import dpex; ``None``
             where they can.
     """
@@ -372,10 +373,11 @@ def _is_single_host() -> bool:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not any(node["Resources"].get("CPU") for node in nodes):
+        return False  # batches will be made by nodes that are still to come, on other hosts perhaps
     hosts = {
-        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerHostname"])
-        for node in ray.nodes()
-        if node["Alive"]
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in nodes
     }
     return all(host == hosts.get(here) for host in hosts.values())
 

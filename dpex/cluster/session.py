@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex.cluster import forked_worker, forkserver
-from dpex.cluster.connect import Connection, report_busy_cpus
+from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
 from dpex.cluster.embedded import free_cores
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.liveness import Nodes
@@ -283,6 +283,11 @@ class Session:
         text = "waiting for the first of the batches under way. "
         try:
             text += report_busy_cpus()
+            if not cluster_size()[1]:
+                text += (
+                    ". The cluster has no CPU yet: it goes on when a node with some has joined, "
+                    "started by hand or by the cluster's autoscaler"
+                )
             if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
                 free = ray.available_resources().get("GPU", 0)
                 text += (
@@ -454,10 +459,15 @@ def _store_capacity() -> int:
 
 
 def _check_room(number: int, stage: Stage) -> None:
-    """Raise ``ClusterError`` unless some node has what a worker of a stage asks for."""
+    """Raise ``ClusterError`` unless some node has what a worker of a stage asks for.
+
+    Where no node has a CPU those that make batches are still to come: what they have nobody knows.
+    """
     asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
     asked = {name: amount for name, amount in asked.items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU") for node in nodes):
+        return
     if not any(all(node.get(n, 0) >= amount for n, amount in asked.items()) for node in nodes):
         most = {name: max(node.get(name, 0) for node in nodes) for name in asked}
         what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)

@@ -1,8 +1,8 @@
 """How the trainers on one cluster come to even shares of its CPUs: their hosts make rounds.
 
 Where tasks wait Ray serves those of different kinds in an order of its own, in which some may come
-last every time; and each of our tasks is a kind of its own, for how deep its call is nested and
-what memory Ray Data expects it to take are part of that. So where tasks of others wait a trainer
+last every time; and tasks of several trainers are of several kinds, for how deep a call is nested
+and what it asks for are part of that. So where tasks of others wait a trainer
 starts none until all of these have begun: in a round each trainer has one.
 
 One of the hosts, the same for all, notes whose tasks wait.

@@ -66,6 +66,9 @@ _KEEP_CPU_S = 1.0
 _HOST_AWAY_S = 30.0
 # How often Ray starts a chunk whose worker process died.
 _MAX_RETRIES = 3
+# Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
+# for such a task where its configuration does not say how much memory a node has.
+_NO_MEMORY = {"memory": 0}
 # Pickled datasets that a process keeps a view of, one each for training and validation.
 _MAX_JOBS = 2
 
@@ -136,7 +139,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     """
     import ray.data
 
-    first_options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
+    first_options = {**_NO_MEMORY, "num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
     whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
     dataset = ray.data.from_blocks(tables).map_batches(
         make_batches,
@@ -147,7 +150,7 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     )
     for number, stage in enumerate(pipeline.later, 1):
         what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
-        options = dict(stage.options)
+        options = {**_NO_MEMORY, **stage.options}
         fused = {**options, "max_retries": _MAX_RETRIES} == first_options and not stage.capped
         if stage.keeps_processes:
             # A sample that kills its worker is lost in the end, as it is with tasks.

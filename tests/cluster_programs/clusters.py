@@ -29,6 +29,8 @@ class Cluster:
     Args:
         place: Directory of the cluster's processes.
         network: Where each node gets an address and a link of its own; the head is this host.
+        port: Where the head listens; by default somewhere.
+        head_options: Further ones of its ``ray start``.
         **variables: Environment of its nodes.
 
     Attributes:
@@ -38,15 +40,21 @@ class Cluster:
         variables: Environment of its nodes; a trainer needs it too.
     """
 
-    def __init__(self, place: Path, network: Network | None = None, **variables: str) -> None:
+    def __init__(
+        self,
+        place: Path,
+        network: Network | None = None,
+        *,
+        port: int | None = None,
+        head_options: tuple[str, ...] = (),
+        **variables: str,
+    ) -> None:
         self.place = place
         self.links: dict[str, str] = {}
         self.network = network
         self.variables = {"RAY_AUTH_MODE": "disabled", **variables}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         own = (f"--node-ip-address={network.here}",) if network else ()
-        self.head = self._start(*_HEAD, f"--port={port}", *own)
+        self.head = self._start(*_HEAD, f"--port={port or free_port()}", *own, *head_options)
         [command] = self.raylets().values()
         self.address = _flag(command, "gcs-address")
 
@@ -108,6 +116,13 @@ class Cluster:
     def wait_until_gone(self, node: str, seconds: float = 60) -> None:
         """Wait until a node's raylet has ended."""
         wait_until(lambda: node not in self.raylets(), seconds, f"end of node {node}")
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _flag(command: str, name: str) -> str:
