@@ -24,6 +24,7 @@ from dpex.demand import Demand, IndexDemand, StreamDemand
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.fetch import Chunk
 from dpex.frame import Entry
+from dpex.raising import KeptError, reraise
 from dpex.seeding import generators_kept
 from dpex.stats import Meter
 from dpex.under_way import Sent, described, joined_streams, lost_error
@@ -130,7 +131,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._run_spec = run
         self._planner.begin(free_cores=self._session.free_cores)
         self._draining = False
-        self._failure: DpexError | None = None
+        self._failure: KeptError | None = None
         self._sent = 0
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
@@ -227,11 +228,13 @@ class ClusterIter(_BaseDataLoaderIter):
             try:
                 chunks, self._unsent = self._unsent, []
                 self._send(chunks)
-            except BaseException as error:  # nobody would make these batches: it is over
-                known = error if isinstance(error, Exception) else None
-                failure = self._give_up(known)
-                if known is not None and not self._session.alive:
-                    raise failure from known
+            except Exception as error:  # nobody would make these batches: it is over
+                if not self._session.alive:
+                    self._fail(error)
+                self._give_up(error)
+                raise
+            except BaseException:
+                self._give_up(None)
                 raise
 
     def _send(
@@ -282,7 +285,7 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _next_batch(self) -> Any:
         if self._failure is not None:
-            raise self._failure
+            self._failure.reraise()
         if self._run is None:
             raise StopIteration
         if not self._demand.delivered:
@@ -303,7 +306,7 @@ class ClusterIter(_BaseDataLoaderIter):
             if entry.outcome != "nothing":
                 break
         if entry.outcome == "error":
-            entry.value.reraise()
+            reraise(entry.value)
         return entry.value
 
     def _leave_out(self, entry: Entry) -> None:
@@ -313,12 +316,14 @@ class ClusterIter(_BaseDataLoaderIter):
             logger.warning("sample %r is left out of batch %d: %s", index, entry.batch, error)
             if self.meter.skipped > self._loader_options.max_skipped:
                 self._end_run()
-                self._failure = TooManySkippedError(
-                    f"{self.meter.skipped} samples of this epoch cannot be read, more than "
-                    f"max_skipped={self._loader_options.max_skipped}; the last one is {index!r}: "
-                    f"{error}. Mend the data, or allow more"
+                self._failure = KeptError(
+                    TooManySkippedError(
+                        f"{self.meter.skipped} samples of this epoch cannot be read, more than "
+                        f"max_skipped={self._loader_options.max_skipped}; the last one is "
+                        f"{index!r}: {error}. Mend the data, or allow more"
+                    )
                 )
-                raise self._failure
+                self._failure.reraise()
 
     def _wait_for_batch(self) -> Entry:
         """Return the next batch, or what came in its place."""
@@ -497,14 +502,14 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _fail_batch(self, batch: int, error: DpexError) -> None:
         """Raise an error in the place of a batch."""
-        self._stash[batch] = Entry(batch, _Raises(error), "error")
+        self._stash[batch] = Entry(batch, KeptError(error), "error")
 
     def _fail(self, cause: BaseException | None) -> NoReturn:
         """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
         raise self._give_up(cause) from cause
 
     def _give_up(self, cause: BaseException | None) -> DpexError:
-        """Return what every further ``next()`` raises."""
+        """Return the error that every further ``next()`` raises, too."""
         self._end_run()
         where = (
             f"with {self._demand.under_way} batches outstanding; the next one is "
@@ -515,8 +520,9 @@ class ClusterIter(_BaseDataLoaderIter):
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = f"the loader was closed, or Ray was shut down or lost, {where}"
-        self._failure = ChunkLostError(text)
-        return self._failure
+        error = ChunkLostError(text)
+        self._failure = KeptError(error)
+        return error
 
     def _timeout_text(self) -> str:
         at = ""
@@ -534,17 +540,6 @@ def _length(sampler: Any) -> int | None:
         return len(sampler)
     except Exception:  # torch never asks, so this must not matter either
         return None
-
-
-class _Raises:
-    """Stands where an ``ExceptionWrapper`` would, for an error of our own."""
-
-    def __init__(self, error: DpexError) -> None:
-        self._error = error
-
-    def reraise(self) -> None:
-        """Raise the error."""
-        raise self._error
 
 
 class Generations:

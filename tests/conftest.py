@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import shutil
 import signal
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
 
 # Ray stops its processes one after the other and waits for each.
 GONE_SECONDS = 60
+UNUSED_SECONDS = 10
 
 LAYOUTS_WITH_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -109,6 +112,31 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+@pytest.fixture
+def nothing_to_collect() -> Iterator[None]:
+    """Hold that iterators go as soon as nobody has them: the collector may come much later."""
+    gc.collect()
+    # What a test that failed has left is not this one's.
+    before = weakref.WeakSet(_iterating())
+    gc.disable()
+    try:
+        yield
+        wait_until(
+            lambda: all(found in before for found in _iterating()),
+            UNUSED_SECONDS,
+            "end of the iterators and of what they receive with",
+        )
+    finally:
+        gc.enable()
+
+
+def _iterating() -> list[Any]:
+    from dpex.cluster.blocks import Receiver
+    from dpex.iterator import ClusterIter
+
+    return [found for found in gc.get_objects() if type(found) in (ClusterIter, Receiver)]
 
 
 @pytest.fixture(scope="session")

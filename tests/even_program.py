@@ -1,4 +1,4 @@
-"""One of the trainers of ``test_even.py``, which says how far all are when it is the first to end.
+"""One of the trainers of ``test_even.py``, which says how far all are when it ends.
 
 Usage: even_program.py ADDRESS DIRECTORY RANK RANKS
 """
@@ -47,8 +47,7 @@ def main() -> None:
         for _ in batches:
             log.write(b".")
     sizes = [path.stat().st_size for path in progress]
-    if sizes.count(BATCHES) == 1:
-        (directory / "first.json").write_text(json.dumps(sizes))
+    (directory / f"ended{own}.json").write_text(json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from dpex import ChunkLostError, DpexDataLoader
 
-pytestmark = pytest.mark.usefixtures("shared_ray")
+pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
 
 def loader_of(dataset: Any, **changes: Any) -> DpexDataLoader[Any]:

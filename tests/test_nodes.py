@@ -25,7 +25,8 @@ pytestmark = [
 DRAIN_SECONDS = 2
 USED_SECONDS = 30
 # Ray ends a process that has lost its raylet, and one that has not reached the head for a minute.
-RAY_ENDS_SECONDS = 100
+RAYLET_LOST_SECONDS = 30
+HEAD_LOST_SECONDS = 100
 # It hears of an embedded one sooner.
 EMBEDDED_ENDS_SECONDS = 30
 
@@ -162,9 +163,11 @@ def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
         assert drawn(trainer.finish()) == undisturbed
 
 
-@pytest.mark.parametrize("what", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    ("what", "seconds"), [("raylet", RAYLET_LOST_SECONDS), ("gcs_server", HEAD_LOST_SECONDS)]
+)
 def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
-    what: str, cluster: Cluster, undisturbed: list[Drawn]
+    what: str, seconds: float, cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
     with workplace() as place:
         checkpoint = str(place / "checkpoint")
@@ -174,7 +177,7 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
             trainer = Trainer(lost, ray.address, checkpoint=checkpoint)
             trainer.until(20)
             ray.kill_head(what)
-            assert trainer.process.wait(RAY_ENDS_SECONDS) != 0
+            assert trainer.process.wait(seconds) != 0
         again = Trainer(place, cluster.address, checkpoint=checkpoint).finish()
     assert drawn(again) == undisturbed
     assert len(again["waits"]) == LENGTH // 10 - 21

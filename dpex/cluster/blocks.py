@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from dpex.cluster.private import Block, bundle_iterator, leak_free_batch_iterato
 from dpex.frame import Entry, Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
+
+logger = logging.getLogger("dpex")
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,9 @@ class Receiver:
                     self._settle()
                     self._changed.notify_all()
         except BaseException as error:
-            self._failure = error
+            logger.debug("nothing more can be read", exc_info=True)
+            # Its frames hold this object, which would wait for the garbage collector then.
+            self._failure = error.with_traceback(None)
         finally:
             with self._changed:
                 self._ended = True

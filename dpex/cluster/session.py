@@ -406,7 +406,7 @@ class RemoteRun:
         try:
             self._nodes.look()
         except ClusterError as error:
-            self._failure = error
+            self._failure = error.with_traceback(None)  # whose frames hold this object
             return True
         died_at = self._nodes.died_at
         quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
