@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -80,10 +81,16 @@ def test_a_slow_link_changes_nothing(
 
 
 @pytest.mark.usefixtures("links")
-def test_full_object_stores_with_a_full_disk_change_nothing() -> None:
-    with workplace() as place, workplace() as quiet, small_disk(place / "disk"):
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        place, quiet = (stack.enter_context(workplace()) for _ in range(2))
         cluster = Cluster(place)
-        cluster.add(*SMALL_STORE_NODE, f"--object-spilling-directory={place / 'disk'}")
+        if disk_is_full:
+            stack.enter_context(small_disk(place / "disk"))
+            cluster.add(*SMALL_STORE_NODE, f"--object-spilling-directory={place / 'disk'}")
+        else:
+            cluster.add(*SMALL_STORE_NODE)
         trainer = Trainer(place, cluster.address, **SMALL_STORE)
         trainer.until(2)
         # Nobody takes batches out of the object store, so that it runs full.
