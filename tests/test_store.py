@@ -36,6 +36,9 @@ from dpex.datasets.store import Store
 
 OURS = {"distribute_mode": True, "head_address": "local"}
 
+# Of which each of dpex's consists.
+ARROWS_TRIES = 3
+
 Same = Callable[[Any, Any], None]
 
 
@@ -261,6 +264,35 @@ def test_a_busy_store_is_asked_again(proxy: Proxy, faults: list[str], server: An
     content = Store("s3://bucket/pictures").read("b/z.png")
     assert content == (server[1] / "pictures" / "b" / "z.png").read_bytes()
     assert not proxy.faults
+
+
+def test_a_busy_store_is_asked_at_growing_intervals(proxy: Proxy) -> None:
+    failing = 4
+    proxy.faults = ["busy"] * (ARROWS_TRIES * failing)
+    assert len(Store("s3://bucket/pictures").read("b/z.png")) > 100
+    assert [kind for kind, _ in proxy.requests] == ["HEAD"] * len(proxy.times[:-1]) + ["GET"]
+    assert len(proxy.times) == ARROWS_TRIES * failing + 2
+    ends = proxy.times[ARROWS_TRIES - 1 :: ARROWS_TRIES]
+    begins = proxy.times[ARROWS_TRIES::ARROWS_TRIES]
+    pauses = [begin - end for end, begin in zip(ends, begins, strict=False)][:failing]
+    # Longer than drawn, a busy host makes them; shorter, nothing does.
+    shortest = [store_module._FIRST_PAUSE_S * 2**number / 2 for number in range(failing)]
+    assert len(pauses) == failing
+    assert all(pause >= least for pause, least in zip(pauses, shortest, strict=True)), pauses
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_folder_is_listed_once_whoever_reads_it_how_often(proxy: Proxy) -> None:
+    dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(proxy.address))
+    listings = list(proxy.listings)
+    assert listings
+    loader: Any = DpexDataLoader(dataset, 2, num_workers=2, shuffle=True, **OURS)
+    before = len(proxy.requests)
+    for _ in range(2):
+        assert sum(len(labels) for _, labels in loader) == len(PICTURES)
+    assert proxy.listings == listings
+    read = [path for kind, path in proxy.requests[before:] if kind == "GET"]
+    assert len(read) == 2 * len(PICTURES), "through the server that counts"
 
 
 def test_a_store_that_stays_busy_is_an_error(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
