@@ -16,7 +16,7 @@ from dpex.failures import Failures, NothingLeft
 from dpex.fetch import Unfinished, collate, encode
 from dpex.frame import Entry
 from dpex.pickling import load
-from dpex.seeding import sample_seed, seed_generators, stage_key, stream_key
+from dpex.seeding import sample_seed, seed_cuda, seed_generators, stage_key, stream_key
 from dpex.worker import (
     At,
     Cancelled,
@@ -71,7 +71,7 @@ def apply_stage(
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
         kept: Whether this process's copy of the stage serves all iterations, whatever torch's
-            workers would do: what it has put on a GPU stays there.
+            workers would do: what it has put on a GPU stays there. What it draws there is seeded.
 
     Yields:
         The batch, or the error in its place, and what the stage's part of it cost.
@@ -99,7 +99,7 @@ def apply_stage(
                 key = stage_key(stream_key(run.base_seed, run.epoch), stage)
                 failures = Failures(left_out=copy.job.skips_errors)
                 load_again = functools.partial(load, content)
-                value = _apply(copy, came, load_again, key, cancelled, at, failures)
+                value = _apply(copy, came, load_again, key, cancelled, at, failures, on_gpu=kept)
                 if kept:
                     value = tree_map_only(torch.Tensor, _to_cpu, value)
                 if not copy.job.finishes:
@@ -135,6 +135,8 @@ def _apply(
     cancelled: Callable[[], bool],
     at: At,
     failures: Failures,
+    *,
+    on_gpu: bool,
 ) -> Any:
     """Transform a batch or its samples, each seeded.
 
@@ -146,10 +148,13 @@ def _apply(
         cancelled: Asked between samples.
         at: Kept at the index being worked on, for error messages.
         failures: Takes the samples that fail, if they are to be left out.
+        on_gpu: Whether CUDA's generators are seeded too.
     """
     job = copy.job
     if job.batched or not job.auto_collation:
         seed_generators(sample_seed(key, came.position))
+        if on_gpu:
+            seed_cuda(sample_seed(key, came.position))
         try:
             value = job.transform(came.value)
         except Exception as error:
@@ -167,6 +172,8 @@ def _apply(
         for (place, index), sample in zip(_placed(came), samples, strict=True):
             at.value = index
             before_sample(place)
+            if on_gpu:
+                seed_cuda(sample_seed(key, came.position + place))
             try:
                 transformed.append(job.transform(sample))
             except Exception as error:

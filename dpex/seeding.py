@@ -5,7 +5,8 @@ worker saw before. Here every sample is seeded from (base_seed, epoch, place in 
 result depends neither on num_workers nor on chunks, nodes, retries or the order of tasks.
 
 Seeding happens before every sample, so it has to be cheap. ``torch.manual_seed`` also walks the
-accelerator back ends; seeding the CPU generator alone does what a worker needs. And a generator
+accelerator back ends; seeding the CPU generator alone does what a worker needs, unless it has a
+GPU (``seed_cuda``). And a generator
 that samples do not draw from need not be seeded: ``Habits`` finds out which, and keeps watch.
 """
 
@@ -28,6 +29,7 @@ __all__ = [
     "global_states",
     "one_deeper",
     "sample_seed",
+    "seed_cuda",
     "seed_generators",
     "seeds_offered",
     "set_global_states",
@@ -67,6 +69,14 @@ def seed_generators(seed: int) -> None:
     """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits."""
     for seed_one, _ in _GENERATORS:
         seed_one(seed)
+
+
+def seed_cuda(seed: int) -> None:
+    """Seed the generators of all CUDA devices of this process, for what has a GPU.
+
+    CUDA is not begun for it: torch keeps the last seed until somebody does that.
+    """
+    torch.cuda.manual_seed_all(seed)
 
 
 _seed_place: Callable[[int, int], None] | None = None

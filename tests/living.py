@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -79,6 +80,38 @@ class KillsOnce(Plain):
             self.mark.touch()
             os.kill(os.getpid(), self.how)
         return index, float(torch.rand(()))
+
+
+class KillsWhileReading:
+    """One sample kills its worker, the first time that its batch is half read."""
+
+    def __init__(self, dataset: Any, index: int, mark: Path) -> None:
+        self.dataset = dataset
+        self.index = index
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _strike(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.mark.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.index:
+            self._strike()
+        return self.dataset[index]
+
+    @property
+    def __getitems__(self) -> Any:
+        return self._samples if getattr(self.dataset, "__getitems__", None) else None
+
+    def _samples(self, indices: list[int]) -> Any:
+        if self.index in indices and not self.mark.exists():
+            self.dataset.__getitems__(indices[: indices.index(self.index)] or indices)
+            self._strike()
+        return self.dataset.__getitems__(indices)
 
 
 class AlwaysKills(Plain):

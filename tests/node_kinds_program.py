@@ -1,6 +1,7 @@
 """A trainer whose node has no data files reads datasets of all kinds, for ``test_node_data.py``.
 
-Usage: node_kinds_program.py HOST:PORT CACHE FILE
+Usage: node_kinds_program.py HOST:PORT CACHE FILE, or, of one kind, whose workers die once,
+node_kinds_program.py HOST:PORT CACHE KIND MARK FILE
 """
 
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from data_files import PICTURES, ROWS
 from idx_files import TEST
+from living import KillsWhileReading
 from torchvision import datasets, tv_tensors
 from torchvision.transforms import v2
 
@@ -79,26 +81,39 @@ def kinds(cache: str) -> dict[str, Any]:
     }
 
 
+def two_epochs(dataset: Any, address: str, **options: Any) -> dict[str, Any]:
+    loader: Any = DpexDataLoader(
+        dataset,
+        BATCH_SIZE,
+        num_workers=2,
+        generator=torch.Generator().manual_seed(0),
+        distribute_mode=True,
+        head_address=address,
+        **options,
+    )
+    epochs = [list(loader) for _ in range(2)]
+    report = {"epochs": epochs, "hit_rate": loader.stats().cache_hit_rate}
+    loader.close()
+    return report
+
+
 def main() -> None:
-    address, cache, out = sys.argv[1:]
-    try:
-        on_node(of_node, datasets.ImageFolder, "pictures")
-    except NodeDataError as error:
-        report: dict[str, Any] = {"here": str(error)}
-    for name, dataset in kinds(cache).items():
-        loader: Any = DpexDataLoader(
-            dataset,
-            BATCH_SIZE,
-            num_workers=2,
-            # Which would make plain tensors of torchvision's.
-            collate_fn=list if name == "joint transforms" else None,
-            generator=torch.Generator().manual_seed(0),
-            distribute_mode=True,
-            head_address=address,
-        )
-        epochs = [list(loader) for _ in range(2)]
-        report[name] = {"epochs": epochs, "hit_rate": loader.stats().cache_hit_rate}
-        loader.close()
+    address, cache, *one, out = sys.argv[1:]
+    report: dict[str, Any] = {}
+    if one:
+        kind, mark = one
+        # The second sample of the second batch.
+        dataset = KillsWhileReading(kinds(cache)[kind], BATCH_SIZE + 1, Path(mark))
+        report = two_epochs(dataset, address)
+    else:
+        try:
+            on_node(of_node, datasets.ImageFolder, "pictures")
+        except NodeDataError as error:
+            report["here"] = str(error)
+        for name, dataset in kinds(cache).items():
+            # torch's collate_fn would make plain tensors of torchvision's.
+            collate_fn = list if name == "joint transforms" else None
+            report[name] = two_epochs(dataset, address, collate_fn=collate_fn)
     Path(out).write_bytes(pickle.dumps(report))
 
 

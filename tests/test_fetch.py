@@ -12,7 +12,9 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate
 
 from dpex import worker as worker_module
-from dpex.fetch import Chunk, Job, fetch_chunk
+from dpex.apply import StageJob, apply_stage
+from dpex.fetch import Chunk, Job, Unfinished, encode, fetch_chunk
+from dpex.frame import Entry
 from dpex.pickling import dump, load
 from dpex.worker import Run
 
@@ -356,3 +358,36 @@ def test_a_collate_fn_that_draws_does_so_from_the_last_sample_s_seed() -> None:
     batches = [[0, 1, 2], [3, 4, 5]]
     expected = [s[-1][1] for s in read(Moody(draw, {2, 5}), batches, run=make_run(loader="some"))]
     assert read(Counts(), batches, collate_fn=collate) == expected
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["samples", "batches"])
+def test_a_stage_with_a_gpu_seeds_cuda(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.Generator()  # in place of a GPU's
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed_all", lambda s: (seeds.append(s), device.manual_seed(s))
+    )
+
+    def drawn(value: Any) -> Any:
+        size = len(value) if batched else 1
+        return torch.rand(size, generator=device).tolist()
+
+    def stage(position: int, indices: list[int], *, kept: bool = True) -> Any:
+        value = torch.tensor(indices) if batched else indices
+        came = Unfinished(make_run(), indices, position, value)
+        job = StageJob(drawn, batched, None if batched else list, True, True)
+        entry = Entry(0, encode(came), "batch")
+        [(made, _)] = apply_stage(1, [entry], lambda: job, "here", lambda: False, kept=kept)
+        assert made.outcome == "batch", load(made.value).exc_msg
+        worker_module._copies.clear()
+        return load(made.value)
+
+    whole = stage(4, [7, 8, 9, 7])
+    device.seed()
+    assert stage(4, [7, 8, 9, 7]) == whole, "tried again"
+    assert len({str(value) for value in whole}) == 4
+    if not batched:
+        assert stage(4, [7, 8]) + stage(6, [9, 7]) == whole
+    seeds.clear()
+    stage(4, [7, 8], kept=False)
+    assert not seeds, "CUDA is left alone where there is no GPU"

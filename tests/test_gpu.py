@@ -1,4 +1,4 @@
-"""Pinned memory, where there is a CUDA device to pin it for."""
+"""Pinned memory, and what stages draw, where there is a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from living import Plain
 from torch.utils.data import DataLoader
 
 from dpex import DpexDataLoader
+from dpex.transforms import MappedDataset, Stage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,3 +79,42 @@ def test_batches_are_pinned_and_the_same(
             assert_same(our, their)
         for tensor in tensors:
             assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)
+
+
+def noisy(value: torch.Tensor) -> torch.Tensor:
+    return value + torch.rand(value.shape, device="cuda").cpu()
+
+
+def uses_cuda(value: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(value, torch.cuda.is_initialized())
+
+
+def two_epochs(stage: Stage, batch_size: int, num_workers: int) -> list[torch.Tensor]:
+    loader: Any = DpexDataLoader(
+        MappedDataset(Plain(40), [stage]),
+        batch_size,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(5),
+        distribute_mode=True,
+    )
+    try:
+        return [torch.cat([values for values, _ in loader]) for _ in range(2)]
+    finally:
+        loader.close()  # the next one needs the GPU
+
+
+@pytest.mark.parametrize(("batched", "batch_size"), [(False, 8), (True, 5)])
+def test_what_a_stage_draws_on_its_gpu_depends_on_its_place_alone(
+    batched: bool, batch_size: int
+) -> None:
+    stage = Stage(noisy, batched=batched, num_gpus=1)
+    first = two_epochs(stage, 5, 1)
+    assert not torch.equal(*first), "every epoch draws anew"
+    noise = first[0] - first[0].floor()
+    assert len(noise.unique()) > noise.numel() // 2
+    for epoch, again in zip(first, two_epochs(stage, batch_size, 3), strict=True):
+        assert torch.equal(epoch, again)
+
+
+def test_cuda_is_not_begun_for_its_seeds() -> None:
+    assert not torch.cat(two_epochs(Stage(uses_cuda, num_gpus=1), 5, 1)).any()

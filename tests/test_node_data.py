@@ -135,6 +135,22 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        *("ImageFolder in a store", "FashionMNIST in a store", "Parquet in a store"),
+        *("cached in a directory", "ImageFolder", "from_torchvision"),
+    ],
+)
+def test_a_worker_that_dies_while_it_reads_changes_nothing(
+    kind: str, nodes: Cluster, assert_same: Same, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    report = pickle.loads(run(KINDS_PROGRAM, nodes, str(tmp_path / "cache"), kind, str(mark)))
+    assert mark.exists()
+    assert_same(report["epochs"], [expected(nodes.place / "one")[kind]] * 2)
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"length": TRAINING + 1}, r"has 1,200 samples on this node, but 1,201.*"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import math
 import os
 import pickle
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +35,9 @@ from dpex.datasets import store as store_module
 from dpex.datasets.store import Store
 
 OURS = {"distribute_mode": True, "head_address": "local"}
+
+# Of which each of dpex's consists.
+ARROWS_TRIES = 3
 
 Same = Callable[[Any, Any], None]
 
@@ -68,6 +74,10 @@ def signed_in(address: str) -> pyarrow.fs.FileSystem:
 def enter(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{address}"}.items():
         monkeypatch.setenv(name, value)
+
+
+def idx(*shape: int) -> bytes:
+    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + bytes(math.prod(shape))
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -256,6 +266,35 @@ def test_a_busy_store_is_asked_again(proxy: Proxy, faults: list[str], server: An
     assert not proxy.faults
 
 
+def test_a_busy_store_is_asked_at_growing_intervals(proxy: Proxy) -> None:
+    failing = 4
+    proxy.faults = ["busy"] * (ARROWS_TRIES * failing)
+    assert len(Store("s3://bucket/pictures").read("b/z.png")) > 100
+    assert [kind for kind, _ in proxy.requests] == ["HEAD"] * len(proxy.times[:-1]) + ["GET"]
+    assert len(proxy.times) == ARROWS_TRIES * failing + 2
+    ends = proxy.times[ARROWS_TRIES - 1 :: ARROWS_TRIES]
+    begins = proxy.times[ARROWS_TRIES::ARROWS_TRIES]
+    pauses = [begin - end for end, begin in zip(ends, begins, strict=False)][:failing]
+    # Longer than drawn, a busy host makes them; shorter, nothing does.
+    shortest = [store_module._FIRST_PAUSE_S * 2**number / 2 for number in range(failing)]
+    assert len(pauses) == failing
+    assert all(pause >= least for pause, least in zip(pauses, shortest, strict=True)), pauses
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_folder_is_listed_once_whoever_reads_it_how_often(proxy: Proxy) -> None:
+    dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(proxy.address))
+    listings = list(proxy.listings)
+    assert listings
+    loader: Any = DpexDataLoader(dataset, 2, num_workers=2, shuffle=True, **OURS)
+    before = len(proxy.requests)
+    for _ in range(2):
+        assert sum(len(labels) for _, labels in loader) == len(PICTURES)
+    assert proxy.listings == listings
+    read = [path for kind, path in proxy.requests[before:] if kind == "GET"]
+    assert len(read) == 2 * len(PICTURES), "through the server that counts"
+
+
 def test_a_store_that_stays_busy_is_an_error(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_FIRST_PAUSE_S", 0.001)
     proxy.faults = ["busy"] * 1_000
@@ -319,6 +358,14 @@ def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
         ),
         (lambda _: MNIST("s3://bucket/digits"), FileNotFoundError, "MNIST/raw/train-labels"),
         (lambda place: MNIST(write(place, b"\0\0\x09\x01")), ValueError, "begins with 00000901"),
+        (lambda place: MNIST(write(place, idx(9, 28, 28))), ValueError, "begins with 00000803"),
+        (lambda place: MNIST(write(place, idx(9)[:7])), ValueError, "has 7 bytes"),
+        (lambda place: MNIST(write(place, b"plain", ".gz")), ValueError, "cannot be unzipped: Not"),
+        (
+            lambda place: MNIST(write(place, gzip.compress(idx(9))[:-9], ".gz")),
+            ValueError,
+            "train-labels-idx1-ubyte.gz cannot be unzipped",
+        ),
         (
             lambda place: MNIST(write(place, b"\0\0\x08\x01\0\0\0\x05abc")),
             ValueError,
@@ -343,6 +390,21 @@ def test_bad_input_is_told_at_once(
 ) -> None:
     with pytest.raises(error, match=re.escape(says)):
         make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (idx(8, 28, 28), "has 8 images, 9 labels"),
+        (idx(10, 28, 28), "has 10 images, 9 labels"),
+        (idx(9), "images-idx3-ubyte is not in IDX format: it begins with 00000801"),
+    ],
+)
+def test_images_that_are_not_those_of_the_labels(images: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(images)
+    digits = MNIST(write(tmp_path, idx(9)))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        digits[0]
 
 
 @pytest.mark.parametrize("name", ["my set", "run#3", "q?x", "100%", "data:v2", "a%20b", "é"])
@@ -445,8 +507,8 @@ def empty_class(place: Path) -> Path:
     return place
 
 
-def write(place: Path, content: bytes) -> Path:
-    (place / "train-labels-idx1-ubyte").write_bytes(content)
+def write(place: Path, content: bytes, ending: str = "") -> Path:
+    (place / f"train-labels-idx1-ubyte{ending}").write_bytes(content)
     return place
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class MNIST(LabelledPictures):
     Raises:
         FileNotFoundError: The files are not there, neither plain nor with ``.gz``.
         OSError: The store refuses, or does not answer in several tries.
-        ValueError: A file is not in IDX format.
+        ValueError: A file is not in IDX format. There may be another number of images than of
+            labels, too, which shows where the first image is read.
 
     Source:
         ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
@@ -65,9 +67,10 @@ class MNIST(LabelledPictures):
         self.train = train
         self._store = Store(uri, filesystem)
         self._images: np.ndarray[Any, Any] | None = None
-        self.targets = torch.from_numpy(self._read("labels-idx1-ubyte")).long()
+        self.targets = torch.from_numpy(self._read("labels-idx1-ubyte", 1)).long()
+        self._labels_read = len(self.targets)  # targets may be exchanged for fewer
 
-    def _read(self, name: str) -> np.ndarray[Any, Any]:
+    def _read(self, name: str, dimensions: int) -> np.ndarray[Any, Any]:
         file = f"{'train' if self.train else 't10k'}-{name}"
         folders = (f"{type(self).__name__}/raw/", "")
         tried = [folder + file + ending for folder in folders for ending in ("", ".gz")]
@@ -76,7 +79,7 @@ class MNIST(LabelledPictures):
                 content = self._store.read(path)
             except FileNotFoundError:
                 continue
-            return _parse(gzip.decompress(content) if path.endswith(".gz") else content, path)
+            return _parse(content, f"{self._store.uri}/{path}", dimensions)
         raise FileNotFoundError(f"{self._store.uri} has none of {', '.join(tried)}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +98,12 @@ class MNIST(LabelledPictures):
 
     def _pixels(self) -> np.ndarray[Any, Any]:
         if self._images is None:
-            self._images = self._read("images-idx3-ubyte")
+            images = self._read("images-idx3-ubyte", 3)
+            if len(images) != self._labels_read:
+                raise ValueError(
+                    f"{self._store.uri} has {len(images):,} images, {self._labels_read:,} labels"
+                )
+            self._images = images
         return self._images
 
     def __len__(self) -> int:
@@ -127,11 +135,18 @@ class FashionMNIST(MNIST):
     )
 
 
-def _parse(content: bytes, path: str) -> np.ndarray[Any, Any]:
-    if len(content) < 4 or content[:3] != bytes([0, 0, _UNSIGNED_BYTES]):
-        raise ValueError(f"{path} is not in IDX format: it begins with {content[:4].hex()}")
-    dimensions = content[3]
+def _parse(content: bytes, path: str, dimensions: int) -> np.ndarray[Any, Any]:
+    if path.endswith(".gz"):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be unzipped: {error}") from error
     start = 4 + 4 * dimensions
+    if len(content) < start or content[:4] != bytes([0, 0, _UNSIGNED_BYTES, dimensions]):
+        raise ValueError(
+            f"{path} is not in IDX format: it begins with {content[:4].hex()}, has "
+            f"{len(content):,} bytes"
+        )
     shape = np.frombuffer(content, ">u4", dimensions, 4).astype(int)
     if len(content) - start != np.prod(shape):
         raise ValueError(

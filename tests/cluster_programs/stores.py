@@ -56,6 +56,8 @@ class Proxy:
         delay_s: How late each answer comes.
         first_two: Where the first two requests for objects wait for one another, if they do.
         requests: Method and path of every request for an object.
+        times: When each of them came, in seconds.
+        listings: What every request for a list asked for.
     """
 
     def __init__(self, behind: str) -> None:
@@ -63,6 +65,8 @@ class Proxy:
         self.delay_s = 0.0
         self.first_two: threading.Barrier | None = None
         self.requests: list[tuple[str, str]] = []
+        self.times: list[float] = []
+        self.listings: list[str] = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,9 +74,12 @@ class Proxy:
 
             def handle_any(self) -> None:
                 time.sleep(proxy.delay_s)
-                path = self.path.partition("?")[0]
+                path, _, query = self.path.partition("?")
                 fault = ""
-                if path.count("/") > 1:
+                if "list-type" in query:
+                    proxy.listings.append(query)
+                elif path.count("/") > 1:
+                    proxy.times.append(time.monotonic())
                     proxy.requests.append((self.command, path))
                     if proxy.first_two is not None and len(proxy.requests) <= 2:
                         proxy.first_two.wait(MEET_SECONDS)
