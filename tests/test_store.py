@@ -321,6 +321,16 @@ def test_a_refusal_is_told_at_once_and_shows_no_secret(
 
 
 @pytest.mark.usefixtures("shared_ray")
+def test_google_s_store_is_not_asked_for_ever_where_nobody_can_log_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")  # where nobody answers
+    with pytest.raises(OSError, match="gs://bucket/pictures cannot be read: .*access token"):
+        ImageFolder("gs://bucket/pictures")
+
+
 def test_a_missing_key_is_named_also_by_a_worker(server: tuple[str, Path]) -> None:
     dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
     dataset.paths[3] = "gone.png"

@@ -29,9 +29,12 @@ _READ_AT_ONCE = 8
 # Arrow gives up connecting after one second, and an answer after three.
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
+# It asks Google's store for a quarter of an hour, also where there is nothing to log in with.
+_GOOGLE_RETRIES = "retry_limit_seconds=10"
 # Asking again does not help; Arrow has one class of error for all that a store says.
 _FINAL = re.compile(
     "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
+    "|Could not create a OAuth2 access token"
 )
 # Where a name before "@" is no secret: of a container, or of who logs in with a key of his own.
 _NAMED = {"abfs", "abfss", "ftp", "hdfs", "sftp", "smb", "ssh", "wasb", "wasbs"}
@@ -244,7 +247,10 @@ class Store:
             options = dict(parse_qsl(parts.query))
             return _s3(parts.scheme, options), f"{parts.netloc}{parts.path}".rstrip("/")
         if parts.scheme == "gs":
-            found: tuple[pafs.FileSystem, str] = pafs.FileSystem.from_uri(self._whole)
+            query = parts.query or _GOOGLE_RETRIES
+            found: tuple[pafs.FileSystem, str] = pafs.FileSystem.from_uri(
+                parts._replace(query=query).geturl()
+            )
             return found
         import fsspec
 
