@@ -327,7 +327,7 @@ def test_google_s_store_is_not_asked_for_ever_where_nobody_can_log_in(
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")  # where nobody answers
-    with pytest.raises(OSError, match="gs://bucket/pictures cannot be read: .*access token"):
+    with pytest.raises(OSError, match=r"gs://bucket/pictures cannot be read: .*access token"):
         ImageFolder("gs://bucket/pictures")
 
 
