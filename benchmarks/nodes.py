@@ -69,4 +69,4 @@ def readers_of(batches: Any) -> set[int]:
 def busy_note(percent: float) -> str:
     """Say how busy the machine was, and whether a point is void for that."""
     void = f"; {VOID}" if percent > VOID_PERCENT else ""
-    return f"machine {percent:.0f} % busy{void}"
+    return f"machine at most {percent:.0f} % busy{void}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import Subset
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
@@ -210,7 +211,7 @@ def _fetch(
                 raise NothingLeft from error
             raise
         return collate(job.collate_fn, sample)
-    if getattr(dataset, "__getitems__", None):
+    if _reads_batches(dataset):
         samples = _read_at_once(dataset, indices, key, position, failures)
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples))
@@ -234,6 +235,16 @@ def _fetch(
         return collate(job.collate_fn, failures.rest(samples))
 
     return copy.habits.reproducibly(key, position, attempt)
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Tell whether a dataset has a way of its own to read a batch.
+
+    torch's ``Subset`` always offers one, but may ask what it is of for one sample after the other.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _read_at_once(

@@ -1,6 +1,6 @@
 """One rank of ``test_ddp.py``, started by torchrun: the streams of both loaders, into a file.
 
-Usage: ddp_program.py DIRECTORY
+Usage: ddp_program.py DIRECTORY HEAD_ADDRESS
 """
 
 import json
@@ -59,27 +59,21 @@ def after_breaks(loader_type: Any, **ours: Any) -> list[Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    ours: dict[str, Any] = {"distribute_mode": True, "head_address": sys.argv[2]}
     streams = [
         {
             "length": length,
             "batch_size": batch_size,
             "drop_last": drop_last,
             "torch": epochs_of(DataLoader, length, batch_size, drop_last),
-            "dpex": epochs_of(
-                DpexDataLoader,
-                length,
-                batch_size,
-                drop_last,
-                distribute_mode=True,
-                head_address="auto",
-            ),
+            "dpex": epochs_of(DpexDataLoader, length, batch_size, drop_last, **ours),
         }
         for length, batch_size in CASES
         for drop_last in (False, True)
     ]
     given_up = {
         "torch": after_breaks(DataLoader),
-        "dpex": after_breaks(DpexDataLoader, distribute_mode=True),
+        "dpex": after_breaks(DpexDataLoader, **ours),
     }
     context = ray.get_runtime_context()
     report = {

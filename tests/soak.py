@@ -396,9 +396,9 @@ def main() -> None:
             outcomes.sort(key=lambda o: (o.seed, names.get(o.fault, -1)))
             records = [asdict(outcome) for outcome in outcomes]
             options.out.write_text(json.dumps(records, indent=1) + "\n")
+            if options.out.parent == ROOT / "docs":  # it may be stopped before its end
+                put_between("faults", table(outcomes), ROOT / "docs" / "faults.md")
     print(table(outcomes))
-    if options.out.parent == ROOT / "docs":
-        put_between("faults", table(outcomes), ROOT / "docs" / "faults.md")
     if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):
         raise SystemExit("an epoch was not what it is without the fault")
 

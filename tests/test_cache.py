@@ -127,14 +127,19 @@ def test_random_transforms_go_behind_it(source: Logged, tmp_path: Path) -> None:
 def test_what_draws_is_refused(source: Logged, tmp_path: Path) -> None:
     place = {"at": tmp_path / "cache"}
     for transform in (v1.RandomCrop(3), v2.RandomHorizontalFlip(), v2.AutoAugment()):
-        for chain in ([transform], v1.Compose([v1.ToTensor(), transform])):
-            fixed = MappedDataset(source, chain)
-            if not isinstance(chain, list):  # as torchvision's data sets have it
-                fixed = source  # type: ignore[assignment]
-                source.transform = chain  # type: ignore[attr-defined]
+        composed = v1.Compose([v1.ToTensor(), transform])
+        as_torchvision = Logged(source.log)
+        as_torchvision.transform = composed  # type: ignore[attr-defined]
+        for fixed in (
+            MappedDataset(source, [transform]),
+            MappedDataset(source, composed),
+            MappedDataset(source, torch.nn.Sequential(torch.nn.Identity(), transform)),
+            MappedDataset(source, None, target_transform=composed),
+            MappedDataset(MappedDataset(source, composed), [v1.ToTensor()]),
+            as_torchvision,
+        ):
             with pytest.raises(ValueError, match=r"draws random numbers.*behind the cache"):
                 cached(fixed, **place)
-    del source.transform  # type: ignore[attr-defined]
     hidden = Subset(MappedDataset([torch.arange(6.0)] * 9, v2.RandomHorizontalFlip()), range(9))
     draws = [
         torch.rand,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cluster_programs import processes_in, rank_variables, torchrun, wait_until, workplace
+from cluster_programs.clusters import Cluster
 from cluster_programs.trainers import LENGTH, Trainer
 from ddp_program import CASES, EPOCHS
 from torch.utils.data import DataLoader
@@ -28,18 +29,32 @@ END_SECONDS = 60
 
 @pytest.fixture(
     scope="module",
-    params=[2, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (3, 4))],
-    ids="{} ranks".format,
+    params=[
+        pytest.param((2, False), id="2 ranks"),
+        pytest.param((3, False), id="3 ranks", marks=pytest.mark.extended),
+        pytest.param((4, False), id="4 ranks", marks=pytest.mark.extended),
+        pytest.param((2, True), id="2 ranks on a cluster", marks=pytest.mark.extended),
+    ],
 )
 def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
+    ranks, on_cluster = request.param
     with workplace() as place:
-        ranks = request.param
+        address, variables = "auto", {}
+        if on_cluster:
+            cluster = Cluster(place)
+            for _ in range(2):
+                cluster.add("--num-cpus=2")
+            address, variables = cluster.address, cluster.variables
         program = Path(__file__).with_name("ddp_program.py")
-        run = torchrun(program, str(place), ranks=ranks, place=place, seconds=140)
+        arguments = (program, str(place), address)
+        run = torchrun(*arguments, ranks=ranks, place=place, seconds=140, **variables)
         assert run.returncode == 0, run.stdout
-        yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-        wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
+        reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        assert address in {"auto", *(report["address"] for report in reports)}
+        yield reports
+        if not on_cluster:
+            wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the shared Ray")
 
 
 def case(report: dict[str, Any], length: int, batch_size: int, drop_last: bool) -> dict[str, Any]:

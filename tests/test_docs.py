@@ -20,7 +20,7 @@ PAGES = {
     for path in sorted(ROOT.glob(pattern))
 }
 
-GUIDES = ["docs/datasets.md", "docs/running.md", "docs/stages.md", "docs/trainers.md"]
+GUIDES = [f"docs/{page}.md" for page in ("datasets", "running", "scaling", "stages", "trainers")]
 # Whose few lines are about a dataset that the reader has.
 SKETCHES = ["README.md", "README.zh-CN.md", "docs/cluster.md"]
 WHAT_THE_READER_HAS = """
@@ -53,6 +53,14 @@ def test_the_code_of_a_page_runs(page: str) -> None:
         program.write_text("\n".join(given + code_of(page)))
         done = run_program(program, place=place, seconds=140)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_was_saved_is_loaded_without_running_code_of_it() -> None:
+    suffixes = {".py", ".md", ".ipynb"}
+    for folder in ("dpex", "docs", "examples", "notebooks"):
+        for path in (p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes):
+            for call in re.findall(r"torch\.load\(.*", path.read_text()):
+                assert "weights_only=True" in call, path
 
 
 # --- links ----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ pytestmark = [
 # When the process that started it is killed, Ray by itself leaves two agents for 100 s, and workers
 # that are just starting for 25 s.
 GONE_SECONDS = 20
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 @pytest.fixture
@@ -289,12 +290,33 @@ def test_importing_it_imports_neither_ray_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
 
 
-@pytest.mark.parametrize("mode", ["disabled", None])
-def test_nobody_is_let_in_without_the_token(place: Path, mode: str | None) -> None:
-    owner = Driver(place, **({"RAY_AUTH_MODE": mode} if mode else {}))
+def listening_in(place: Path) -> set[tuple[str, str]]:
+    """Who listens where, by the first word of its command line."""
+    return {
+        (command.split()[0], connection.laddr.ip)
+        for pid, command in processes_in(place).items()
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RAY_AUTH_MODE": "disabled"},
+        # Then it can be reached from other hosts.
+        pytest.param({"DPEX_PUBLIC_RAY_ONLY": "1"}, marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, str]) -> None:
+    owner = Driver(place, **variables)
     address = owner.ask("connect", head_address="auto")["address"]
     token = place / "home" / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o777 == 0o600
+    on_loopback = {address for _, address in listening_in(place)} <= LOOPBACK
+    assert on_loopback != ("DPEX_PUBLIC_RAY_ONLY" in variables)
 
     with workplace() as elsewhere:
         # Ray takes a loopback address as it is given where it is for single hosts.
@@ -373,15 +395,10 @@ def test_listens_on_the_loopback_address_alone(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
     owner.ask("task")
-    listening = {
-        (command.split()[0], connection.laddr.ip)
-        for pid, command in processes_in(place).items()
-        for connection in psutil.Process(pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = listening_in(place)
     # The head, its node, the agent, a worker and the training process.
     assert len({command for command, _ in listening}) >= 5
-    assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert {address for _, address in listening} <= LOOPBACK
     assert owner.end() == 0
 
 

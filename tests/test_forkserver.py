@@ -31,6 +31,26 @@ while not pathlib.Path("reached").exists():
 os._exit(0)
 """
 
+# What is unpickled makes a file; the second time with the secret, to show that it would.
+STRANGER = """
+import pathlib, pickle, socket
+from dpex.cluster import forkserver
+from dpex.pickling import dump
+
+class MakesFile:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path("made").absolute(),)
+
+name, _, secret = forkserver.address(lambda: dump(0, "job")).partition("/")
+for given in ("0" * len(secret), secret):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect("\\0" + name)
+        connection.sendall(given.encode() + b"\\n" + pickle.dumps(MakesFile()))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(16) == b""
+    print(pathlib.Path("made").exists())
+"""
+
 
 def outcome_of(scenario: str) -> Any:
     with workplace() as place:
@@ -102,3 +122,12 @@ def test_the_server_ends_with_its_trainer_also_where_ray_cannot_be_loaded() -> N
         done = run_program(program, place=place, seconds=60)
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of the fork server")
+
+
+def test_nothing_is_done_for_who_has_another_secret() -> None:
+    with workplace() as place:
+        program = place / "stranger.py"
+        program.write_text(STRANGER)
+        done = run_program(program, place=place, seconds=100)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["False", "True"]

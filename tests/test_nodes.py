@@ -151,6 +151,26 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(
     cluster.wait_until_gone(other)
 
 
+@pytest.mark.parametrize("first", ["yes", "!yes"])
+def test_the_trainers_node_comes_first_or_last(undisturbed: list[Drawn], first: str) -> None:
+    then = {"yes": "!yes", "!yes": "yes"}[first]
+    options = {
+        "label_selector": {"trainer": first},
+        "fallback_strategy": [{"label_selector": {"trainer": then}}],
+    }
+    with workplace() as place:
+        cluster = Cluster(place, head_options=("--num-cpus=2", "--labels=trainer=yes"))
+        cluster.add("--num-cpus=2")
+        at_home = {}
+        for workers in (1, 4):
+            trainer = Trainer(place, cluster.address, num_workers=workers, worker_options=options)
+            result = trainer.finish()
+            assert drawn(result) == undisturbed
+            at_home[workers] = sum(node == cluster.head for *_, node in result["samples"])
+    assert (at_home[1] > LENGTH / 2) == (first == "yes"), at_home
+    assert 0 < at_home[4] < LENGTH, at_home
+
+
 def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
     cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
@@ -184,7 +204,9 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
 
 
 @pytest.mark.parametrize("what", ["raylet", "gcs_server"])
-def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(what: str) -> None:
+def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(
+    what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with workplace() as place:
         trainer = Trainer(place, "local", length=50 * LENGTH)
         trainer.until(20)
@@ -192,6 +214,10 @@ def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(what: str) -> None:
         os.kill(pid, signal.SIGKILL)
         trainer.go()
         assert trainer.process.wait(EMBEDDED_ENDS_SECONDS) != 0
+    if what == "raylet":  # which Ray itself does not miss
+        said = capfd.readouterr().err
+        assert "dpex.errors.ChunkLostError" in said
+        assert "the Ray node of this process has died" in said
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(

@@ -196,7 +196,7 @@ def test_a_stage_that_asks_for_the_same_runs_in_the_same_task(
 
 def draws(chain: list[Any], source: Any = None, **options: Any) -> list[torch.Tensor]:
     """Two epochs' samples, by place."""
-    dataset = MappedDataset(source or Plain(48), chain)
+    dataset = MappedDataset(source or Plain(48), chain) if chain else source
     options = {"batch_size": 6, "num_workers": 2, **options}
     generator = torch.Generator().manual_seed(5)
     loader: Any = DpexDataLoader(dataset, generator=generator, **options, **OURS)
@@ -221,6 +221,16 @@ def test_what_a_sample_draws_depends_on_its_place_alone(chain: list[Any], source
     assert len(noise[31:].unique()) == noise[31:].numel(), "every sample draws for itself"
     for other in ({"num_workers": 1}, {"num_workers": 5}, {"batch_size": 4}, {"batch_size": 48}):
         for epoch, again in zip(once, draws(chain, source, **other), strict=True):
+            assert torch.equal(epoch, again), other
+
+
+def test_a_subset_draws_as_what_it_is_of_does() -> None:
+    dataset = Subset(Subset(MappedDataset(Plain(60), noisy), range(10, 60)), range(2, 50))
+    once = draws([], dataset)
+    noise = once[0] - once[0].round()
+    assert len(noise.unique()) == noise.numel(), "every sample draws for itself"
+    for other in ({"num_workers": 1}, {"batch_size": 4}, {"batch_size": 48}):
+        for epoch, again in zip(once, draws([], dataset, **other), strict=True):
             assert torch.equal(epoch, again), other
 
 

@@ -227,7 +227,9 @@ def _transforms_of(dataset: Any) -> Iterator[Any]:
     """Yield the transforms that a dataset is known to have, its sources' too."""
     if isinstance(dataset, MappedDataset):
         for part in dataset.parts:
-            yield from part.chain.transforms
+            for known in (*part.chain.transforms, part.chain.target_transform):
+                if known is not None:
+                    yield from flattened(known)
         yield from _transforms_of(dataset.source)
         return
     for name in ("transform", "target_transform", "transforms"):

@@ -1,0 +1,18 @@
+"""Whether anything grows, in the short form of ``make endurance``."""
+
+import sys
+
+import endurance
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.multiprocess,
+    pytest.mark.extended,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def test_nothing_grows_from_epoch_to_epoch() -> None:
+    _, grown = endurance.rows("short", endurance.run(epochs=60, batches=50))
+    assert not grown
