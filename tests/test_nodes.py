@@ -136,17 +136,15 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(
         "label_selector": {"kind": "lasting"},  # of one CPU
         "fallback_strategy": [{"label_selector": {"kind": "spare"}}],
     }
-    elsewhere = {}
-    for workers in (1, 4):
-        trainer = Trainer(
-            cluster.place, cluster.address, num_workers=workers, worker_options=options
-        )
-        result = trainer.finish()
-        assert drawn(result) == undisturbed
-        elsewhere[workers] = sum(node == other for *_, node in result["samples"])
+    trainer = Trainer(cluster.place, cluster.address, num_workers=1, worker_options=options)
+    result = trainer.finish()
+    assert drawn(result) == undisturbed
     # When one task follows another, the first one's CPU may not be free again yet.
-    assert elsewhere[1] < LENGTH / 2, elsewhere
-    assert elsewhere[4] > 0
+    assert sum(node == other for *_, node in result["samples"]) < LENGTH / 2
+    # Longer than the first worker of a node takes to import torch.
+    several = Trainer(cluster.place, cluster.address, worker_options=options, length=50 * LENGTH)
+    several.until_from(other)
+    several.process.kill()
     cluster.signal(other, signal.SIGTERM)
     cluster.wait_until_gone(other)
 
@@ -160,15 +158,15 @@ def test_the_trainers_node_comes_first_or_last(undisturbed: list[Drawn], first: 
     }
     with workplace() as place:
         cluster = Cluster(place, head_options=("--num-cpus=2", "--labels=trainer=yes"))
-        cluster.add("--num-cpus=2")
-        at_home = {}
-        for workers in (1, 4):
-            trainer = Trainer(place, cluster.address, num_workers=workers, worker_options=options)
-            result = trainer.finish()
-            assert drawn(result) == undisturbed
-            at_home[workers] = sum(node == cluster.head for *_, node in result["samples"])
-    assert (at_home[1] > LENGTH / 2) == (first == "yes"), at_home
-    assert 0 < at_home[4] < LENGTH, at_home
+        other = cluster.add("--num-cpus=2")
+        alone = Trainer(place, cluster.address, num_workers=1, worker_options=options).finish()
+        assert drawn(alone) == undisturbed
+        at_home = sum(node == cluster.head for *_, node in alone["samples"])
+        assert (at_home > LENGTH / 2) == (first == "yes"), at_home
+        # Longer than the first worker of a node takes to import torch.
+        several = Trainer(place, cluster.address, worker_options=options, length=50 * LENGTH)
+        several.until_from(cluster.head)
+        several.until_from(other)
 
 
 def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
@@ -204,9 +202,7 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
 
 
 @pytest.mark.parametrize("what", ["raylet", "gcs_server"])
-def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(
-    what: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(what: str) -> None:
     with workplace() as place:
         trainer = Trainer(place, "local", length=50 * LENGTH)
         trainer.until(20)
@@ -214,9 +210,6 @@ def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(
         os.kill(pid, signal.SIGKILL)
         trainer.go()
         assert trainer.process.wait(EMBEDDED_ENDS_SECONDS) != 0
-    if what == "raylet":  # Ray ends the process, or does not miss it
-        said = capfd.readouterr().err
-        assert "Raylet is terminated" in said or "the Ray node of this process has died" in said
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(
