@@ -48,10 +48,11 @@ lab: $(VENV)/.installed-lab ## Open the notebooks in JupyterLab
 	$(VENV)/bin/jupyter lab notebooks
 
 .PHONY: check
-check: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict
+check: $(VENV)/.installed-dev ## ruff, mypy --strict, and whether the reports are those of the records
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(RUN) -m benchmarks.report --check
 
 .PHONY: format
 format: $(VENV)/.installed-dev ## Let ruff mend what it can

@@ -2,12 +2,14 @@
 
 ``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
 between the markers of ``docs/benchmarks.md``, ``docs/scaling.md`` and both READMEs. Nothing in it
-is typed by hand.
+is typed by hand, and ``--check`` tells whether it stands there as it is.
 """
 
+import argparse
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,39 @@ Record = Mapping[str, Any]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if that would")
+    check = parser.parse_args().check
     records = load(RESULTS)
-    overview(records, RESULTS / OVERVIEW)
-    fill(ROOT / "docs" / "benchmarks.md", "goals", full_report(records, "../benchmarks/results"))
+    if not check:
+        overview(records, RESULTS / OVERVIEW)
+    for page, name, text in reported(records):
+        path = ROOT / page
+        found = path.read_text()
+        page_filled = filled(found, name, text)
+        if page_filled == found:
+            continue
+        if check:
+            sys.exit(f"{page} is not what the records say: run `python -m benchmarks.report`")
+        path.write_text(page_filled)
+
+
+def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
+    """Write everything that is reported.
+
+    Args:
+        records: All of them.
+
+    Yields:
+        A page's path in the repository, the name of the part's markers there, and its Markdown.
+    """
+    yield "docs/benchmarks.md", "goals", full_report(records, "../benchmarks/results")
     for page, head in SHORT_HEADS.items():
-        fill(ROOT / page, "figures", short_report(records, "benchmarks/results", head))
+        yield page, "figures", short_report(records, "benchmarks/results", head)
     by_case = {record["case"]: record for record in records}
     if "scale" in by_case:
-        fill(ROOT / "docs" / "scaling.md", "scale", goals_table([by_case["scale"]]))
-        fill(ROOT / "docs" / "scaling.md", "model", scaling_table(by_case))
+        yield "docs/scaling.md", "scale", goals_table([by_case["scale"]])
+        yield "docs/scaling.md", "model", scaling_table(by_case)
 
 
 def load(folder: Path) -> list[Record]:
@@ -53,23 +79,26 @@ def load(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: rank.get(record["case"], len(rank)))
 
 
-def fill(page: Path, name: str, text: str) -> None:
+def filled(page: str, name: str, text: str) -> str:
     """Replace what stands between the two markers of a page.
 
     Args:
-        page: A Markdown file.
+        page: Markdown.
         name: Of the markers, ``<!-- name: begin -->`` and ``<!-- name: end -->``.
         text: What is to stand there.
+
+    Returns:
+        The page with the text in it.
 
     Raises:
         ValueError: The page lacks a marker.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found_begin, rest = page.read_text().partition(begin)
+    before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"{page} must have {begin} and, behind it, {end}")
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+        raise ValueError(f"the page must have {begin} and, behind it, {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def full_report(records: Sequence[Record], folder: str) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,11 +24,14 @@ import torch
 
 __all__ = [
     "Habits",
+    "OwnSeeds",
     "begin_sample",
     "generator_states",
     "generators_kept",
     "global_states",
     "one_deeper",
+    "own_seed",
+    "own_seeds_are",
     "sample_seed",
     "seed_cuda",
     "seed_generators",
@@ -114,6 +118,41 @@ def begin_sample(place: int, depth: int) -> None:
     """
     if _seed_place is not None:
         _seed_place(place, depth)
+
+
+@dataclass
+class OwnSeeds:
+    """What generators of somebody's own are seeded with.
+
+    Attributes:
+        seed: With this.
+        asked: Whether somebody has such a generator.
+    """
+
+    seed: int
+    asked: bool = False
+
+
+_own_seeds: OwnSeeds | None = None
+
+
+def own_seed() -> int:
+    """Return a seed for a generator of somebody's own: 32 bits, drawn from torch's."""
+    if _own_seeds is None:
+        return int(torch.randint(1 << 32, ()))
+    _own_seeds.asked = True
+    return _own_seeds.seed
+
+
+@contextlib.contextmanager
+def own_seeds_are(seed: int) -> Iterator[OwnSeeds]:
+    """Let ``own_seed`` return this, and draw nothing: for what is made once for all epochs."""
+    global _own_seeds
+    before, _own_seeds = _own_seeds, OwnSeeds(seed)
+    try:
+        yield _own_seeds
+    finally:
+        _own_seeds = before
 
 
 @contextlib.contextmanager

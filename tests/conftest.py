@@ -32,6 +32,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
 
+# It would ask its registry whether there is a newer one.
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
+
 # Ray stops its processes one after the other and waits for each.
 GONE_SECONDS = 60
 UNUSED_SECONDS = 10

@@ -85,17 +85,24 @@ def kill_process(title: str) -> Disturb:
     return disturb
 
 
+def working_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> str:
+    """Choose a node, and let the trainer read on to a batch from there."""
+    node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
+    trainer.until_from(node)
+    return node
+
+
 def kill_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
     """The raylet of a node, and with it all its processes."""
+    node = working_node(cluster, trainer, chance)
     trainer.go()
-    others = sorted(cluster.raylets().keys() - {cluster.head})
-    cluster.signal(chance.choice(others), signal.SIGKILL)
+    cluster.signal(node, signal.SIGKILL)
 
 
 def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
     """A raylet that does nothing for a while."""
+    node = working_node(cluster, trainer, chance)
     trainer.go()
-    node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
     cluster.signal(node, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     cluster.signal(node, signal.SIGCONT)
@@ -103,7 +110,7 @@ def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
 
 def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
     """A node that is about to be taken away, as a cloud announces it."""
-    node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
+    node = working_node(cluster, trainer, chance)
     cluster.drain(node, DRAIN_S)
     trainer.go()
     time.sleep(DRAIN_S)
@@ -116,7 +123,7 @@ def cut_link(seconds: float | None) -> Disturb:
 
     def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
         assert cluster.network is not None
-        link = chance.choice(sorted(cluster.links.values()))
+        link = cluster.links[working_node(cluster, trainer, chance)]
         cluster.network.cut(link)
         trainer.go()
         if seconds is not None:
@@ -129,7 +136,8 @@ def cut_link(seconds: float | None) -> Disturb:
 def slow_link(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
     """A node's link through which a batch takes half a second, from now on."""
     assert cluster.network is not None
-    cluster.network.slow(chance.choice(sorted(cluster.links.values())), megabits=4)
+    link = cluster.links[working_node(cluster, trainer, chance)]
+    cluster.network.slow(link, megabits=4)
     trainer.go()
 
 
@@ -374,16 +382,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Faults, each many times.")
     parser.add_argument("--runs", type=int, default=10, help="of each fault")
     parser.add_argument("--only", default="", help="faults whose names contain this")
+    parser.add_argument("--more", action="store_true", help="keep the runs that are there")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "faults.json")
     options = parser.parse_args()
     names = {fault.name: place for place, fault in enumerate(FAULTS)}
     outcomes: list[Outcome] = []
-    if options.only and options.out.exists():  # what else is there stays
-        known = (Outcome(**record) for record in json.loads(options.out.read_text()))
-        outcomes += [outcome for outcome in known if options.only not in outcome.fault]
+    if (options.only or options.more) and options.out.exists():
+        known = [Outcome(**record) for record in json.loads(options.out.read_text())]
+        outcomes += [o for o in known if options.more or options.only not in o.fault]
+    there = {(outcome.fault, outcome.seed) for outcome in outcomes}
     for seed in range(options.runs):
         for fault in FAULTS:
             if options.only not in fault.name or (fault.once and seed):
+                continue
+            if (fault.name, seed) in there:
                 continue
             try:
                 outcomes.append(run(fault, seed))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import albumentations
 import lmdb
 import numpy as np
 import PIL.Image
@@ -153,11 +154,25 @@ def test_what_draws_is_refused(source: Logged, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="sample 4 is not the same every time"):
             cached(dataset, **place)[4]
         assert torch.equal(state, torch.get_rng_state())
+    flip = albumentations.Compose([albumentations.HorizontalFlip(p=0.5)])
+    with pytest.raises(ValueError, match="gave two different ones"):
+        cached(MappedDataset([np.arange(48, dtype=np.uint8).reshape(4, 4, 3)], flip), **place)[0]
     with pytest.raises(IndexError):
         cached(range(3), **place)[7]
     assert torch.equal(state, torch.get_rng_state())
     with pytest.raises(ValueError, match="a chain with stages cannot be cached"):
         cached(MappedDataset(range(9), [Stage(float)]), **place)
+
+
+def test_one_with_a_generator_of_its_own_that_it_need_not_is_kept(tmp_path: Path) -> None:
+    smaller = albumentations.Compose([albumentations.Resize(2, 2)])
+    fixed = MappedDataset([np.arange(48, dtype=np.uint8).reshape(4, 4, 3)] * 2, smaller)
+    chain = MappedDataset(cached(fixed, at=tmp_path / "cache"), lambda _: torch.rand(4))
+    drawn = []
+    for _ in ("a miss", "a hit"):
+        torch.manual_seed(3)
+        drawn.append(chain[0])
+    assert torch.equal(*drawn), "what is behind the cache draws the same"
 
 
 @pytest.mark.parametrize("answer", [lambda indices: [1] * (len(indices) - 1), lambda _: {"a": 1}])

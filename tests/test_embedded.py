@@ -10,7 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
+import grpc
 import psutil
 import pytest
 from cluster_programs import (
@@ -290,10 +293,10 @@ def test_importing_it_imports_neither_ray_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
 
 
-def listening_in(place: Path) -> set[tuple[str, str]]:
+def listening_in(place: Path) -> set[tuple[str, str, int]]:
     """Who listens where, by the first word of its command line."""
     return {
-        (command.split()[0], connection.laddr.ip)
+        (command.split()[0], connection.laddr.ip, connection.laddr.port)
         for pid, command in processes_in(place).items()
         for connection in psutil.Process(pid).net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
@@ -315,7 +318,7 @@ def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, st
     address = owner.ask("connect", head_address="auto")["address"]
     token = place / "home" / ".ray" / "auth_token"
     assert token.stat().st_mode & 0o777 == 0o600
-    on_loopback = {address for _, address in listening_in(place)} <= LOOPBACK
+    on_loopback = {address for _, address, _ in listening_in(place)} <= LOOPBACK
     assert on_loopback != ("DPEX_PUBLIC_RAY_ONLY" in variables)
 
     with workplace() as elsewhere:
@@ -397,8 +400,56 @@ def test_listens_on_the_loopback_address_alone(place: Path) -> None:
     owner.ask("task")
     listening = listening_in(place)
     # The head, its node, the agent, a worker and the training process.
-    assert len({command for command, _ in listening}) >= 5
-    assert {address for _, address in listening} <= LOOPBACK
+    assert len({command for command, *_ in listening}) >= 5
+    assert {address for _, address, _ in listening} <= LOOPBACK
+    assert owner.end() == 0
+
+
+# Of each of Ray's servers, one that changes nothing when it is sent nothing.
+METHODS = [
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeManagerService/GetResourceLoad",
+    "ObjectManagerService/Push",
+    "CoreWorkerService/GetCoreWorkerStats",
+]
+
+
+def answers(port: int, token: str | None) -> set[object]:
+    """What a port says to calls of what it knows: codes of gRPC, or of HTTP."""
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    codes: set[object] = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for method in METHODS:
+            call = channel.unary_unary(f"/ray.rpc.{method}")
+            try:
+                call(b"", timeout=20, metadata=tuple(headers.items()))
+                codes.add(grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                codes.add(error.code())
+    if codes == {grpc.StatusCode.UNAVAILABLE}:  # it speaks HTTP 1
+        try:
+            request = Request(f"http://127.0.0.1:{port}/", headers=headers)
+            return {urlopen(request, timeout=20).status}
+        except HTTPError as error:
+            return {error.code}
+    return codes - {grpc.StatusCode.UNIMPLEMENTED}
+
+
+def test_every_port_refuses_who_has_no_token(place: Path) -> None:
+    owner = Driver(place)
+    owner.ask("connect", head_address="local")
+    owner.ask("task")
+    token = (place / "home" / ".ray" / "auth_token").read_text()
+    seen: set[object] = set()
+    for listening in sorted(listening_in(place)):
+        *_, port = listening
+        for wrong in (None, "0" * 64):
+            refused = answers(port, wrong)
+            assert refused in ({grpc.StatusCode.UNAUTHENTICATED}, {401}, {403}), listening
+        known = answers(port, token)
+        assert known in ({grpc.StatusCode.OK}, {404}), listening
+        seen |= known
+    assert seen == {grpc.StatusCode.OK, 404}
     assert owner.end() == 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import albumentations
 import numpy as np
 import pytest
 import torch
@@ -221,6 +222,19 @@ def test_what_a_sample_draws_depends_on_its_place_alone(chain: list[Any], source
     assert len(noise[31:].unique()) == noise[31:].numel(), "every sample draws for itself"
     for other in ({"num_workers": 1}, {"num_workers": 5}, {"batch_size": 4}, {"batch_size": 48}):
         for epoch, again in zip(once, draws(chain, source, **other), strict=True):
+            assert torch.equal(epoch, again), other
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_so_does_what_it_draws_from_a_generator_of_its_own(staged: bool) -> None:
+    noise: Any = albumentations.Compose([albumentations.GaussNoise(p=1.0)])
+    if staged:
+        noise = Stage(noise, num_cpus=2)
+    chain = [lambda _: np.full((4, 4, 3), 128, np.uint8), noise, torch.from_numpy]
+    once = draws(chain)
+    assert len(torch.cat(once).unique(dim=0)) == 96
+    for other in ({"num_workers": 1}, {"num_workers": 5}, {"batch_size": 4}):
+        for epoch, again in zip(once, draws(chain, **other), strict=True):
             assert torch.equal(epoch, again), other
 
 

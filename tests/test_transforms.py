@@ -8,6 +8,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import albumentations
 import numpy as np
 import PIL.Image
 import pytest
@@ -152,6 +153,22 @@ def test_transforms_that_take_keywords_get_them() -> None:
     expected = np.asarray(Pictures().picture(4)) // 2 + 100
     for image in (label_beside[0], mapping["image"]):
         assert np.array_equal(image, expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_generator_of_a_transforms_own_is_seeded_from_torchs(num_workers: int) -> None:
+    noise = albumentations.Compose([albumentations.GaussNoise(p=1.0)])
+    grey = np.full((4, 4, 3), 128, np.uint8)
+    dataset = MappedDataset([grey] * 20, [noise, torch.from_numpy])
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        loader = DataLoader(dataset, num_workers=num_workers)
+        return torch.cat([image for _ in range(2) for image in loader])
+
+    once = drawn(1)
+    assert torch.equal(once, drawn(1))
+    assert len(torch.cat([once, drawn(2)]).unique(dim=0)) == 80
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

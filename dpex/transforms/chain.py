@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpex.costs import spent
+from dpex.seeding import own_seed
 
 __all__ = ["Chain"]
 
@@ -24,7 +25,8 @@ class Chain:
         transforms: Each gets the input, or (``joint``) all items, each an argument of its own.
             One of albumentations', or another that takes keywords only, gets ``image=`` and
             returns a mapping with ``"image"``; where the sample is a mapping, it gets and returns
-            that.
+            that. One with ``set_random_seed(seed)``, as theirs have it for the generators of their
+            own, is seeded from torch's generator before every call.
         joint: Whether the transforms get all items and return all of them.
         target_transform: Gets the second item, before the others.
     """
@@ -58,6 +60,9 @@ class Chain:
             first, second, *rest = sample
             sample = _like(sample, [first, self.target_transform(second), *rest])
         for transform, keywords_only in zip(self.transforms, self._keywords_only, strict=True):
+            # Copies of a generator of one's own all begin alike, in torch's workers too.
+            if hasattr(transform, "set_random_seed"):
+                transform.set_random_seed(own_seed())
             if keywords_only and isinstance(sample, Mapping):
                 sample = transform(**sample)
             elif self.joint and isinstance(sample, tuple | list):
