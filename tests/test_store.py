@@ -33,6 +33,7 @@ from dpex import DpexDataLoader
 from dpex.datasets import MNIST, FashionMNIST, ImageFolder, Parquet, from_torchvision
 from dpex.datasets import store as store_module
 from dpex.datasets.store import Store
+from dpex.transforms import MappedDataset
 
 OURS = {"distribute_mode": True, "head_address": "local"}
 
@@ -263,6 +264,25 @@ def test_a_busy_store_is_asked_again(proxy: Proxy, faults: list[str], server: An
     proxy.faults = list(faults)
     content = Store("s3://bucket/pictures").read("b/z.png")
     assert content == (server[1] / "pictures" / "b" / "z.png").read_bytes()
+    assert not proxy.faults
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize(
+    ("kind", "folder", "batch_size"),
+    [(ImageFolder, "pictures", 2), (FashionMNIST, "digits", 40), (Parquet, "rows", 32)],
+)
+def test_workers_read_a_busy_store_to_the_end(
+    kind: Any, folder: str, batch_size: int, proxy: Proxy, assert_same: Same
+) -> None:
+    given = {"columns": ["number"]} if kind is Parquet else {}
+    dataset = kind(f"bucket/{folder}", filesystem=signed_in(proxy.address), **given)
+    if kind is not Parquet:
+        dataset = MappedDataset(dataset, v1.PILToTensor())
+    expected = list(DataLoader(dataset, batch_size))
+    proxy.faults = ["busy", "short", "reset"]
+    ours: Any = DpexDataLoader(dataset, batch_size, num_workers=2, **OURS)
+    assert_same(list(ours), expected)
     assert not proxy.faults
 
 
