@@ -248,6 +248,7 @@ def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
     assert elsewhere.end() == 0
 
 
+@pytest.mark.extended
 def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_port: int) -> None:
     start_node(empty_place, "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false")
     [head] = [pid for pid, name in processes_in(empty_place).items() if "gcs_server" in name]

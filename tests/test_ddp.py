@@ -123,13 +123,8 @@ def torchs(rank: int) -> list[list[int]]:
     return list(DataLoader(range(LENGTH), 10, sampler=sampler, collate_fn=list))
 
 
-@pytest.mark.parametrize(
-    "dying",
-    [
-        pytest.param(0, id="the first dies"),
-        pytest.param(1, id="the late one dies", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("dying", [0, 1], ids=["the first dies", "the late one dies"])
 def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
     with workplace() as place:
         # One after the other, so that the first has started the Ray that both share.

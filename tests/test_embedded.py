@@ -306,7 +306,7 @@ def listening_in(place: Path) -> set[tuple[str, str, int]]:
 @pytest.mark.parametrize(
     "variables",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.extended),
         {"RAY_AUTH_MODE": "disabled"},
         # Then it can be reached from other hosts.
         pytest.param({"DPEX_PUBLIC_RAY_ONLY": "1"}, marks=pytest.mark.extended),

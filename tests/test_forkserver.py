@@ -83,10 +83,12 @@ def test_no_worker_is_in_a_group_with_the_server_or_the_trainer() -> None:
     assert outcome_of("groups") == [[False, False]]
 
 
+@pytest.mark.extended
 def test_each_loader_s_start_method_counts() -> None:
     assert outcome_of("spawned_beside_forked") == [True, False]
 
 
+@pytest.mark.extended
 def test_another_start_method_means_no_forks() -> None:
     assert outcome_of("spawned") is False
 
@@ -99,6 +101,7 @@ def test_workers_end_with_their_ray_and_a_new_one_forks_again() -> None:
     assert outcome_of("after_shutdown") == [True, True, False]
 
 
+@pytest.mark.extended
 def test_ray_starts_the_workers_when_the_server_has_gone() -> None:
     assert outcome_of("without_server") == [True, False]
 

@@ -1174,6 +1174,7 @@ def test_what_is_defined_in_main() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.multiprocess
+@pytest.mark.extended
 def test_kept_batches_larger_than_the_object_store() -> None:
     with workplace() as place:
         run_program(place, STORE_PROGRAM)

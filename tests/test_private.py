@@ -12,6 +12,7 @@ PROGRAM = Path(__file__).with_name("public_ray_program.py")
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
+@pytest.mark.extended
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
         done = run_program(PROGRAM, "public", place=place, seconds=170, DPEX_PUBLIC_RAY_ONLY="1")

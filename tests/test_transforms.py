@@ -194,7 +194,11 @@ def added_up(samples: list[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("options", [{}, {"collate_fn": added_up}, {"batch_size": None}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"collate_fn": added_up}, {"batch_size": None}],
+    ids=["", "collate_fn", "no batches"],
+)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_forgetting_the_batched_stages_raises(
     num_workers: int, options: dict[str, Any], around: Callable[[Any], Any]
