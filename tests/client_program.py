@@ -31,6 +31,11 @@ class Draws(Numbers):
         return torch.rand(2), os.getpid()
 
 
+class Where(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), ray.get_runtime_context().get_node_id()
+
+
 class Large(Numbers):
     def __len__(self) -> int:
         return 4
@@ -78,6 +83,8 @@ def main() -> None:
         "failing": outcome(iter(make(DpexDataLoader, Failing(), **ours))),
         "client": ray.util.client.ray.is_connected(),
         "pid": os.getpid(),
+        "head": ray.get_runtime_context().get_node_id(),
+        "nodes": [n for _, nodes in make(DpexDataLoader, Where(), **ours) for n in nodes],
     }
     pids: set[int] = set()
     for step, (_, batch_pids) in enumerate(loader):  # given up early, and begun again

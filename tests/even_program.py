@@ -1,20 +1,22 @@
 """One of the trainers of ``test_even.py``, which says how far all are when it ends.
 
-Usage: even_program.py ADDRESS DIRECTORY RANK RANKS
+Usage: even_program.py ADDRESS DIRECTORY RANK RANKS samples|streams
 """
 
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dpex import DpexDataLoader
 
-BATCHES = 160
+WORKERS = 8
+BATCHES = 20 * WORKERS
 BATCH_SIZE = 8
 SAMPLE_CPU_SECONDS = 0.005
 
@@ -32,12 +34,31 @@ class Busy(Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
+class BusyStreams(IterableDataset[torch.Tensor]):
+    """The same as streams, each of which notes how often it was begun."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info().id
+        with (self.directory / f"begun{worker}").open("a") as log:
+            log.write(".")
+        samples = Busy()
+        for index in range(worker, len(samples), WORKERS):
+            yield samples[index]
+
+
 def main() -> None:
     address, directory, own, ranks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     progress = [directory / f"progress{rank}" for rank in range(ranks)]
+    dataset: Any = Busy()
+    if sys.argv[5] == "streams":
+        (streams := directory / f"streams{own}").mkdir()
+        dataset = BusyStreams(streams)
     # No further ahead than torch: who begins early is not to have everything before the others.
-    options: dict[str, Any] = {"num_workers": 8, "prefetch_bytes": 0, "head_address": address}
-    loader = DpexDataLoader(Busy(), BATCH_SIZE, distribute_mode=True, **options)
+    options: dict[str, Any] = {"num_workers": WORKERS, "prefetch_bytes": 0, "head_address": address}
+    loader = DpexDataLoader(dataset, BATCH_SIZE, distribute_mode=True, **options)
     batches = iter(loader)
     next(batches)
     with (directory / f"progress{own}").open("ab", buffering=0) as log:

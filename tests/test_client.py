@@ -21,10 +21,10 @@ from cluster_programs import (
     DriverError,
     processes_in,
     run_program,
-    start_node,
     wait_until,
     workplace,
 )
+from cluster_programs.clusters import Cluster, free_port
 from cluster_programs.trainers import LENGTH, Trainer
 
 pytestmark = [
@@ -41,19 +41,20 @@ LOST_SECONDS = 60
 HELPER = "def double(number):\n    return 2 * number\n"
 
 
-def start_server(place: Path, **variables: str) -> str:
-    """Start a cluster of 2 CPUs with a Ray Client server; returns its address once it answers."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    start_node(
-        place,
-        "--head",
-        "--port=0",
-        "--num-cpus=2",
-        "--include-dashboard=false",
-        f"--ray-client-server-port={port}",
-        **(HEAD | variables),
-    )
+def start_server(place: Path, *, elsewhere: int = 0, **variables: str) -> str:
+    """Start a cluster with a Ray Client server; returns its address once it answers.
+
+    Args:
+        place: Directory of its processes.
+        elsewhere: How many nodes of one CPU it has beside the head, which then has none; with none
+            of them the head has two.
+        **variables: Environment of its nodes.
+    """
+    port = free_port()
+    options = (f"--num-cpus={0 if elsewhere else 2}", f"--ray-client-server-port={port}")
+    cluster = Cluster(place, head_options=options, **(HEAD | variables))
+    for _ in range(elsewhere):
+        cluster.add()
 
     def listens() -> bool:
         with (
@@ -70,7 +71,7 @@ def start_server(place: Path, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with workplace() as directory:
-        yield start_server(directory)
+        yield start_server(directory, elsewhere=2)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,8 @@ def test_errors_arrive_as_they_are(report: dict[str, Any]) -> None:
 
 def test_workers_are_on_the_cluster_and_a_break_leaves_them_usable(report: dict[str, Any]) -> None:
     assert report["pid"] not in report["pids"]
+    assert len(report["nodes"]) == 50
+    assert report["head"] not in report["nodes"]
     assert report["again"] == 50
 
 

@@ -98,7 +98,10 @@ def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
 # --- messages -------------------------------------------------------------------------------------
 
 MESSAGES = re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
-ERRORS_OF_DATASETS = re.findall(r"`\w+Error: (.+?)`", PAGES["docs/datasets.md"])
+ERRORS = {
+    page: re.findall(r"`\w+Error: (.+?)`", PAGES[page])
+    for page in ("docs/datasets.md", "docs/stages.md")
+}
 # What is about a single argument, and raised as ValueError or TypeError, may be left out.
 EXPLAINED = {
     *(name for name in dpex.__all__ if name.endswith("Error")),
@@ -136,8 +139,10 @@ def is_text(node: ast.AST) -> bool:
 def test_messages_are_dpex_s() -> None:
     texts = "\n".join(text_of(node) for node in code_nodes() if isinstance(node, ast.expr))
     assert MESSAGES
-    assert ERRORS_OF_DATASETS
-    assert [text for text in MESSAGES + ERRORS_OF_DATASETS if text not in texts] == []
+    assert [text for text in MESSAGES if text not in texts] == []
+    for page, errors in ERRORS.items():
+        assert errors, page
+        assert [text for text in errors if text not in texts] == []
 
 
 def test_what_dpex_warns_of_and_its_own_errors_are_explained() -> None:
