@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,31 @@ def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bo
     undisturbed = epochs(set())
     assert [len(batches) for batches in undisturbed] == [50, 50]
     assert epochs({0, 30}) == undisturbed
+
+
+class Told(Draws):
+    """Writes down what is read."""
+
+    def __init__(self, length: int, log: Path) -> None:
+        super().__init__(length)
+        self.log = log
+
+    def __getitem__(self, index: int) -> Any:
+        with self.log.open("a") as log:
+            log.write(f"{index} ")
+        return super().__getitem__(index)
+
+
+@pytest.mark.extended
+def test_what_was_delivered_is_not_read_again_when_the_host_dies(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    delivered = 210
+    for step, _ in enumerate(loader_of(Told(500, log), prefetch_bytes=0), 1):
+        if step == delivered // 10:
+            os.kill(host_pid(), signal.SIGKILL)
+    times = Counter(map(int, log.read_text().split()))
+    assert sorted(times) == list(range(500))
+    assert {times[index] for index in range(delivered)} == {1}
 
 
 def host_pid() -> int:

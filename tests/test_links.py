@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def links() -> Iterator[Network]:
             made.attach()  # where this works, so will the rest
             yield made
     except (OSError, subprocess.CalledProcessError) as error:
+        if "CI" in os.environ:  # which has both
+            raise
         pytest.skip(f"needs root and the ip command: {error}")
 
 
