@@ -15,8 +15,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dpex import DpexDataLoader
 
-WORKERS = 8
-BATCHES = 20 * WORKERS
+# Streams begin all at once, each in a process of its own, and are to go on for longer than that takes.
+WORKERS = {"samples": 8, "streams": 4}
+BATCHES = {"samples": 160, "streams": 480}
 BATCH_SIZE = 8
 SAMPLE_CPU_SECONDS = 0.005
 
@@ -24,8 +25,11 @@ SAMPLE_CPU_SECONDS = 0.005
 class Busy(Dataset[torch.Tensor]):
     """Samples that take processor time."""
 
+    def __init__(self, length: int) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return BATCHES * BATCH_SIZE
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         until = time.process_time() + SAMPLE_CPU_SECONDS
@@ -37,27 +41,32 @@ class Busy(Dataset[torch.Tensor]):
 class BusyStreams(IterableDataset[torch.Tensor]):
     """The same as streams, each of which notes how often it was begun."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, samples: Busy, directory: Path) -> None:
+        self.samples = samples
         self.directory = directory
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        worker = get_worker_info().id
-        with (self.directory / f"begun{worker}").open("a") as log:
+        worker = get_worker_info()
+        with (self.directory / f"begun{worker.id}").open("a") as log:
             log.write(".")
-        samples = Busy()
-        for index in range(worker, len(samples), WORKERS):
-            yield samples[index]
+        for index in range(worker.id, len(self.samples), worker.num_workers):
+            yield self.samples[index]
 
 
 def main() -> None:
     address, directory, own, ranks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     progress = [directory / f"progress{rank}" for rank in range(ranks)]
-    dataset: Any = Busy()
-    if sys.argv[5] == "streams":
+    kind = sys.argv[5]
+    dataset: Any = Busy(BATCHES[kind] * BATCH_SIZE)
+    if kind == "streams":
         (streams := directory / f"streams{own}").mkdir()
-        dataset = BusyStreams(streams)
+        dataset = BusyStreams(dataset, streams)
     # No further ahead than torch: who begins early is not to have everything before the others.
-    options: dict[str, Any] = {"num_workers": WORKERS, "prefetch_bytes": 0, "head_address": address}
+    options: dict[str, Any] = {
+        "num_workers": WORKERS[kind],
+        "prefetch_bytes": 0,
+        "head_address": address,
+    }
     loader = DpexDataLoader(dataset, BATCH_SIZE, distribute_mode=True, **options)
     batches = iter(loader)
     next(batches)

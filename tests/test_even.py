@@ -36,7 +36,7 @@ def test_trainers_that_share_cpus_come_on_evenly(kind: str) -> None:
         ended = [json.loads((place / f"ended{rank}.json").read_text()) for rank in range(ranks)]
         begun = [path.read_text() for path in place.glob("streams*/*")]
     batches = min(ended, key=sum)  # when the first one ended
-    assert max(batches) == BATCHES
-    assert min(batches) >= BATCHES / 2, batches
+    assert max(batches) == BATCHES[kind]
+    assert min(batches) >= BATCHES[kind] / 2, batches
     # A stream that gives its CPU back goes on where it was.
-    assert begun == ["."] * (2 * WORKERS if kind == "streams" else 0)
+    assert begun == ["."] * (ranks * WORKERS[kind] if kind == "streams" else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -193,9 +194,9 @@ def test_a_task_too_many_ends() -> None:
 def test_none_is_started_while_those_of_others_wait() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, *[b"chunk"] * 9)
-        turns.others = Others(wait=True, room=0)
+        turns.note_others(Others(wait=True, room=0))
         assert turns.wanted(0) == 0
-        turns.others = Others(wait=False, room=0)
+        turns.note_others(Others(wait=False, room=0))
         assert turns.wanted(0) == 1
         assert not turns.waits
         turns.started()
@@ -204,13 +205,13 @@ def test_none_is_started_while_those_of_others_wait() -> None:
         await turns.next_chunk("a", 0, 0)
         assert not turns.waits
         assert turns.wanted(1) == 0  # it has one
-        turns.others = Others(wait=True, room=2)  # there are free CPUs
+        turns.note_others(Others(wait=True, room=2))  # there are free CPUs
         assert turns.wanted(1) == 2
         assert turns.may_want(1)
         turns.started(2)
         assert turns.wanted(3) == 0
         assert not turns.may_want(3)
-        turns.others = None
+        turns.note_others(None)
         assert turns.wanted(3) == 1  # four at once
 
     play(scenario)
@@ -232,27 +233,46 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def scenario(turns: Turns) -> None:
         feed(turns, *[b"chunk"] * 9)
-        turns.others = Others(wait=False, room=1)
+        turns.note_others(Others(wait=False, room=1))
         await turns.next_chunk("a", 0, 0)
         assert await turns.next_chunk("a", 1, 1) is not None
-        turns.others = Others(wait=True, room=1)
+        turns.note_others(Others(wait=True, room=1))
         assert await turns.next_chunk("a", 2, 2) is None
         assert await turns.next_chunk("b", 0, 0) is not None  # every turn has a chunk
 
     play(scenario)
 
 
-def test_a_stream_s_turn_ends_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "_WAITED_FOR_TURN_S", 0.0)
+def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def scenario(turns: Turns) -> None:
-        turns.others = Others(wait=True, room=0)
-        for worker in (0, 0, 1):
+        nonlocal now
+        turns.note_others(Others(wait=True, room=0))
+        for worker in (0, 0, 0, 1):
             turns.feed(b"chunk", alone=False, worker=worker)
         assert turns.wanted(0) == 2
         turns.started(2)
-        assert await turns.next_chunk("a", 0, 0) is not None
-        assert await turns.next_chunk("a", 1, 1) is not None
+        assert await turns.next_chunk("a", 0, 0) is not None  # all begin
+
+        second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        now += 4
+        turns.note_others(Others(wait=True, room=0))
+        await asyncio.sleep(0)
+        assert not second.done()
+        turns.note_others(Others(wait=False, room=0))
+        assert await second is not None
+
+        turns.note_others(Others(wait=True, room=0))
+        third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
+        await asyncio.sleep(0)
+        assert not third.done()
+        now += 6  # they need not wait for ever
+        turns.note_others(Others(wait=True, room=0))
+        assert await third is not None
 
     play(scenario)
 

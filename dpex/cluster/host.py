@@ -304,7 +304,7 @@ class _Host:
             if waits or any(lane.turns.in_run for lane in opened):
                 others = await loop.run_in_executor(None, ask_others, name, waits)
                 for lane in opened:
-                    lane.turns.others = others
+                    lane.turns.note_others(others)
             await asyncio.sleep(POLL_S)
 
     def _note_error(self, text: str) -> None:

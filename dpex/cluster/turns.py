@@ -24,6 +24,9 @@ _TURN_S = 30.0
 _SHARED_TURN_S = 5.0
 # Where another trainer's do.
 _WAITED_FOR_TURN_S = 1.0
+# A stream's turn goes on, and a task that has waited has its CPU again, free or not: where another
+# trainer's task waits those of streams get nothing for so long, then go on for as long.
+_HELD_BACK_S = 5.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
@@ -123,7 +126,6 @@ class Turns:
     Attributes:
         parallel: Number of tasks that may be at work at once.
         in_run: Whether an iteration goes on.
-        others: How the other trainers on the cluster fare; None where there are none.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ class Turns:
         self._active = 0
         self.parallel = 1
         self.in_run = True
-        self.others: Others | None = None
+        self._others: Others | None = None
+        self._waited_for_since: float | None = None
 
     def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
         """Append a chunk.
@@ -171,17 +174,31 @@ class Turns:
             if self._releasing and self._streams:
                 return  # lost with its stream; the reader sends it again
             self._waiting.append(_Waiting(payload, worker, alone))
-            while self._waiting:
-                fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
-                name = next(fitting, None)
-                if name is None:
-                    break
-                turn = self._idle.pop(name)
-                self._advance(turn)
-                self._tell(turn)
+            self._hand_out()
             wanted = bool(self._waiting)
         if wanted:
             self._on_wanted()
+
+    def note_others(self, others: Others | None) -> None:
+        """Note how the other trainers on the cluster fare; None where there are none."""
+        with self._lock:
+            self._others = others
+            if others is None or not others.wait:
+                self._waited_for_since = None
+            elif self._waited_for_since is None:
+                self._waited_for_since = time.monotonic()
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give what waits to the turns that wait for it."""
+        while self._waiting:
+            fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
+            name = next(fitting, None)
+            if name is None:
+                break
+            turn = self._idle.pop(name)
+            self._advance(turn)
+            self._tell(turn)
 
     async def next_chunk(self, name: str, place: int, blocks: int) -> Assignment | None:
         """Answer a task.
@@ -248,8 +265,7 @@ class Turns:
 
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
-        waited_for = self.others is not None and self.others.wait
-        turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
+        turn_s = self._turn_s if self._waited_for_since is None else _WAITED_FOR_TURN_S
         late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
         late = late and turn.worker is None
         if self._closed or turn.alone or late or self._active > self.parallel:
@@ -274,6 +290,10 @@ class Turns:
 
     def _place_for(self, turn: _Turn) -> int | None:
         """Return the place of the first waiting chunk that a turn may be given."""
+        if turn.worker is not None and self._waited_for_since is not None:
+            waited_s = time.monotonic() - self._waited_for_since
+            if waited_s % (2 * _HELD_BACK_S) < _HELD_BACK_S:
+                return None
         owned = self._owned_streams() if self._streams and turn.worker is None else ()
         for place, chunk in enumerate(self._waiting):
             if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in owned):
@@ -353,10 +373,10 @@ class Turns:
             wanted = len(self._waiting)
             if self._streams:
                 wanted = len({chunk.worker for chunk in self._waiting} - self._owned_streams())
-            elif self.others is not None:
+            elif self._others is not None:
                 # With one running already it would have to start another process.
-                next_one = not active and not self.others.wait
-                wanted = min(wanted, max(self.others.room, int(next_one)))
+                next_one = not active and not self._others.wait
+                wanted = min(wanted, max(self._others.room, int(next_one)))
             return max(0, min(self.parallel - active, wanted - not_begun))
 
     def may_want(self, active: int) -> bool:
@@ -367,7 +387,7 @@ class Turns:
         """
         if self._streams:
             return active < self.parallel
-        room = self.parallel if self.others is None or not active else self.others.room
+        room = self.parallel if self._others is None or not active else self._others.room
         not_begun = self._started - self._begun
         return active < self.parallel and not self._idle and not_begun < room
 
