@@ -1,6 +1,8 @@
 """One of the trainers of ``test_even.py``, which says how far all are when it ends.
 
 Usage: even_program.py ADDRESS DIRECTORY RANK RANKS samples|streams
+
+With samples the trainers wait for one another's first batch.
 """
 
 import json
@@ -15,9 +17,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dpex import DpexDataLoader
 
-# Streams begin all at once, each in a process of its own, and are to go on for longer than that takes.
 WORKERS = {"samples": 8, "streams": 4}
-BATCHES = {"samples": 160, "streams": 480}
+BATCHES = {"samples": 160, "streams": 640}
 BATCH_SIZE = 8
 SAMPLE_CPU_SECONDS = 0.005
 
@@ -54,25 +55,22 @@ class BusyStreams(IterableDataset[torch.Tensor]):
 
 
 def main() -> None:
-    address, directory, own, ranks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    progress = [directory / f"progress{rank}" for rank in range(ranks)]
-    kind = sys.argv[5]
+    address, directory, own, ranks, kind = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    progress = [directory / f"progress{rank}" for rank in range(int(ranks))]
     dataset: Any = Busy(BATCHES[kind] * BATCH_SIZE)
     if kind == "streams":
         (streams := directory / f"streams{own}").mkdir()
         dataset = BusyStreams(dataset, streams)
     # No further ahead than torch: who begins early is not to have everything before the others.
-    options: dict[str, Any] = {
-        "num_workers": WORKERS[kind],
-        "prefetch_bytes": 0,
-        "head_address": address,
-    }
-    loader = DpexDataLoader(dataset, BATCH_SIZE, distribute_mode=True, **options)
+    options: dict[str, Any] = {"prefetch_bytes": 0, "distribute_mode": True}
+    loader = DpexDataLoader(
+        dataset, BATCH_SIZE, num_workers=WORKERS[kind], head_address=address, **options
+    )
     batches = iter(loader)
     next(batches)
     with (directory / f"progress{own}").open("ab", buffering=0) as log:
         log.write(b".")
-        while not all(path.exists() for path in progress):
+        while kind == "samples" and not all(path.exists() for path in progress):
             time.sleep(0.02)
         for _ in batches:
             log.write(b".")

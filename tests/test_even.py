@@ -3,40 +3,57 @@
 import json
 import sys
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
-from cluster_programs import environment, spawn, workplace
+from cluster_programs import environment, spawn, wait_until, workplace
 from cluster_programs.clusters import Cluster
 from even_program import BATCHES, WORKERS
 
 PROGRAM = Path(__file__).with_name("even_program.py")
-RANKS = {"samples": 4, "streams": 2}
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.multiprocess,
+    pytest.mark.extended,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.multiprocess
-@pytest.mark.extended
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", RANKS)
-def test_trainers_that_share_cpus_come_on_evenly(kind: str) -> None:
-    ranks = RANKS[kind]
+def start(cluster: Cluster, place: Path, rank: int, ranks: int, kind: str) -> Popen[str]:
+    arguments = [cluster.address, str(place), str(rank), str(ranks), kind]
+    variables = environment(place, RAY_AUTH_MODE="disabled", OMP_NUM_THREADS="1")
+    return spawn([sys.executable, str(PROGRAM), *arguments], place, env=variables)
+
+
+def test_trainers_that_share_cpus_come_on_evenly() -> None:
+    ranks = 4
     with workplace() as place:
         cluster = Cluster(place)
         cluster.add("--num-cpus=2")
-        arguments = [sys.executable, str(PROGRAM), cluster.address, str(place)]
-        trainers = [
-            spawn(
-                [*arguments, str(rank), str(ranks), kind],
-                place,
-                env=environment(place, RAY_AUTH_MODE="disabled", OMP_NUM_THREADS="1"),
-            )
-            for rank in range(ranks)
-        ]
+        trainers = [start(cluster, place, rank, ranks, "samples") for rank in range(ranks)]
         assert [trainer.wait(200) for trainer in trainers] == [0] * ranks
         ended = [json.loads((place / f"ended{rank}.json").read_text()) for rank in range(ranks)]
-        begun = [path.read_text() for path in place.glob("streams*/*")]
     batches = min(ended, key=sum)  # when the first one ended
-    assert max(batches) == BATCHES[kind]
-    assert min(batches) >= BATCHES[kind] / 2, batches
+    assert max(batches) == BATCHES["samples"]
+    assert min(batches) >= BATCHES["samples"] / 2, batches
+
+
+def test_streams_begin_beside_those_that_have_the_cpus() -> None:
+    with workplace() as place:
+        cluster = Cluster(place)
+        cluster.add("--num-cpus=2")
+        first = start(cluster, place, 0, 2, "streams")
+        progress = place / "progress0"
+        at_speed = 10 * WORKERS["streams"]
+        wait_until(
+            lambda: progress.exists() and progress.stat().st_size >= at_speed, 90, "first batches"
+        )
+        second = start(cluster, place, 1, 2, "streams")
+        assert [trainer.wait(150) for trainer in (first, second)] == [0, 0]
+        done, others = json.loads((place / "ended0.json").read_text())
+        begun = [path.read_text() for path in place.glob("streams*/*")]
+    assert done == BATCHES["streams"]
+    assert others >= at_speed, "the second one's streams have begun, all of them"
     # A stream that gives its CPU back goes on where it was.
-    assert begun == ["."] * (ranks * WORKERS[kind] if kind == "streams" else 0)
+    assert begun == ["."] * 2 * WORKERS["streams"]
