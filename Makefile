@@ -35,9 +35,10 @@ demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with 
 test: check ## check, then the tests (TEST_ARGS="-k parity")
 	$(RUN) -m pytest -m "not extended" $(TEST_ARGS)
 
+# Two at a time: most of them wait for processes that start or are found to be dead.
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
-	$(RUN) -m pytest -m "extended and not dist" $(TEST_ARGS)
+	$(RUN) -m pytest -m "extended and not dist" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back

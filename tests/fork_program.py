@@ -1,4 +1,4 @@
-"""A driver of its own for test_forkserver.py; its first argument says what happens to it."""
+"""A driver of its own for test_forkserver.py; its arguments say what happens to it, in turn."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def without_server() -> Any:
 def killed() -> Any:
     loader = loader_of(persistent_workers=True)
     result = read(loader)[2]
-    print(json.dumps(result), file=replies)
+    print(json.dumps([result]), file=replies)
     time.sleep(1000)
 
 
 if __name__ == "__main__":
     sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
     replies = take_stdout()
-    print(json.dumps(globals()[sys.argv[1]]()), file=replies)
+    print(json.dumps([globals()[scenario]() for scenario in sys.argv[1:]]), file=replies)

@@ -10,6 +10,7 @@ from cluster_programs import run_program, workplace
 PROGRAM = Path(__file__).with_name("busy_program.py")
 
 
+@pytest.mark.extended
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_loader_without_cpus_says_who_holds_them_and_waits() -> None:

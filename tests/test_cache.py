@@ -362,6 +362,7 @@ def test_a_helper_module_that_changes_is_a_miss(package: str, tmp_path: Path) ->
     assert {name for name in first if first[name] == then[name]} == expected
 
 
+@pytest.mark.extended
 def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
     installed = tmp_path / "site-packages"
     # The second module has another name than its distribution, the third is required by the second.
@@ -432,6 +433,7 @@ def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
     assert hits == [b"0\n", b"1\n"]
 
 
+@pytest.mark.extended
 def test_memory_is_given_back(tmp_path: Path) -> None:
     with workplace() as place:
         before = set(node_memory.memory("cache").glob("*"))

@@ -28,6 +28,7 @@ from cluster_programs.clusters import Cluster, free_port
 from cluster_programs.trainers import LENGTH, Trainer
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.timeout(240),
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -128,7 +129,6 @@ if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["
 """
 
 
-@pytest.mark.extended
 def test_a_server_that_fails_once_is_asked_again() -> None:
     with workplace() as head, workplace() as laptop:
         (head / "sitecustomize.py").write_text(FIRST_DIES)
@@ -145,7 +145,6 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
         assert driver.end() == 0
 
 
-@pytest.mark.extended
 def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with workplace() as head, workplace() as laptop:
         trainer = Trainer(laptop, start_server(head), length=50 * LENGTH)
@@ -157,7 +156,6 @@ def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None
     assert "dpex.errors.ChunkLostError" in capfd.readouterr().err
 
 
-@pytest.mark.extended
 def test_the_quickstart_runs_as_it_is(server: str) -> None:
     """Once RAY_ADDRESS names the server, a program needs no other change."""
     with workplace() as laptop:
@@ -171,7 +169,6 @@ def test_the_quickstart_runs_as_it_is(server: str) -> None:
         assert not list(laptop.glob("ray/session_*")), "it has started a Ray of its own"
 
 
-@pytest.mark.extended
 def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> None:
     with workplace() as head, workplace() as laptop:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

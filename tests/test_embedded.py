@@ -153,6 +153,7 @@ def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
 
 
+@pytest.mark.extended
 def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None:
     first = rank(place, 0)
     first.send("connect", head_address="auto")
@@ -224,6 +225,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.extended
 def test_spawned_ranks_without_torchruns_environment_share_too(place: Path) -> None:
     program = place / "ranks.py"
     program.write_text(SPAWNED_RANKS)
@@ -303,14 +305,11 @@ def listening_in(place: Path) -> set[tuple[str, str, int]]:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "variables",
-    [
-        pytest.param({}, marks=pytest.mark.extended),
-        {"RAY_AUTH_MODE": "disabled"},
-        # Then it can be reached from other hosts.
-        pytest.param({"DPEX_PUBLIC_RAY_ONLY": "1"}, marks=pytest.mark.extended),
-    ],
+    # The last one can be reached from other hosts.
+    [{}, {"RAY_AUTH_MODE": "disabled"}, {"DPEX_PUBLIC_RAY_ONLY": "1"}],
     ids=str,
 )
 def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, str]) -> None:

@@ -52,65 +52,54 @@ for given in ("0" * len(secret), secret):
 """
 
 
-def outcome_of(scenario: str) -> Any:
+def outcomes_of(*scenarios: str) -> list[Any]:
     with workplace() as place:
-        done = run_program(PROGRAM, scenario, place=place, seconds=150)
+        done = run_program(PROGRAM, *scenarios, place=place, seconds=150)
         assert done.returncode == 0, done.stdout + done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
         return json.loads(done.stdout)
 
 
 def test_workers_are_forks_of_the_trainer() -> None:
-    assert outcome_of("forked") == [True, 1]
-
-
-def test_no_two_forks_draw_the_same_ids() -> None:
-    assert outcome_of("random_ids") == [40, 40]
+    forked, ids, groups, beside_spawned, after_shutdown = outcomes_of(
+        "forked", "random_ids", "groups", "spawned_beside_forked", "after_shutdown"
+    )
+    assert forked == [True, 1]
+    assert ids == [40, 40], "no two draw the same"
+    assert groups == [[False, False]], "in a group with neither the server nor the trainer"
+    assert beside_spawned == [True, False], "each loader's start method counts"
+    assert after_shutdown == [True, True, False], "they end with their Ray, a new one forks again"
 
 
 def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
-    for first, second in zip(*[iter(outcome_of("fresh_copies"))] * 2, strict=True):
+    [sums] = outcomes_of("fresh_copies")
+    for first, second in zip(*[iter(sums)] * 2, strict=True):
         # The sum over copies does not depend on which worker made how many samples.
         assert first[0] == second[0] == 1.0
         assert max(*first, *second) <= 8.0
 
 
+@pytest.mark.extended
 def test_memory_that_the_trainer_shares_is_not_written_to() -> None:
-    assert outcome_of("shared_memory") == [list(range(8)), 0.0]
-
-
-def test_no_worker_is_in_a_group_with_the_server_or_the_trainer() -> None:
-    assert outcome_of("groups") == [[False, False]]
+    assert outcomes_of("shared_memory") == [[list(range(8)), 0.0]]
 
 
 @pytest.mark.extended
-def test_each_loader_s_start_method_counts() -> None:
-    assert outcome_of("spawned_beside_forked") == [True, False]
-
-
-@pytest.mark.extended
-def test_another_start_method_means_no_forks() -> None:
-    assert outcome_of("spawned") is False
-
-
-def test_a_process_that_has_loaded_ray_is_not_forked() -> None:
-    assert outcome_of("with_ray_loaded") is False
-
-
-def test_workers_end_with_their_ray_and_a_new_one_forks_again() -> None:
-    assert outcome_of("after_shutdown") == [True, True, False]
+@pytest.mark.parametrize("scenario", ["spawned", "with_ray_loaded"])
+def test_where_torch_would_not_fork_or_ray_is_loaded_nothing_is_forked(scenario: str) -> None:
+    assert outcomes_of(scenario) == [False]
 
 
 @pytest.mark.extended
 def test_ray_starts_the_workers_when_the_server_has_gone() -> None:
-    assert outcome_of("without_server") == [True, False]
+    assert outcomes_of("without_server") == [[True, False]]
 
 
 def test_workers_end_with_a_trainer_that_is_killed() -> None:
     with workplace() as place:
         trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
         assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "true\n"
+        assert trainer.stdout.readline() == "[true]\n"
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")

@@ -340,6 +340,7 @@ def test_a_refusal_is_told_at_once_and_shows_no_secret(
         assert KEY not in text
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("shared_ray")
 def test_google_s_store_is_not_asked_for_ever_where_nobody_can_log_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
