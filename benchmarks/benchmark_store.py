@@ -2,8 +2,13 @@
 
 The store is a real one, rclone's, on this machine, so that it takes part of its cores; how much is
 reported. An epoch has as many batches for each worker, however many there are.
+
+Where cores are few both loaders wait for the pictures' processor time and no longer for the
+store. So there is a second part, in which an answer takes as many times longer as there are workers
+for a core: each has as much of a core's time for a picture as if it had one for itself.
 """
 
+import itertools
 import os
 import sys
 from collections import defaultdict
@@ -101,29 +106,25 @@ def processor_s(process: psutil.Process) -> float:
     return 0.0
 
 
-def measure(folder: str, workers: int, rounds: int) -> dict[str, Any]:
-    """Serve the pictures, and let both loaders read them in turn, with many and with few workers.
+def measure(folder: str, delay_s: float, workers: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Serve the pictures, and let both loaders read them in turn.
 
     Args:
         folder: With a bucket in it, and pictures in the bucket.
-        workers: How many are many.
+        delay_s: How long an answer takes.
+        workers: How many each loader has, in turn.
         rounds: Counted epochs of each.
 
     Returns:
         ``samples`` of an epoch, their rates, and what each epoch took, also the first, by loader.
     """
     torch.set_num_threads(1)
-    with object_store(Path(folder), DELAY_S) as store:
+    with object_store(Path(folder), delay_s) as store:
         os.environ.update(store.environment)
         pictures = ImageFolder("s3://bucket/pictures", transforms.ToTensor())
         loaders, samples = {}, {}
         # Both of torch's before dpex's: its forks are then of a process without Ray.
-        for peer, number in (
-            ("torch", FEW_WORKERS),
-            ("torch", workers),
-            ("dpex", workers),
-            ("dpex", FEW_WORKERS),
-        ):
+        for peer, number in itertools.product(("torch", "dpex"), workers):
             name = of(peer, number)
             samples[name] = number * BATCHES_PER_WORKER * BATCH_SIZE
             loaders[name] = make_loader(
@@ -170,27 +171,35 @@ def main() -> None:
     for number in range(CLASSES):
         make_jpegs(FOLDER / "bucket" / "pictures" / f"{number}", PICTURES_PER_CLASS, SIZE)
     record = describe_machine("store")
-    found = run_fresh(
-        measure,
-        timeout_s=RUN_TIMEOUT_S,
-        folder=str(FOLDER.resolve()),
-        workers=options.workers,
-        rounds=options.rounds,
+    folder = str(FOLDER.resolve())
+    spread_delay_s = DELAY_S * options.workers / record["cores"]
+    found, spread = (
+        run_fresh(
+            measure,
+            timeout_s=RUN_TIMEOUT_S,
+            folder=folder,
+            delay_s=delay_s,
+            workers=workers,
+            rounds=options.rounds,
+        )
+        for delay_s, workers in (
+            (DELAY_S, (FEW_WORKERS, options.workers)),
+            (spread_delay_s, (options.workers,)),
+        )
     )
     rates = found["rates"]
     few = of("torch", FEW_WORKERS)
     many = {peer: of(peer, options.workers) for peer in ("torch", "dpex")}
     record["settings"] = {
         "delay_s": DELAY_S,
+        "spread_delay_s": spread_delay_s,
         "batch_size": BATCH_SIZE,
         "batches_per_worker": BATCHES_PER_WORKER,
         "samples": found["samples"],
     }
     record["spent"] = found["spent"]
     record["samples_per_s"] = {name: summarise(rate) for name, rate in rates.items()}
-    record["means"] = {
-        name: sum_up(spent[1:], found["samples"][name]) for name, spent in found["spent"].items()
-    }
+    record["means"] = means_of(found)
     # In torch's turns dpex's workers wait, and their Ray, which its first epoch was without.
     without_ray = sum_up(found["spent"][few][:1], found["samples"][few])
     idle_percent = record["means"][few]["loader_percent"] - without_ray["loader_percent"]
@@ -218,7 +227,26 @@ def main() -> None:
         f"{ours['loader_percent']:.0f} %, others {torchs['others_percent']:.0f} and "
         f"{ours['others_percent']:.0f} %",
     )
-    record["goals"] = [asdict(goal)]
+    record["spread"] = {
+        "spent": spread["spent"],
+        "samples_per_s": {name: summarise(rate) for name, rate in spread["rates"].items()},
+        "means": means_of(spread),
+    }
+    torchs, ours = (record["spread"]["means"][many[peer]] for peer in ("torch", "dpex"))
+    spread_goal = Goal.of(
+        f"store, {options.workers} workers, answers after {1e3 * spread_delay_s:.0f} ms, so that "
+        "each has as much of a core as if it had one: dpex/torch",
+        ratios(spread["rates"][many["dpex"]], spread["rates"][many["torch"]]),
+        ">=",
+        GOAL,
+        "ratio",
+        "; ".join(
+            f"{peer}: server {means['server_percent']:.0f}, loader {means['loader_percent']:.0f}, "
+            f"others {means['others_percent']:.0f} % of the machine"
+            for peer, means in (("torch", torchs), ("dpex", ours))
+        ),
+    )
+    record["goals"] = [asdict(goal), asdict(spread_goal)]
     write(record, options.out)
     bars(
         options.out.with_suffix(".svg"),
@@ -228,7 +256,15 @@ def main() -> None:
     )
     for name, means in {**record["means"], f"{few}, before Ray": without_ray}.items():
         print(f"{name}: " + ", ".join(f"{what} {mean:.2f}" for what, mean in means.items()))
-    print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+    for each in (goal, spread_goal):
+        print(f"{each.what}: {each.figure}, goal {each.bound}; {each.note}")
+
+
+def means_of(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Sum up the counted epochs of each loader, of what ``measure`` has found."""
+    return {
+        name: sum_up(spent[1:], found["samples"][name]) for name, spent in found["spent"].items()
+    }
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
