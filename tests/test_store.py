@@ -9,6 +9,7 @@ import pickle
 import re
 import struct
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -352,12 +353,23 @@ def test_google_s_store_is_not_asked_for_ever_where_nobody_can_log_in(
         ImageFolder("gs://bucket/pictures")
 
 
-def test_a_missing_key_is_named_also_by_a_worker(server: tuple[str, Path]) -> None:
+def test_a_missing_key_is_named_also_by_a_worker_and_shows_no_secret(
+    server: tuple[str, Path], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("DEBUG")
     dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
     dataset.paths[3] = "gone.png"
+    shown = repr(vars(dataset))
     for loader in (DataLoader(dataset, 2), DpexDataLoader(dataset, 2, num_workers=1, **OURS)):  # type: ignore[arg-type]
-        with pytest.raises(FileNotFoundError, match=r"bucket/pictures/gone\.png does not exist"):
+        said = r"bucket/pictures/gone\.png does not exist"
+        with pytest.raises(FileNotFoundError, match=said) as caught:
             list(loader)
+        shown += "".join(traceback.format_exception(caught.value))
+    printed = capfd.readouterr()
+    shown += caplog.text + printed.out + printed.err
+    assert "gone.png" in shown
+    assert KEY not in shown
+    assert SECRET not in shown
 
 
 def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
 from data_files import PICTURES, write_data_files
+from idx_files import write_idx
 from living import Plain
 from torch.utils.data import DataLoader
 from torchvision import datasets, tv_tensors
@@ -51,7 +55,27 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "categories": [{"id": 1, "name": "x"}],
     }
     (folder / "coco.json").write_text(json.dumps(content))
+    write_idx(folder / "digits", "MNIST")
+    write_cifar(folder / "cifar")
     return folder
+
+
+class SmallCIFAR(datasets.CIFAR10):
+    """Takes the files that ``write_cifar`` has written, whose sums it knows from there."""
+
+    train_list: ClassVar[list[Any]] = []
+
+
+def write_cifar(folder: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (12, 3 * 32 * 32), dtype=np.uint8)
+    batch = pickle.dumps({"data": pixels, "labels": [*range(10), 0, 1]})
+    meta = pickle.dumps({"label_names": [f"class {number}" for number in range(10)]})
+    files = folder / SmallCIFAR.base_folder
+    files.mkdir(parents=True)
+    for name, content in (("test_batch", batch), ("batches.meta", meta)):
+        (files / name).write_bytes(content)
+    SmallCIFAR.test_list = [["test_batch", hashlib.md5(batch).hexdigest()]]
+    SmallCIFAR.meta = {**SmallCIFAR.meta, "md5": hashlib.md5(meta).hexdigest()}
 
 
 COMPOSE = v1.Compose([v1.Resize(20), v1.ToTensor(), v1.Normalize((0.5,), (0.5,))])
@@ -107,7 +131,16 @@ class Pairs(datasets.VisionDataset):
         return sample if self.transforms is None else self.transforms(*sample)
 
 
-MAKERS = [fashion, fashion_by_uri, folder, folder_by_uri, fake, bare, coco, joint]
+def mnist(root: Path) -> Any:
+    return datasets.MNIST(str(root / "digits"), True, COMPOSE)
+
+
+def cifar(root: Path) -> Any:
+    flipped = v1.Compose([v1.RandomHorizontalFlip(1.0), v1.ToTensor()])
+    return SmallCIFAR(str(root / "cifar"), False, flipped, lambda label: 9 - label)
+
+
+MAKERS = [fashion, fashion_by_uri, mnist, cifar, folder, folder_by_uri, fake, bare, coco, joint]
 
 
 @pytest.mark.parametrize("make", MAKERS)

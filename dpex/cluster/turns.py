@@ -290,15 +290,20 @@ class Turns:
 
     def _place_for(self, turn: _Turn) -> int | None:
         """Return the place of the first waiting chunk that a turn may be given."""
-        if turn.worker is not None and self._waited_for_since is not None:
-            waited_s = time.monotonic() - self._waited_for_since
-            if waited_s % (2 * _HELD_BACK_S) < _HELD_BACK_S:
-                return None
+        if self._held_back(turn):
+            return None
         owned = self._owned_streams() if self._streams and turn.worker is None else ()
         for place, chunk in enumerate(self._waiting):
             if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in owned):
                 return place
         return None
+
+    def _held_back(self, turn: _Turn) -> bool:
+        """Tell whether a turn with a stream leaves its CPU to another trainer's task."""
+        if turn.worker is None or self._waited_for_since is None:
+            return False
+        waited_for_s = time.monotonic() - self._waited_for_since
+        return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
     def _owned_streams(self) -> set[int]:
         """Return the workers whose streams a turn has."""
