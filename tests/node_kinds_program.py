@@ -38,6 +38,10 @@ def centred(images: torch.Tensor) -> torch.Tensor:
     return images - images.mean()
 
 
+def noisy(images: torch.Tensor) -> torch.Tensor:
+    return images + torch.rand(images.shape)
+
+
 def with_mask(image: Any, label: int) -> Any:
     """A picture, where it is bright, and its label."""
     pixels = tv_tensors.Image(v2.functional.pil_to_tensor(image))
@@ -49,6 +53,8 @@ FIXED = [v2.ToImage(), v2.Resize((6, 5))]
 JOINT = [with_mask, v2.RandomHorizontalFlip(1.0), v2.Resize((12, 10))]
 # Other options than the part before has, so that it is a stage of its own.
 STAGES = [to_tensor, Stage(darker, num_cpus=0.5), Stage(centred, batched=True)]
+CROPPED = [*FIXED, v2.RandomCrop(4)]
+RANDOM_STAGES = [*FIXED, Stage(v2.RandomCrop(4), num_cpus=0.5), Stage(noisy, batched=True)]
 
 
 def of_node(make: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -74,6 +80,7 @@ def kinds(cache: str) -> dict[str, Any]:
         "from_torchvision": on_node(of_node, apart, "digits", length=TEST),
         "joint transforms": MappedDataset(pictures, transforms=JOINT),
         "stages": MappedDataset(pictures, STAGES),
+        "random stages": MappedDataset(pictures, RANDOM_STAGES),
         "Parquet": on_node(of_node, Parquet, "rows", columns=COLUMNS, length=ROWS),
         "FashionMNIST in a store": FashionMNIST("s3://bucket/zipped", **digits),
         "ImageFolder in a store": ImageFolder("s3://bucket/pictures", to_tensor),

@@ -20,7 +20,6 @@ from idx_files import TRAINING, write_idx
 from torch.utils.data import DataLoader
 from torchvision import datasets
 from torchvision import transforms as v1
-from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
 from dpex.datasets import Parquet
@@ -114,7 +113,13 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
     report = pickle.loads(run(KINDS_PROGRAM, nodes, str(nodes.place / "cache")))
     assert "cannot be built in this process (KeyError: 'NODE_FILES')" in report.pop("here")
     ours = {name: result["epochs"] for name, result in report.items()}
-    drawn = ours.pop("random behind a cache")
+    drawn = {
+        name: (ours.pop(name), transforms)
+        for name, transforms in (
+            ("random behind a cache", program.CROPPED),
+            ("random stages", program.RANDOM_STAGES),
+        )
+    }
     here = expected(nodes.place / "one")
     assert ours.keys() == here.keys()
     for name, epochs in ours.items():
@@ -123,15 +128,16 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
     assert cached == ["cached in memory", "cached in a directory", "random behind a cache"]
 
     pictures = datasets.ImageFolder(str(nodes.place / "one" / "pictures"))
-    embedded: Any = DpexDataLoader(
-        MappedDataset(pictures, [*program.FIXED, v2.RandomCrop(4)]),
-        program.BATCH_SIZE,
-        num_workers=1,
-        generator=torch.Generator().manual_seed(0),
-        distribute_mode=True,
-        head_address="local",
-    )
-    assert_same(drawn, [list(embedded) for _ in range(2)])
+    for name, (epochs, transforms) in drawn.items():
+        embedded: Any = DpexDataLoader(
+            MappedDataset(pictures, transforms),
+            program.BATCH_SIZE,
+            num_workers=1,
+            generator=torch.Generator().manual_seed(0),
+            distribute_mode=True,
+            head_address="local",
+        )
+        assert_same((name, epochs), (name, [list(embedded) for _ in range(2)]))
 
 
 @pytest.mark.parametrize(
