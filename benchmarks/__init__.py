@@ -27,4 +27,15 @@ Files:
     benchmark_accuracy.py whole trainings: losses step by step, and accuracy
     benchmark_gpu.py      a ResNet-50's step at full speed: how much of it stands still
     benchmark_training_speed.py  training time, and what of it waits, on 1 to 8 nodes
+    benchmark_cached.py   photographs whose deterministic beginning is cached
+    benchmark_cold.py     from a process's start to its first batch; ``start_up.py`` is the script
+    benchmark_driver.py   the trainer's own cost of a batch, as epochs get longer
+    benchmark_kept.py     what ``cached`` keeps samples in, beside what it might have
+    benchmark_memory.py   the memory of eight workers; ``in_memory.py`` has the datasets
+    benchmark_on_node.py  bytes that leave the trainer's node, counted by ``linked_node.py``
+    benchmark_scale.py    samples a second as nodes join; ``scaling_model.py`` reckons on from it
+    benchmark_store.py    pictures from an S3 server, ``object_store.py``
+    benchmark_transport.py  batches of 38 MB beside a plain copy
+    benchmark_uint8.py    bytes that normalising late saves
+    benchmark_widen.py    the first batch as ``num_workers`` grows
 """
