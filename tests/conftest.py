@@ -20,7 +20,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import RANK_VARIABLES, wait_until
+from cluster_programs import PROGRAM_SECONDS, RANK_VARIABLES, wait_until
 
 if TYPE_CHECKING:
     from dpex.cluster.connect import Connection
@@ -46,6 +46,14 @@ LAYOUTS_WITH_PARTS = {
     torch.jagged: ("values", "offsets"),
 }
 DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give an extended test more time than its programs have, so that a hang is told by them."""
+    for item in items:
+        own = any(mark.name == "timeout" for mark in item.own_markers)
+        if item.get_closest_marker("extended") and not own:
+            item.add_marker(pytest.mark.timeout(PROGRAM_SECONDS + 100), append=False)
 
 
 @pytest.fixture(scope="session")

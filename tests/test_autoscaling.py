@@ -15,7 +15,6 @@ from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
 from torch.utils.data import DataLoader
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster_programs import run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 
 PROGRAM = Path(__file__).with_name("busy_program.py")
 
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 def test_a_loader_without_cpus_says_who_holds_them_and_waits() -> None:
     with workplace() as place:
-        done = run_program(PROGRAM, place=place, seconds=170, PYTHONPATH=str(PROGRAM.parent))
+        done = run_program(
+            PROGRAM, place=place, seconds=PROGRAM_SECONDS, PYTHONPATH=str(PROGRAM.parent)
+        )
         lines = done.stdout.splitlines()
         assert done.returncode == 0, done.stdout + done.stderr
         assert any("0 of 2 CPUs are free" in line and "Hog" in line for line in lines), done.stdout

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cluster_programs import (
+    PROGRAM_SECONDS,
     ROOT,
     Driver,
     DriverError,
@@ -29,7 +30,6 @@ from cluster_programs.trainers import LENGTH, Trainer
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.timeout(240),
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
@@ -83,7 +83,12 @@ def report(server: str) -> Iterator[dict[str, Any]]:
         (laptop / "beside_the_script.py").write_text(HELPER)
         out = laptop / "report.json"
         done = run_program(
-            Path(program), server, str(out), place=laptop, seconds=200, RAY_AUTH_MODE="disabled"
+            Path(program),
+            server,
+            str(out),
+            place=laptop,
+            seconds=PROGRAM_SECONDS,
+            RAY_AUTH_MODE="disabled",
         )
         assert done.returncode == 0, done.stdout + done.stderr
         yield json.loads(out.read_text())
@@ -161,7 +166,7 @@ def test_the_quickstart_runs_as_it_is(server: str) -> None:
     with workplace() as laptop:
         variables = {"RAY_ADDRESS": server, "RAY_AUTH_MODE": "disabled"}
         quickstart = ROOT / "examples" / "quickstart.py"
-        done = run_program(quickstart, place=laptop, seconds=150, **variables)
+        done = run_program(quickstart, place=laptop, seconds=PROGRAM_SECONDS, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [step.partition(":")[0] for step in done.stdout.splitlines()] == [
             f"epoch {epoch}, step {step}" for epoch in range(3) for step in (0, 10)

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import processes_in, rank_variables, torchrun, wait_until, workplace
+from cluster_programs import (
+    PROGRAM_SECONDS,
+    processes_in,
+    rank_variables,
+    torchrun,
+    wait_until,
+    workplace,
+)
 from cluster_programs.clusters import Cluster
 from cluster_programs.trainers import LENGTH, Trainer
 from ddp_program import CASES, EPOCHS
@@ -48,7 +55,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
             address, variables = cluster.address, cluster.variables
         program = Path(__file__).with_name("ddp_program.py")
         arguments = (program, str(place), address)
-        run = torchrun(*arguments, ranks=ranks, place=place, seconds=140, **variables)
+        run = torchrun(*arguments, ranks=ranks, place=place, seconds=PROGRAM_SECONDS, **variables)
         assert run.returncode == 0, run.stdout
         reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         assert address in {"auto", *(report["address"] for report in reports)}

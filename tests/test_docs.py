@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from cluster_programs import ROOT, run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, ROOT, run_program, workplace
 
 import dpex
 
@@ -44,14 +44,13 @@ def test_the_code_of_every_page_is_run() -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("page", [*GUIDES, *SKETCHES])
 def test_the_code_of_a_page_runs(page: str) -> None:
     given = [WHAT_THE_READER_HAS] if page in SKETCHES else []
     with workplace() as place:
         program = place / "page.py"
         program.write_text("\n".join(given + code_of(page)))
-        done = run_program(program, place=place, seconds=140)
+        done = run_program(program, place=place, seconds=PROGRAM_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

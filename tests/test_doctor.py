@@ -24,7 +24,6 @@ from cluster_programs.seeing import hiding, installed
 import dpex
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.extended,
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -38,7 +38,7 @@ pytestmark = [
 
 # When the process that started it is killed, Ray by itself leaves two agents for 100 s, and workers
 # that are just starting for 25 s.
-GONE_SECONDS = 20
+GONE_SECONDS = 60
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 

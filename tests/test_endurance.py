@@ -6,7 +6,6 @@ import endurance
 import pytest
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

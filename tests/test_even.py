@@ -13,7 +13,6 @@ from even_program import BATCHES, WORKERS
 PROGRAM = Path(__file__).with_name("even_program.py")
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_programs import (
+    PROGRAM_SECONDS,
     ROOT,
     processes_in,
     run_program,
@@ -21,14 +22,12 @@ from cluster_programs.stores import ENVIRONMENT, object_store
 from idx_files import TRAINING, digits, write_idx
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
 EXAMPLES = ROOT / "examples"
-SECONDS = 120
 GONE_SECONDS = 60
 # What others import, and what .ci/run itself runs.
 NOT_HERE = {"mnist", "ranks", "vectors", "digits", "demo"}
@@ -42,14 +41,14 @@ def place() -> Iterator[Path]:
 
 
 def run(name: str, *arguments: str, place: Path) -> str:
-    done = run_program(EXAMPLES / f"{name}.py", *arguments, place=place, seconds=SECONDS)
+    done = run_program(EXAMPLES / f"{name}.py", *arguments, place=place, seconds=PROGRAM_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def run_ranks(name: str, *arguments: str, place: Path, **variables: str) -> str:
     program = EXAMPLES / f"{name}.py"
-    done = torchrun(program, *arguments, ranks=2, place=place, seconds=SECONDS, **variables)
+    done = torchrun(program, *arguments, ranks=2, place=place, seconds=PROGRAM_SECONDS, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

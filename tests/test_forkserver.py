@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_programs import processes_in, run_program, spawn, wait_until, workplace
+from cluster_programs import (
+    PROGRAM_SECONDS,
+    processes_in,
+    run_program,
+    spawn,
+    wait_until,
+    workplace,
+)
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -54,7 +61,7 @@ for given in ("0" * len(secret), secret):
 
 def outcomes_of(*scenarios: str) -> list[Any]:
     with workplace() as place:
-        done = run_program(PROGRAM, *scenarios, place=place, seconds=150)
+        done = run_program(PROGRAM, *scenarios, place=place, seconds=PROGRAM_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
         return json.loads(done.stdout)

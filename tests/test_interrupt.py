@@ -17,7 +17,6 @@ EARLY_PROGRAM = Path(__file__).with_name("interrupt_early_program.py")
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 def test_the_loader_is_usable_after_an_interrupt_and_after_ray_s_end() -> None:
     with workplace() as place:
         waiting = place / "waiting"

@@ -23,7 +23,6 @@ from cluster_programs.links import Network, network
 from cluster_programs.trainers import LENGTH, SMALL_STORE, Drawn, Trainer, drawn, nodes_in
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),

@@ -24,7 +24,6 @@ SUMS = {
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)
 def test_what_stats_says_is_exported(tmp_path: Path) -> None:
     """Beside the packages that are here, with Ray's agents, which no other test is to have."""
     python, pip = environment_above(tmp_path / "installed")

@@ -12,7 +12,7 @@ from typing import Any
 import node_kinds_program as program
 import pytest
 import torch
-from cluster_programs import run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.stores import ENVIRONMENT, object_store
 from data_files import write_data_files
@@ -25,7 +25,7 @@ from dpex import DpexDataLoader
 from dpex.datasets import Parquet
 from dpex.transforms import MappedDataset
 
-pytestmark = [pytest.mark.extended, pytest.mark.multiprocess, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.extended, pytest.mark.multiprocess]
 
 FILES_PROGRAM = Path(__file__).with_name("node_data_program.py")
 KINDS_PROGRAM = Path(program.__file__)
@@ -56,7 +56,7 @@ def run(program: Path, nodes: Cluster, *arguments: str) -> bytes:
         *arguments,
         str(out),
         place=nodes.place,
-        seconds=200,
+        seconds=PROGRAM_SECONDS,
         **nodes.variables,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,6 @@ from cluster_programs.clusters import Cluster
 from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.multiprocess,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

@@ -72,7 +72,6 @@ def test_every_notebook_is_in_the_list() -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", sorted(NOTEBOOKS))
 def test_a_notebook_runs_from_top_to_bottom_and_back(name: str, place: Path) -> None:
     notebook = read(NOTEBOOKS[name])
@@ -194,7 +193,6 @@ loader = DpexDataLoader(Waiting(), batch_size=10, num_workers=2, distribute_mode
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
 def test_an_epoch_that_is_interrupted_can_be_run_again(kernel: Kernel, place: Path) -> None:
     kernel.run(IMPORTS)
     kernel.run(WAITING)
@@ -233,7 +231,6 @@ print(got[-1].item())
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
 def test_cells_are_run_and_changed_in_any_order(kernel: Kernel) -> None:
     kernel.run(IMPORTS)
     kernel.run("offset = 0")
@@ -255,7 +252,6 @@ def test_cells_are_run_and_changed_in_any_order(kernel: Kernel) -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("killed", [False, True], ids=["asked to end", "killed"])
 def test_a_kernel_is_restarted_in_mid_epoch(kernel: Kernel, place: Path, killed: bool) -> None:
     epoch = f"{IMPORTS}\noffset = 0\n{A_CLASS.format(factor=2)}{LOADERS}"

@@ -1172,7 +1172,6 @@ def test_what_is_defined_in_main() -> None:
         run_program(place, MAIN_PROGRAM)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.multiprocess
 @pytest.mark.extended
 def test_kept_batches_larger_than_the_object_store() -> None:

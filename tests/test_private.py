@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster_programs import run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 
 PROGRAM = Path(__file__).with_name("public_ray_program.py")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 @pytest.mark.extended
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
-        done = run_program(PROGRAM, "public", place=place, seconds=170, DPEX_PUBLIC_RAY_ONLY="1")
+        done = run_program(
+            PROGRAM, "public", place=place, seconds=PROGRAM_SECONDS, DPEX_PUBLIC_RAY_ONLY="1"
+        )
         assert "all as it should be" in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]

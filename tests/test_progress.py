@@ -560,7 +560,6 @@ def test_a_state_survives_torch_save_with_weights_only(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["fresh", "persistent"])
 def test_a_killed_trainer_goes_on_where_its_last_state_was_saved(mode: str) -> None:
     with workplace() as place:

@@ -217,7 +217,6 @@ def assert_it_works(environment_of: Path, place: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("packed_in", [wheel_in, sdist_in], ids=["wheel", "sdist"])
 def test_it_works_beside_the_dependencies_that_are_here(
     dist: Path, packed_in: Callable[[Path], Path]

@@ -16,7 +16,7 @@ import albumentations
 import numpy as np
 import pytest
 import torch
-from cluster_programs import run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
 from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
@@ -386,7 +386,6 @@ def test_what_no_node_has_is_told_in_iter(asks: dict[str, Any]) -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(240)
 def test_a_stage_with_a_gpu_runs_where_there_is_one_and_keeps_its_process() -> None:
     with workplace() as place:
         cluster = Cluster(place)
@@ -398,7 +397,7 @@ def test_a_stage_with_a_gpu_runs_where_there_is_one_and_keeps_its_process() -> N
             cluster.address,
             str(out),
             place=place,
-            seconds=200,
+            seconds=PROGRAM_SECONDS,
             RAY_AUTH_MODE="disabled",
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -344,9 +344,7 @@ def test_an_error_names_worker_and_place() -> None:
         list(loader)
 
 
-@pytest.mark.parametrize(
-    "times", [1, pytest.param(5, marks=[pytest.mark.extended, pytest.mark.timeout(180)])]
-)
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=[pytest.mark.extended])])
 def test_a_worker_that_dies_changes_nothing(assert_same: Same, tmp_path: Path, times: int) -> None:
     (marks := tmp_path / "marks").mkdir()
     arguments = {"batch_size": 2, "num_workers": 3}
@@ -356,7 +354,6 @@ def test_a_worker_that_dies_changes_nothing(assert_same: Same, tmp_path: Path, t
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(180)  # six processes start, one after the other
 def test_a_slow_stream_beside_one_that_dies_for_good(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(SlowBeside(marks, 6), 2, num_workers=2, **OURS)
@@ -382,7 +379,6 @@ def test_no_prefetching() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(180)  # some twenty processes start
 def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(Deadly(marks, 1000), 2, num_workers=2, **OURS)

@@ -15,7 +15,14 @@ import accelerate
 import pytest
 import torch
 import trainer_runs
-from cluster_programs import processes_in, run_program, torchrun, wait_until, workplace
+from cluster_programs import (
+    PROGRAM_SECONDS,
+    processes_in,
+    run_program,
+    torchrun,
+    wait_until,
+    workplace,
+)
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from trainer_runs import OURS, Points
@@ -27,7 +34,6 @@ from dpex.integrations.remaking import own_options, remake
 
 GONE_SECONDS = 60
 RANKS = 2
-SECONDS = 140
 
 
 def assert_the_same_steps(runs: dict[str, Any]) -> None:
@@ -41,7 +47,6 @@ def assert_the_same_steps(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("framework", trainer_runs.RUNS)
 @pytest.mark.usefixtures("shared_ray")
 def test_one_process_takes_the_same_steps(framework: str, tmp_path: Path) -> None:
@@ -51,7 +56,6 @@ def test_one_process_takes_the_same_steps(framework: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("shared_ray")
 def test_lightning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole = trainer_runs.lightning_checkpoints(trainer_runs.make_torchs, tmp_path, None)
@@ -82,22 +86,22 @@ def assert_every_rank_took_the_same_steps(
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("framework", trainer_runs.RUNS)
 def test_ranks_take_the_same_steps(framework: str, place: Path) -> None:
     program = Path(__file__).with_name("trainers_program.py")
-    run = torchrun(program, framework, str(place), ranks=RANKS, place=place, seconds=SECONDS)
+    run = torchrun(
+        program, framework, str(place), ranks=RANKS, place=place, seconds=PROGRAM_SECONDS
+    )
     assert_every_rank_took_the_same_steps(place, run)
 
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
     program = Path(__file__).with_name("ray_train_program.py")
-    run = run_program(program, str(place), place=place, seconds=SECONDS)
+    run = run_program(program, str(place), place=place, seconds=PROGRAM_SECONDS)
     assert_every_rank_took_the_same_steps(place, run)
 
 

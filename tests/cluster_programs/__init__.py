@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+# Extended tests run two at a time: only what hangs takes so long.
+PROGRAM_SECONDS = 300
 RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_RUN_ID",
