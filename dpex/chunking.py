@@ -34,7 +34,6 @@ class ChunkPlanner:
         num_workers: Cap on the number of parallel tasks.
         prefetch_factor: Batches per worker that may always be under way.
         prefetch_bytes: Bytes that may be under way beyond that.
-        free_cores: Processors for the tasks to begin with.
         claims_cpus: Whether Ray itself runs no more tasks than there are CPUs, so that all
             workers' tasks can be left to it once the first ones are warm.
     """
@@ -45,13 +44,12 @@ class ChunkPlanner:
         num_workers: int,
         prefetch_factor: int,
         prefetch_bytes: int,
-        free_cores: int = 1,
         claims_cpus: bool = False,
     ) -> None:
         self._num_workers = num_workers
         self._guaranteed = max(1, num_workers * prefetch_factor)
         self._prefetch_bytes = prefetch_bytes
-        self._free_cores = max(1, free_cores)
+        self._free_cores = 1
         self._claims_cpus = claims_cpus
         self._batch_seconds = 0.0
         self._batch_bytes = 0.0
@@ -60,7 +58,11 @@ class ChunkPlanner:
         self._issued = 0
 
     def begin(self, *, free_cores: int) -> None:
-        """Start an iteration: what is known of costs stays, the chunks begin small again."""
+        """Start an iteration: what is known of costs stays, the chunks begin small again.
+
+        Args:
+            free_cores: Processors for the tasks to begin with.
+        """
         self._free_cores = max(1, free_cores)
         self._issued = 0
 

@@ -249,7 +249,6 @@ class DpexDataLoader(DataLoader[T_co]):
             self.dataset,
             self.collate_fn,
             self.worker_init_fn,
-            num_workers=self.num_workers,
             auto_collation=self._auto_collation,
             skips_errors=self.on_error == "skip",
             drop_last=self.drop_last,
@@ -277,7 +276,7 @@ class DpexDataLoader(DataLoader[T_co]):
 
         Returns:
             Numbers, with a ``repr`` that says what bounds the training loop. Without workers on a
-            cluster only times, batches and samples are known.
+            cluster only times, batches, samples and what is under way are known.
         """
         epoch = self._progress.epoch
         return self._meter.stats(samples=epoch.samples if epoch else 0)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Subset
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
@@ -15,6 +14,7 @@ from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
 from dpex.pickling import Pickled, dump
+from dpex.reading import reads_batches
 from dpex.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker import (
     At,
@@ -40,7 +40,6 @@ class Job:
         dataset: The dataset.
         collate_fn: Makes a batch from a list of samples; None where a later stage does.
         worker_init_fn: Called with the worker id before a logical worker's first sample.
-        num_workers: Number of logical workers.
         auto_collation: Whether indices come in lists (torch's automatic batching).
         finishes: Whether there is no later stage.
         skips_errors: Whether a sample that cannot be read is left out.
@@ -50,7 +49,6 @@ class Job:
     dataset: Any
     collate_fn: Callable[[Any], Any] | None
     worker_init_fn: Callable[[int], None] | None
-    num_workers: int
     auto_collation: bool
     finishes: bool = True
     skips_errors: bool = False
@@ -211,7 +209,7 @@ def _fetch(
                 raise NothingLeft from error
             raise
         return collate(job.collate_fn, sample)
-    if _reads_batches(dataset):
+    if reads_batches(dataset):
         samples = _read_at_once(dataset, indices, key, position, failures)
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples))
@@ -235,16 +233,6 @@ def _fetch(
         return collate(job.collate_fn, failures.rest(samples))
 
     return copy.habits.reproducibly(key, position, attempt)
-
-
-def _reads_batches(dataset: Any) -> bool:
-    """Tell whether a dataset has a way of its own to read a batch.
-
-    torch's ``Subset`` always offers one, but may ask what it is of for one sample after the other.
-    """
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _read_at_once(

@@ -24,7 +24,7 @@ from dpex.pickling import Pickled, load
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Entry", "Frame", "FrameWriter", "read_frame"]
+__all__ = ["Entry", "Frame", "FrameWriter", "decode", "read_frame"]
 
 # Below this size a memcpy is cheaper than one more Arrow column.
 _OWN_COLUMN_BYTES = 1 << 20

@@ -408,12 +408,13 @@ class ClusterIter(_BaseDataLoaderIter):
         errors = receiver.take_errors()
         if errors:
             # Nothing new until it is known which chunk is lost.
-            self._errors = errors
+            self._errors.extend(errors)
             self._draining = True
         if self._waiting and quiet_at >= self._sent:
             self._recover()
         if not self._waiting:
             self._draining = False
+            self._errors = []
 
     def _recover(self) -> None:
         """Send lost batches again, each for a task of its own; one that is lost then is an error.
@@ -422,7 +423,7 @@ class ClusterIter(_BaseDataLoaderIter):
         """
         lost, self._waiting = self._waiting, {}
         self._draining = False
-        reason = "; ".join(self._errors) or "no reason known"
+        reason = "; ".join(dict.fromkeys(self._errors)) or "no reason known"
         self._errors = []
         no_room = _NO_ROOM in reason
         if no_room:
@@ -516,7 +517,7 @@ class ClusterIter(_BaseDataLoaderIter):
             f"{self._demand.next_batch}"
         )
         if self._session.alive:
-            reason = "; ".join(self._errors) or str(cause or "no reason known")
+            reason = "; ".join(dict.fromkeys(self._errors)) or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = f"the loader was closed, or Ray was shut down or lost, {where}"

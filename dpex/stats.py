@@ -19,7 +19,7 @@ _IN_TIME = 0.05
 class LoaderStats:
     """One epoch of a loader, until now.
 
-    Without workers on a cluster only the first five are known.
+    Without workers on a cluster only the first five and the last are known.
 
     Attributes:
         seconds: From ``iter()`` to the last ``next()``, or to the epoch's end.

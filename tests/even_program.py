@@ -1,10 +1,12 @@
-"""One of the trainers of ``test_even.py``, which says how far all are when it ends.
+"""One of the trainers of ``test_even.py``, which in its end says how far all are.
 
 Usage: even_program.py ADDRESS DIRECTORY RANK RANKS samples|streams
 
-With samples the trainers wait for one another's first batch.
+It says too how many calls its host has not answered. With samples the trainers wait for one
+another's first batch.
 """
 
+import asyncio
 import json
 import sys
 import time
@@ -54,6 +56,17 @@ class BusyStreams(IterableDataset[torch.Tensor]):
             yield self.samples[index]
 
 
+def open_questions(loader: Any) -> int:
+    """Return how many calls the loader's host has not answered yet."""
+    import ray
+
+    def count(host: Any) -> int:
+        (lane,) = host._lanes.values()
+        return len(asyncio.all_tasks(lane.get_loop()))
+
+    return int(ray.get(loader._cluster.session._host.actor.__ray_call__.remote(count)))
+
+
 def main() -> None:
     address, directory, own, ranks, kind = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     progress = [directory / f"progress{rank}" for rank in range(int(ranks))]
@@ -75,7 +88,8 @@ def main() -> None:
         for _ in batches:
             log.write(b".")
     sizes = [path.stat().st_size for path in progress]
-    (directory / f"ended{own}.json").write_text(json.dumps(sizes))
+    ended = {"batches": sizes, "open": open_questions(loader)}
+    (directory / f"ended{own}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

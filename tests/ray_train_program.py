@@ -5,6 +5,7 @@ Usage: ray_train_program.py DIRECTORY
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, SubsetRandomSampler
 from trainer_runs import BATCH_SIZE, EPOCHS, Line, Points, Seen, make_ours, make_torchs, train
 
 from dpex.integrations.ray_train import add_distributed_sampler
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
 
 
 def run(make: Any, prepare: Any) -> Any:
@@ -43,6 +49,9 @@ def train_loop(config: dict[str, Any]) -> None:
     }
     refusal({"sampler": SubsetRandomSampler(range(9))}, "own SubsetRandomSampler")
     refusal({"batch_sampler": BatchSampler(range(9), 3, False)}, "own BatchSampler")
+    stream = make_ours(Stream(), batch_size=3)
+    assert add_distributed_sampler(stream) is stream
+    assert ray.train.torch.prepare_data_loader(stream)._dataloader is stream
     path = Path(config["directory"], f"rank{dist.get_rank()}.json")
     path.write_text(json.dumps({"ray_train": reports}))
 

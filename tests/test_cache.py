@@ -40,6 +40,7 @@ from dpex.transforms import MappedDataset, Stage
 
 PROGRAM = Path(__file__).with_name("cache_program.py")
 OURS = {"distribute_mode": True, "head_address": "local"}
+SAMPLE = dump(torch.zeros(50_000, dtype=torch.uint8), "sample")
 
 Same = Callable[[Any, Any], None]
 
@@ -113,6 +114,27 @@ def test_all_workers_of_a_node_share_it(source: Logged, at: str | Path, assert_s
     torchs = DataLoader(dataset, 5, num_workers=2, collate_fn=list)
     assert_same(list(torchs), expected)
     assert source.made() == []
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("kind", [Logged, AtOnce])
+def test_what_collate_fn_draws_does_not_depend_on_what_is_found(
+    kind: type[Logged], tmp_path: Path, assert_same: Same
+) -> None:
+    def draws(samples: list[Any]) -> torch.Tensor:
+        return torch.rand(len(samples))
+
+    fixed = MappedDataset(kind(tmp_path / "log"), lambda value: np.asarray(value).sum())
+    epochs = []
+    for dataset in (fixed, (kept := cached(fixed, at=tmp_path / "cache")), kept):
+        generator = torch.Generator().manual_seed(1)
+        loader: Any = DpexDataLoader(
+            dataset, 8, num_workers=2, collate_fn=draws, generator=generator, **OURS
+        )
+        epochs.append(list(loader))
+    assert_same(epochs[2], epochs[1])
+    if kind is Logged:  # a batch that is read at once is seeded once, samples that are kept not
+        assert_same(epochs[1], epochs[0])
 
 
 def test_random_transforms_go_behind_it(source: Logged, tmp_path: Path) -> None:
@@ -433,6 +455,28 @@ def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
     assert hits == [b"0\n", b"1\n"]
 
 
+def test_a_later_job_finds_what_was_made_of_what_a_job_has_in_memory(tmp_path: Path) -> None:
+    program = (
+        "import sys; from cache_program import Arrays\n"
+        "from dpex.datasets import cached, on_node\n"
+        "built = on_node(Arrays, arrays_in_common=True)\n"
+        "dataset = cached(cached(cached(built, at=sys.argv[1]), at='memory'), at=sys.argv[2])\n"
+        "dataset[0]; print(dataset.info().hits)"
+    )
+    hits = []
+    for port in ("", "", "1", "65000"):
+        ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if port else {}
+        command = [sys.executable, "-c", program, str(tmp_path / "one"), str(tmp_path / "two")]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            check=True,
+            env=environment(tmp_path, PYTHONPATH=str(PROGRAM.parent), **ranks),
+        )
+        hits.append(int(done.stdout))
+    assert hits == [0, 1, 1, 1]
+
+
 @pytest.mark.extended
 def test_memory_is_given_back(tmp_path: Path) -> None:
     with workplace() as place:
@@ -502,8 +546,9 @@ def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
                 transaction.put(keys[3], b"no sample")
         assert read() == [29, 1]
         # As a machine leaves it that has lost power before all was on the disk.
-        (place / "synced").write_text("another-boot 1")
-        assert read() == [0, 30]
+        for note in ("another-boot 1", "another-boot", ""):
+            (place / "synced").write_text(note)
+            assert read() == [0, 30]
         (place / "v1" / "data.mdb").write_bytes(b"no database" * 1_000)
         assert read() == [0, 30]
 
@@ -519,20 +564,23 @@ def test_what_a_job_has_made_outlasts_the_machine(tmp_path: Path) -> None:
         assert done.stdout.split() == ["30", "0"], done.stderr
 
 
-def test_a_store_that_another_process_has_let_grow_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["read", "written"])
+def test_a_store_that_another_process_has_let_grow_is(then: str, tmp_path: Path) -> None:
     small = SampleStore(tmp_path / "cache", 1_000_000)
     with workplace() as elsewhere:
         done = run_program(*(PROGRAM, "grow", str(tmp_path / "cache")), place=elsewhere, seconds=60)
         assert done.returncode == 0, done.stderr
-    found, value = small.get(b"o" * 16, 1_999)
-    assert found
-    assert len(value) == 100_000
+    if then == "read":
+        found, value = small.get(b"o" * 16, 1_999)
+        assert found
+        assert len(value) == 100_000
+    else:
+        small.put(b"p" * 16, 0, SAMPLE)
+        assert small.get(b"p" * 16, 0)[0]
     small.close()
 
 
 # --- when it is full -----------------------------------------------------------------------------
-
-SAMPLE = dump(torch.zeros(50_000, dtype=torch.uint8), "sample")
 
 
 @pytest.fixture
@@ -606,6 +654,27 @@ def test_a_full_disk_costs_samples_only(tmp_path: Path) -> None:
         assert "the sample cache is full" in done.stderr
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
+def test_half_of_the_memory_that_is_free_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(small_disk(disk))
+        except subprocess.CalledProcessError:
+            pytest.skip("no file system can be mounted here")
+        monkeypatch.setattr(sample_store, "memory", lambda _: disk)
+        store = SampleStore(disk / "job", 1 << 30)
+        stack.callback(store.close)
+        small = dump(b"x" * 10_000, "sample")
+        for index in range(100):
+            store.put(b"o" * 16, index, small)
+        assert store.size()[0] > 10
+        left = os.statvfs(disk)
+        assert 0.4 < left.f_bavail / left.f_blocks < 0.6
+
+
 # --- who may read it -----------------------------------------------------------------------------
 
 
@@ -644,6 +713,7 @@ class Stream(IterableDataset[int]):
         (lambda: cached(range(3), at=3), TypeError, 'at must be "memory" or a directory, got 3'),  # type: ignore[arg-type]
         (lambda: cached(range(3), max_bytes=0), ValueError, "an integer > 0, got 0"),
         (lambda: cached(range(3), max_bytes=1.5), ValueError, "an integer > 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: cached(range(3), max_bytes=True), ValueError, "an integer > 0, got True"),
     ],
 )
 def test_bad_input_is_told_at_once(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from dpex.chunking import ChunkPlanner
 
 
-def planner(**changes: int) -> ChunkPlanner:
-    values = {
-        "num_workers": 2,
-        "prefetch_factor": 2,
-        "prefetch_bytes": 64 << 20,
-        "free_cores": 2,
-    }
-    return ChunkPlanner(**{**values, **changes})
+def planner(*, free_cores: int = 2, **changes: Any) -> ChunkPlanner:
+    values = {"num_workers": 2, "prefetch_factor": 2, "prefetch_bytes": 64 << 20}
+    p = ChunkPlanner(**{**values, **changes})
+    p.begin(free_cores=free_cores)
+    return p
 
 
 def observe(p: ChunkPlanner, *, ms: float, kilobytes: float, share: float = 1.0) -> None:
@@ -132,9 +130,7 @@ def test_tasks_that_wait_widen_to_num_workers() -> None:
 
 
 def test_where_ray_counts_cpus_all_workers_tasks_are_left_to_it_once_warm() -> None:
-    p = ChunkPlanner(
-        num_workers=8, prefetch_factor=2, prefetch_bytes=0, free_cores=1, claims_cpus=True
-    )
+    p = planner(num_workers=8, prefetch_bytes=0, free_cores=1, claims_cpus=True)
     assert p.parallel == 1
     observe(p, ms=10, kilobytes=1)
     assert p.parallel == 8

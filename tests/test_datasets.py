@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 import warnings
@@ -39,12 +40,12 @@ class Counted:
 
     built = 0
 
-    def __init__(self, length: int = 40) -> None:
+    def __init__(self, samples: int = 40) -> None:
         type(self).built += 1
-        self.length = length
+        self.samples = samples
 
     def __len__(self) -> int:
-        return self.length
+        return self.samples
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index, self.built
@@ -100,6 +101,20 @@ def test_forks_read_through_files_of_their_own(tmp_path: Path) -> None:
     assert torch.cat(list(loader)).tolist() == list(range(4_000))
 
 
+class Long(Counted):
+    """Takes arguments that are called as two of on_node's."""
+
+    def __init__(self, length: int, arrays_in_common: bool = False) -> None:
+        super().__init__(length)
+
+
+def test_a_class_may_have_parameters_that_are_called_as_on_nodes_are() -> None:
+    assert len(on_node(Long, 7)) == 7
+    assert len(on_node(functools.partial(Long, length=7), length=7)) == 7
+    with pytest.raises(NodeDataError, match=r"has 7 samples .* but 9"):
+        on_node(functools.partial(Long, length=7), length=9)[0]
+
+
 def test_a_length_that_is_given_builds_nothing_here() -> None:
     before = Counted.built
     assert len(on_node(Counted, 123, length=40)) == 40
@@ -124,6 +139,16 @@ def test_a_chain_goes_over_it() -> None:
         (lambda: on_node(Counted(3)), TypeError, "pass FashionMNIST, root=..., not"),  # type: ignore[arg-type]
         (lambda: on_node(Counted, length=-1), TypeError, "integer >= 0 or None, got -1"),
         (lambda: on_node(Counted, length=True), TypeError, "integer >= 0 or None, got True"),
+        (
+            lambda: on_node(Long, length=3),
+            TypeError,
+            "length=3 is on_node's, but",
+        ),
+        (
+            lambda: on_node(Long, 3, arrays_in_common=True),
+            TypeError,
+            "arrays_in_common=True is on_node's, but",
+        ),
         (
             lambda: on_node(datasets.ImageFolder, "/nowhere"),
             NodeDataError,

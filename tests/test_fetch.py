@@ -81,7 +81,6 @@ def read(
     values: dict[str, Any] = {
         "collate_fn": list,
         "worker_init_fn": None,
-        "num_workers": 3,
         "auto_collation": True,
     }
     pickled = dump(Job(dataset, **{**values, **job}), "loader")
@@ -287,7 +286,7 @@ def test_a_batch_that_cannot_be_pickled_names_its_part() -> None:
 
 
 def test_nothing_is_made_once_nobody_waits() -> None:
-    pickled = dump(Job(range(100), list, None, 1, True), "loader")
+    pickled = dump(Job(range(100), list, None, True), "loader")
     asked = iter([False, False, True])
     chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2], [3]], [0, 2, 3])
     made = list(fetch_chunk(chunk, lambda: load(pickled), "here", lambda: next(asked)))

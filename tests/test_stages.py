@@ -237,8 +237,14 @@ def test_so_does_what_it_draws_from_a_generator_of_its_own(staged: bool) -> None
         assert torch.equal(epoch, again)
 
 
-def test_a_subset_draws_as_what_it_is_of_does() -> None:
-    dataset = Subset(Subset(MappedDataset(Plain(60), noisy), range(10, 60)), range(2, 50))
+@pytest.mark.parametrize(
+    "around",
+    [lambda d: d, lambda d: MappedDataset(d, double), lambda d: on_node(lambda: d, length=48)],
+    ids=["alone", "mapped", "on node"],
+)
+def test_a_subset_draws_as_what_it_is_of_does(around: Callable[[Any], Any]) -> None:
+    inner = Subset(Subset(MappedDataset(Plain(60), noisy), range(10, 60)), range(2, 50))
+    dataset = around(inner)
     once = draws([], dataset)
     noise = once[0] - once[0].round()
     assert len(noise.unique()) == noise.numel(), "every sample draws for itself"

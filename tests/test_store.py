@@ -125,6 +125,42 @@ def test_an_oss_store_is_reached_by_variables_of_its_own(
     assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
 
 
+def test_an_oss_store_is_sent_no_credentials_of_amazons(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("OSS_ACCESS_KEY_ID", KEY),
+        ("OSS_ACCESS_KEY_SECRET", SECRET),
+        ("OSS_ENDPOINT", "127.0.0.1:9"),
+    ):
+        with pytest.raises(ValueError, match=f"oss:// needs {name} in the environment"):
+            ImageFolder("oss://bucket/pictures")
+        monkeypatch.setenv(name, value)
+
+
+def test_where_a_bucket_of_amazons_is_amazon_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    asked: list[str] = []
+
+    def region_of(bucket: str) -> str:
+        asked.append(bucket)
+        return "eu-north-1"
+
+    monkeypatch.setattr(pyarrow.fs, "resolve_s3_region", region_of)  # Amazon cannot be reached here
+
+    def region(uri: str) -> Any:
+        return Store(uri)._client()[0].region
+
+    assert region("s3://mine/x") == "eu-north-1"
+    assert region("s3://mine/x?region=us-west-2") == "us-west-2"
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    assert region("s3://mine/x") == "ap-south-1"
+    monkeypatch.delenv("AWS_REGION")
+    Store("s3://mine/x?endpoint_override=127.0.0.1:9")._client()
+    assert asked == ["mine"]
+
+
 @pytest.mark.usefixtures("shared_ray")
 def test_workers_read_the_store_themselves(
     bucket: Path, server: tuple[str, Path], assert_same: Same
@@ -323,12 +359,13 @@ def test_a_store_that_stays_busy_is_an_error(proxy: Proxy, monkeypatch: pytest.M
         Store("s3://bucket/pictures").read("b/z.png")
 
 
+@pytest.mark.parametrize("fault", ["denied", "elsewhere"])
 def test_a_refusal_is_told_at_once_and_shows_no_secret(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     dataset = ImageFolder("s3://bucket/pictures")
     before = len(proxy.requests)
-    proxy.faults = ["denied"] * 20
+    proxy.faults = [fault] * 20
     with pytest.raises(OSError, match=r"^s3://bucket/pictures/a/10.png cannot be read") as caught:
         dataset[0]
     assert len(proxy.requests) - before == 1, "asking again does not help"
@@ -423,7 +460,6 @@ def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
         (lambda _: Parquet("s3://bucket/rows", "number"), TypeError, "pass ['number']"),
         (lambda _: Parquet("s3://bucket/rows", []), ValueError, "one column at least"),
         (lambda _: Parquet("s3://bucket/rows", kept_groups=0), ValueError, ">= 1, got 0"),
-        (lambda _: ImageFolder("oss://bucket/x"), ValueError, "needs OSS_ENDPOINT"),
         (lambda place: Parquet(unlike(place)), ValueError, "b.parquet has columns ['y']"),
     ],
 )
@@ -512,6 +548,10 @@ def test_a_signed_uri_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
             Store("refuses://host/x?sig=hidden-one").is_file()
         assert "hidden" not in str(caught.value)
         assert caught.value.__suppress_context__, "which has it"
+    signed = Store("https://host/x?sig=hidden-one", fsspec.filesystem("https"))
+    assert signed.uri == "https://host/x"
+    assert repr(signed) == "Store('https://host/x')"
+    assert signed._client()[1] == "https://host/x?sig=hidden-one"
 
 
 def test_hidden_files_are_no_rows_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -541,6 +581,36 @@ def test_which_files_are_pictures_is_asked_with_the_whole_path(tmp_path: Path) -
     with pytest.raises(PIL.UnidentifiedImageError) as caught:
         dataset[2]
     assert caught.value.__notes__ == [f"{folder}/eel/2.bin was being read"]
+
+
+def test_a_class_may_be_empty_where_that_is_said(tmp_path: Path, assert_same: Same) -> None:
+    folder = empty_class(tmp_path)
+    torchs = datasets.ImageFolder(root=str(folder), allow_empty=True)
+    ours = ImageFolder(root=folder, allow_empty=True)
+    assert ours.class_to_idx == torchs.class_to_idx == {"cat": 0, "eel": 1}
+    assert ours.samples == torchs.samples
+    (folder / "cat" / "1.png").unlink()
+    assert len(ImageFolder(folder, allow_empty=True)) == 0
+    with pytest.raises(FileNotFoundError, match="has no pictures in folders"):
+        ImageFolder(folder / "cat", allow_empty=True)
+
+
+def test_too_large_a_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(PIL.Image.DecompressionBombError) as caught:
+        ImageFolder(empty_class(tmp_path), allow_empty=True)[0]
+    assert caught.value.__notes__ == [f"{tmp_path}/cat/1.png was being read"]
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_images_that_are_exchanged_travel(bucket: Path, assert_same: Same) -> None:
+    torchs = datasets.FashionMNIST(str(bucket / "digits"), transform=v1.ToTensor())
+    ours = FashionMNIST(root=bucket / "digits", transform=v1.ToTensor())
+    for dataset in (torchs, ours):
+        dataset.data, dataset.targets = 255 - dataset.data[:20], dataset.targets[:20]
+    expected = list(DataLoader(torchs, 5))
+    assert_same(list(DpexDataLoader(ours, 5, num_workers=2, **OURS)), expected)  # type: ignore[arg-type]
+    assert torch.equal(pickle.loads(pickle.dumps(ours)).data, torchs.data)
 
 
 def empty_class(place: Path) -> Path:

@@ -266,3 +266,18 @@ def test_one_rank_needs_no_distributed_sampler() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(Points(), num_replicas=2, rank=0)
     loader = make_loader(sampler=sampler)
     assert add_distributed_sampler(loader) is loader
+
+
+# --- transformers, without anything being started -------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["{num_cpus: 2}", "[1]", "2", ["num_cpus"]])
+def test_worker_options_of_another_type_are_told_at_once(options: Any, tmp_path: Path) -> None:
+    from dpex.integrations.transformers import DpexTrainingArguments
+
+    given = {"output_dir": str(tmp_path), "use_cpu": True}
+    arguments = DpexTrainingArguments(**given, dataloader_worker_options='{"num_cpus": 2}')
+    assert arguments.dataloader_worker_options == {"num_cpus": 2}
+    with pytest.raises(ValueError, match="must be a dict or a JSON object, got") as caught:
+        DpexTrainingArguments(**given, dataloader_worker_options=options)
+    assert repr(options) in str(caught.value)

@@ -14,8 +14,8 @@ import PIL.Image
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torchvision import datasets, tv_tensors
 from torchvision import transforms as v1
-from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
@@ -136,6 +136,21 @@ def test_targets_have_transforms_of_their_own() -> None:
     assert [dataset[index][1] for index in range(4)] == [10, 11, 12, 10]
 
 
+def test_targets_are_transformed_after_inputs() -> None:
+    """As torchvision does it, so that both draw the same numbers."""
+
+    def noisy(_: Any) -> torch.Tensor:
+        return torch.rand(())
+
+    given = {"transform": noisy, "target_transform": noisy}
+    torchs = datasets.FakeData(4, (3, 8, 8), **given)  # type: ignore[arg-type]
+    drawn = []
+    for dataset in (torchs, MappedDataset(datasets.FakeData(4, (3, 8, 8)), **given)):  # type: ignore[arg-type]
+        torch.manual_seed(3)
+        drawn.append(dataset[1])
+    assert drawn[0] == drawn[1]
+
+
 def test_joint_transforms_get_all_items(assert_same: Same) -> None:
     chain = [v2.RandomHorizontalFlip(p=1.0), v2.Resize((24, 20))]
     image, boxes = MappedDataset(Boxed(), transforms=chain)[3]
@@ -240,7 +255,9 @@ class Stream(IterableDataset[int]):
         (lambda: Stage(halve, num_gpus=-1), ValueError, "num_gpus must be >= 0, got -1"),
         (lambda: Stage(halve, num_cpus="2"), TypeError, "num_cpus must be a number, got '2'"),  # type: ignore[arg-type]
         (lambda: Stage(halve, resources={"ssd": -2}), ValueError, "ssd must be >= 0, got -2"),
+        (lambda: Stage(halve, resources="ssd"), TypeError, "a mapping or None, got 'ssd'"),  # type: ignore[arg-type]
         (lambda: Stage(halve, max_workers=0), ValueError, ">= 1 or None, got 0"),
+        (lambda: Stage(halve, max_workers=True), ValueError, ">= 1 or None, got True"),
         (lambda: Stage(halve, batched=1), TypeError, "batched must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: MappedDataset(Stream()), TypeError, "map-style dataset"),
         (

@@ -16,9 +16,9 @@ from dpex.cluster.turns import Assignment, Others, Turns
 Scenario = Callable[[Turns], Awaitable[None]]
 
 
-def play(scenario: Scenario) -> None:
+def play(scenario: Scenario, **options: bool) -> None:
     async def run() -> None:
-        turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None)
+        turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None, **options)
         turns.parallel = 4
         await scenario(turns)
 
@@ -236,7 +236,7 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
         turns.note_others(Others(wait=False, room=1))
         await turns.next_chunk("a", 0, 0)
         assert await turns.next_chunk("a", 1, 1) is not None
-        turns.note_others(Others(wait=True, room=1))
+        turns.note_others(Others(wait=True, room=0))
         assert await turns.next_chunk("a", 2, 2) is None
         assert await turns.next_chunk("b", 0, 0) is not None  # every turn has a chunk
 
@@ -273,6 +273,86 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(
         now += 6  # they need not wait for ever
         turns.note_others(Others(wait=True, room=0))
         assert await third is not None
+
+    play(scenario)
+
+
+def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock may pass the border while a chunk is handed out."""
+    times: list[float] = []
+
+    def monotonic() -> float:
+        return times.pop(0) if len(times) > 1 else times[0]
+
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=monotonic))
+
+    async def scenario(turns: Turns) -> None:
+        times[:] = [100.0]
+        turns.feed(b"chunk", alone=False, worker=0)
+        assert await turns.next_chunk("a", 0, 0) is not None
+        turns.note_others(Others(wait=True, room=0))
+        second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        for looks in range(1, 6):  # whichever look at the clock is the first one past the border
+            times[:] = [109.999] * looks + [110.001]
+            turns.feed(b"chunk", alone=False, worker=0)
+            await asyncio.sleep(0)
+            if second.done():
+                assert second.result() is not None
+                break
+            turns.drop()
+        times[:] = [116.0]
+        turns.feed(b"chunk", alone=False, worker=0)
+        assert await second is not None
+
+    play(scenario)
+
+
+def test_streams_are_not_held_back_for_a_process_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def scenario(turns: Turns) -> None:
+        nonlocal now
+        for _ in range(4):
+            turns.feed(b"chunk", alone=False, worker=0)
+        assert await turns.next_chunk("a", 0, 0) is not None
+        turns.note_others(Others(wait=True, room=1))  # there is a free CPU
+        assert await turns.next_chunk("a", 1, 1) is not None
+        now += 11  # but it is not what the other's task asks for
+        turns.note_others(Others(wait=True, room=1))
+        third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
+        await asyncio.sleep(0)
+        assert not third.done()
+        turns.note_others(None)
+        assert await third is not None
+
+    play(scenario)
+
+
+def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.feed(b"chunk", alone=False, worker=0)
+        turns.feed(b"chunk", alone=False, worker=0)
+        turns.note_others(Others(wait=True, room=0))
+        assert await turns.next_chunk("a", 0, 0) is not None
+        assert await turns.next_chunk("a", 1, 1) is not None
+
+    play(scenario, holds_resources=True)
+
+
+def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.feed(b"0", alone=False, worker=0)
+        assert await turns.next_chunk("a", 0, 0) is not None
+        turns.release()
+        turns.drop()  # the next iteration begins before its task has ended
+        turns.feed(b"1", alone=False, worker=1)
+        assert (await turns.next_chunk("b", 0, 0)) == Assignment(b"1", 0)
 
     play(scenario)
 

@@ -6,24 +6,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import ray
-import ray.data
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from dpex.cluster.client import fetched
 from dpex.cluster.embedded import settled
-from dpex.cluster.private import Block, bundle_iterator, leak_free_batch_iterator, ref_bundle
+from dpex.cluster.private import Block, data_iterator
 from dpex.frame import Entry, Frame, decode, read_frame
 
 __all__ = ["Arrival", "Receiver"]
 
 logger = logging.getLogger("dpex")
+
+_FETCHES = 4
 
 
 @dataclass(frozen=True)
@@ -65,32 +66,11 @@ class _Decode(ArrowBatchCollateFn):
         return Arrival(frame, batches, time.perf_counter() - started)
 
 
-class _HostedBlocks(ray.data.DataIterator):
-    """A Ray DataIterator whose block references come from the host.
-
-    Source:
-        The contract of ``ray.data.DataIterator``, as Ray's own split iterator meets it.
-    """
-
-    def __init__(self, replies: Iterator[list[Block]]) -> None:
-        self._replies = replies
-
-    def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
-        return bundle_iterator(ref_bundle(block) for blocks in self._replies for block in blocks)
-
-    def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        return leak_free_batch_iterator(super()._create_batch_iterator(*args, **kwargs))
-
-    def stats(self) -> str:
-        """Return nothing: the host's pipeline has no end to sum up."""
-        return ""
-
-    def schema(self) -> None:
-        """Return nothing: a frame's columns differ from block to block."""
-
-    def get_context(self) -> Any:
-        """Return the context that the iteration itself runs under."""
-        return ray.data.DataContext.get_current()
+def _fetched(replies: Iterable[list[Block]]) -> Iterator[pa.Table]:
+    """Fetch the blocks of each reply, some at a time; yields their tables in order."""
+    with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
+        for reply in replies:
+            yield from pool.map(ray.get, [ref for ref, _ in reply])
 
 
 class Receiver:
@@ -124,11 +104,13 @@ class Receiver:
         decode_block = _Decode(run, pin_memory, device_index)
         replies = self._replies(host, lane_key, run)
         arrivals: Iterator[Arrival]
-        if through_client:  # where Ray Data does not work
-            arrivals = map(decode_block, fetched(replies))
+        # Through a client Ray Data does not work.
+        blocks = None if through_client else data_iterator(replies)
+        if blocks is None:
+            arrivals = map(decode_block, _fetched(replies))
         else:
             arrivals = iter(
-                _HostedBlocks(replies).iter_torch_batches(
+                blocks.iter_torch_batches(
                     batch_size=None, prefetch_batches=0, collate_fn=decode_block
                 )
             )

@@ -1,30 +1,22 @@
-"""Ray Client: a trainer that is no node of the cluster, and the way its blocks come."""
+"""Ray Client: a trainer that is no node of the cluster."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpex.cluster.embedded import init_ray
 from dpex.cluster.local_nodes import probe, split
 from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from dpex.cluster.private import Block
-
-__all__ = ["SCHEME", "check_server", "fetched", "join_through_client"]
+__all__ = ["SCHEME", "check_server", "join_through_client"]
 
 SCHEME = "ray://"
 _ANSWER_SECONDS = 15.0
 # The server starts a process of its own for each client, with Ray and what dpex imports.
 _JOIN_SECONDS = 90.0
 _JOIN_TRIES = 3
-_FETCHES = 4
 
 
 def join_through_client(address: str, name: str) -> None:
@@ -99,19 +91,3 @@ def check_server(request: str) -> None:
             f"head_address={request!r}, but this process is connected to {SCHEME}{connected}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
-
-
-def fetched(blocks: Iterable[list[Block]]) -> Iterator[pa.Table]:
-    """Fetch blocks through Ray Client, some at a time.
-
-    Args:
-        blocks: The blocks of one reply after the other.
-
-    Yields:
-        The blocks' tables, in order.
-    """
-    import ray
-
-    with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
-        for reply in blocks:
-            yield from pool.map(ray.get, [ref for ref, _ in reply])

@@ -59,9 +59,10 @@ _forked_from_driver = False
 class Connection:
     """This process's Ray.
 
-    Args:
+    Attributes:
         kind: ``"existing"``, connected before dpex came; ``"cluster"``, connected by dpex;
-            ``"embedded"``, started by dpex for this process or this host's ranks.
+            ``"embedded"``, started by dpex for this process or this host's ranks; ``"client"``,
+            through Ray Client.
         address: Where the cluster's head answers, ``"ip:port"``.
         single_host: Whether every node that is alive is on this process's host, and batches can
             be made there.

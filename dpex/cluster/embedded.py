@@ -42,7 +42,6 @@ START_SECONDS = 120.0
 # What an embedded Ray does not need at once starts now, or when the first block has arrived.
 _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
-_TASK_EVENTS = "RAY_task_events_report_interval_ms"
 
 settled = threading.Event()
 """Set when the first block of an embedded Ray has arrived, and the cores are free for others."""
@@ -95,7 +94,7 @@ def start(fork_server: str | None = None) -> None:
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
         # Nobody looks at the list of tasks, for which every call is reported to the head: it keeps
         # 100,000 of them, 130 MB.
-        _TASK_EVENTS: os.environ.get(_TASK_EVENTS, "0"),
+        "RAY_task_events_report_interval_ms": "0",
         # Ray's workers give way to whatever else runs (nice 15); torch's do not.
         "RAY_worker_niceness": "0",
     }

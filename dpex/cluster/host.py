@@ -24,12 +24,12 @@ from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cp
 from dpex.cluster.stages import NAMESPACE, TURN, Pipeline, build, store_job
 from dpex.cluster.turns import Assignment, Others, Turns
 
-__all__ = ["Reply", "get_host"]
+__all__ = ["HostHandle", "get_host"]
 
 _QUIET_WAIT_S = 1.0
 _MAX_RECENT = 10_000
 # What Ray does not take back from a task that waits for an answer, as it does its CPUs.
-_HELD_WHILE_WAITING = frozenset({"num_gpus", "resources", "memory", "accelerator_type"})
+_HELD_WHILE_WAITING = frozenset({"resources", "memory", "accelerator_type"})
 
 
 @dataclass
@@ -158,7 +158,11 @@ class _Recent(OrderedDict[str, None]):
 
 
 class _Host:
-    """The actor's class. All methods are short, but ``take``, which waits for news."""
+    """The actor's class.
+
+    ``take``, ``over`` and ``next_chunk`` wait for what they tell, ``begin`` and ``close`` until
+    nothing is at work; the other methods are short.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
@@ -303,8 +307,10 @@ class _Host:
             waits = any(lane.turns.waits for lane in opened)
             if waits or any(lane.turns.in_run for lane in opened):
                 others = await loop.run_in_executor(None, ask_others, name, waits)
-                for lane in opened:
-                    lane.turns.note_others(others)
+            else:
+                others = None  # what is known now would be old when an iteration begins
+            for lane in opened:
+                lane.turns.note_others(others)
             await asyncio.sleep(POLL_S)
 
     def _note_error(self, text: str) -> None:

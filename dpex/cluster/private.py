@@ -8,7 +8,8 @@ What they buy is speed and seclusion, never results:
   (public: 100 ms polls, two actors beside it);
 * stages that are held back by nothing but their number of workers
   (public: also where Ray sees much on its way);
-* a block iterator that leaves no thread behind (public: one parked thread per iteration);
+* ``iter_torch_batches`` over blocks that another process refers to
+  (public: ``ray.get``);
 * dataset copies that share the object store's memory until they write to it
   (public: a copy in every worker process);
 * a host that keeps nothing of the blocks that were read
@@ -53,16 +54,14 @@ __all__ = [
     "Block",
     "LentBlocks",
     "StandingExecution",
-    "bundle_iterator",
     "client_server",
+    "data_iterator",
     "fast_executor_available",
-    "leak_free_batch_iterator",
     "lean_start",
     "limit_to_concurrency",
     "on_loopback",
     "private_mappings",
     "random_ids_untouched",
-    "ref_bundle",
     "reread_environment",
     "tune_host_process",
     "untouched_random_ids",
@@ -263,13 +262,81 @@ def random_ids_untouched() -> bool:
     return len(drawn) == 2
 
 
-def ref_bundle(block: Block) -> Any:
-    """Wrap a block reference as the unit that Ray's data iterators pass around."""
-    from ray.data.block import BlockMetadata
+@functools.cache
+def _data_iterator_class() -> Any:
+    """Return the class of what ``data_iterator`` returns, or None where names are missing."""
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return None
+    try:
+        from ray.data import DataContext, DataIterator
+        from ray.data._internal.execution.interfaces import RefBundle  # noqa: F401
+        from ray.data.block import BlockMetadata
+    except ImportError:
+        return None
+    to_bundles = getattr(DataIterator, "_to_ref_bundle_iterator", None)
+    if to_bundles is None or not hasattr(DataIterator, "_create_batch_iterator"):
+        return None
+    # Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
+    parts = len(get_args(inspect.signature(to_bundles).return_annotation))
+    beside_bundles = (None, False, None) if parts == 4 else (None, None)
 
-    ref, size_bytes = block
-    metadata = BlockMetadata(num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None)
-    return _bundle(ref, metadata, schema=None, owns_blocks=False)
+    class BlocksOfReplies(DataIterator):
+        """As Ray's own split iterator meets the contract of ``ray.data.DataIterator``."""
+
+        def __init__(self, replies: Iterator[list[Block]]) -> None:
+            self._replies = replies
+
+        def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
+            return (
+                _bundle(
+                    ref,
+                    BlockMetadata(
+                        num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
+                    ),
+                    schema=None,
+                    owns_blocks=False,
+                )
+                for blocks in self._replies
+                for ref, size_bytes in blocks
+            ), *beside_bundles
+
+        def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+            iterator = super()._create_batch_iterator(*args, **kwargs)
+            # With prefetch_batches=0 its prefetcher has nothing to do, but a thread, which would
+            # stay parked for ever, one for each iteration.
+            stop = getattr(getattr(iterator, "_prefetcher", None), "stop", None)
+            if stop is not None and hasattr(iterator, "_prefetch_blocks"):
+                stop()
+                iterator._prefetch_blocks = lambda bundles: (
+                    ref for bundle in bundles for ref in bundle.block_refs
+                )
+            return iterator
+
+        def stats(self) -> str:
+            """Return nothing: the host's pipeline has no end to sum up."""
+            return ""
+
+        def schema(self) -> None:
+            """Return nothing: a frame's columns differ from block to block."""
+
+        def get_context(self) -> Any:
+            """Return the context that the iteration itself runs under."""
+            return DataContext.get_current()
+
+    return BlocksOfReplies
+
+
+def data_iterator(replies: Iterator[list[Block]]) -> ray.data.DataIterator | None:
+    """Return a Ray ``DataIterator`` over blocks that others refer to.
+
+    Args:
+        replies: Blocks, some at a time.
+
+    Returns:
+        None where this Ray lacks a private name that it takes.
+    """
+    data_iterator_class = _data_iterator_class()
+    return None if data_iterator_class is None else data_iterator_class(replies)
 
 
 def _bundle(ref: ray.ObjectRef, metadata: Any, **options: Any) -> Any:
@@ -280,19 +347,6 @@ def _bundle(ref: ray.ObjectRef, metadata: Any, **options: Any) -> Any:
     except ImportError:  # older Ray: plain pairs
         return RefBundle([(ref, metadata)], **options)
     return RefBundle([BlockEntry(ref, metadata)], **options)
-
-
-def bundle_iterator(bundles: Iterator[Any]) -> tuple[Any, ...]:
-    """Return what ``DataIterator._to_ref_bundle_iterator`` returns, in this Ray's form.
-
-    Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
-    """
-    import ray.data
-
-    annotation = inspect.signature(ray.data.DataIterator._to_ref_bundle_iterator).return_annotation
-    if len(get_args(annotation)) == 4:
-        return bundles, None, False, None
-    return bundles, None, None
 
 
 def _blocks_of(bundle: Any) -> Iterator[Block]:
@@ -789,15 +843,3 @@ def _map_again(start: int, end: int, open_files: Path) -> _PrivateMapping:
         os.close(descriptor)
     mapping.offset = position - page
     return mapping
-
-
-def leak_free_batch_iterator(iterator: Any) -> Any:
-    """Stop a Ray ``BatchIterator``'s prefetcher, which with prefetch_batches=0 has nothing to do.
-
-    Its thread would stay parked for ever, one for each iteration.
-    """
-    stop = getattr(getattr(iterator, "_prefetcher", None), "stop", None)
-    if stop is not None and hasattr(iterator, "_prefetch_blocks"):
-        stop()
-        iterator._prefetch_blocks = lambda bundles: (r for b in bundles for r in b.block_refs)
-    return iterator

@@ -252,14 +252,18 @@ class Session:
             self._start()
             pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
             lane = self._lanes.new(run, pipeline)
-        receiver = Receiver(
-            self._host.actor,
-            lane.key,
-            run.key,
-            pin_memory=pin_memory,
-            through_client=self._connection.kind == "client",
-        )
-        return RemoteRun(self._host, lane, run.key, receiver, self._nodes)
+        try:
+            receiver = Receiver(
+                self._host.actor,
+                lane.key,
+                run.key,
+                pin_memory=pin_memory,
+                through_client=self._connection.kind == "client",
+            )
+            return RemoteRun(self._host, lane, run.key, receiver, self._nodes)
+        except BaseException:  # an interrupt: nobody else would know of it
+            self._lanes.drop(lane)
+            raise
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
@@ -321,11 +325,16 @@ class _Lanes:
             for lane in idle:
                 lane.busy = True  # nobody else's
         found = None
-        for lane in idle:
-            if found is None and lane.pipeline_key == pipeline.key and self._begin(lane, run):
-                found = lane
-            else:
-                self._drop(lane)
+        try:
+            for lane in idle:
+                if found is None and lane.pipeline_key == pipeline.key and self._begin(lane, run):
+                    found = lane
+                else:
+                    self.drop(lane)
+        except BaseException:  # an interrupt: nobody else would know of these
+            for lane in idle:
+                self.drop(lane)
+            raise
         return found
 
     def _begin(self, lane: _Lane, run: Run) -> bool:
@@ -342,8 +351,11 @@ class _Lanes:
             self._lanes.append(lane)
         return lane
 
-    def _drop(self, lane: _Lane) -> None:
+    def drop(self, lane: _Lane) -> None:
+        """End a pipeline."""
         with self._lock:
+            if lane not in self._lanes:
+                return
             self._lanes.remove(lane)
         self._host.actor.close.remote(lane.key)
 
@@ -351,7 +363,7 @@ class _Lanes:
         """End them all."""
         if self._host.alive:
             for lane in list(self._lanes):
-                self._drop(lane)
+                self.drop(lane)
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()

@@ -210,7 +210,7 @@ def make_batches(
     from dpex.frame import FrameWriter
 
     asking = _Asking(host_name, lane_key)
-    interest = _Interest(host_name, lane_key)
+    interest = _interest(host_name, lane_key)
     read_job = functools.partial(_read_job, job, job_key, host_name)
     while (assignment := asking.answer()) is not None:
         chunk = pickle.loads(assignment.payload)
@@ -303,9 +303,13 @@ class _Asking:
                 )
 
     def answer(self) -> Assignment | None:
-        """Return the next chunk; None at the end of the turn, or where there is no host."""
+        """Return the next chunk; None at the end of the turn, or where there is no host.
+
+        Raises:
+            ActorUnavailableError: The host cannot be reached.
+        """
         give_up_at: float | None = None
-        while give_up_at is None or time.monotonic() < give_up_at:
+        while True:
             self.ask()
             if self._answer is None:
                 return None
@@ -316,13 +320,14 @@ class _Asking:
             except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
                 self._answer = None
                 give_up_at = give_up_at or time.monotonic() + _HOST_AWAY_S
+                if time.monotonic() >= give_up_at:
+                    raise  # as a failure, for the host would take an end for its own
                 time.sleep(_ANSWER_S)
             else:
                 self._answer = None
                 if assignment is not None:
                     self._place = assignment.place + 1
                 return assignment
-        return None
 
     def _get(self, answer: ray.ObjectRef) -> Any:
         if self.keeps_cpu:
@@ -458,7 +463,7 @@ class _Interest:
 
 @functools.lru_cache(maxsize=4)
 def _interest(host_name: str, lane_key: str) -> _Interest:
-    """Return the one of this process: each block would leave a question open at the host."""
+    """Return the one of this process: each task would leave a question open at the host."""
     return _Interest(host_name, lane_key)
 
 

@@ -27,6 +27,8 @@ _WAITED_FOR_TURN_S = 1.0
 # A stream's turn goes on, and a task that has waited has its CPU again, free or not: where another
 # trainer's task waits those of streams get nothing for so long, then go on for as long.
 _HELD_BACK_S = 5.0
+# Where CPUs are free another trainer's task waits for its process, most likely, which loads torch.
+_PROCESS_STARTS_S = 10.0
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
@@ -158,7 +160,7 @@ class Turns:
         self.parallel = 1
         self.in_run = True
         self._others: Others | None = None
-        self._waited_for_since: float | None = None
+        self._waited_for_since = math.inf
 
     def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
         """Append a chunk.
@@ -184,9 +186,10 @@ class Turns:
         with self._lock:
             self._others = others
             if others is None or not others.wait:
-                self._waited_for_since = None
-            elif self._waited_for_since is None:
-                self._waited_for_since = time.monotonic()
+                self._waited_for_since = math.inf
+            else:
+                since = time.monotonic() + (_PROCESS_STARTS_S if others.room else 0.0)
+                self._waited_for_since = min(since, self._waited_for_since)
             self._hand_out()
 
     def _hand_out(self) -> None:
@@ -194,11 +197,10 @@ class Turns:
         while self._waiting:
             fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
             name = next(fitting, None)
-            if name is None:
+            # One that is held back from this very moment on waits for the next note.
+            if name is None or not self._advance(self._idle[name]):
                 break
-            turn = self._idle.pop(name)
-            self._advance(turn)
-            self._tell(turn)
+            self._tell(self._idle.pop(name))
 
     async def next_chunk(self, name: str, place: int, blocks: int) -> Assignment | None:
         """Answer a task.
@@ -265,7 +267,8 @@ class Turns:
 
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
-        turn_s = self._turn_s if self._waited_for_since is None else _WAITED_FOR_TURN_S
+        waited_for = time.monotonic() >= self._waited_for_since
+        turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
         late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
         late = late and turn.worker is None
         if self._closed or turn.alone or late or self._active > self.parallel:
@@ -300,9 +303,10 @@ class Turns:
 
     def _held_back(self, turn: _Turn) -> bool:
         """Tell whether a turn with a stream leaves its CPU to another trainer's task."""
-        if turn.worker is None or self._waited_for_since is None:
-            return False
         waited_for_s = time.monotonic() - self._waited_for_since
+        # What holds other resources is not patient: its turn would end, and another one begin.
+        if turn.worker is None or self._holds_resources or waited_for_s < 0:
+            return False
         return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
     def _owned_streams(self) -> set[int]:
@@ -333,9 +337,10 @@ class Turns:
         return self._fed
 
     def drop(self) -> None:
-        """Forget the chunks that no task has."""
+        """Forget the chunks that no task has, and what was lost of them."""
         with self._lock:
             self._waiting.clear()
+            self._releasing = False
 
     def release(self) -> None:
         """End the turns of the tasks that wait: one has failed for good."""

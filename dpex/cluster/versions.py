@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger("dpex")
 
+_ANSWER_SECONDS = 10.0
 # A cluster's nodes come from a handful of images: this many of them show what there is.
 _MAX_NODES_ASKED = 64
 # Ray forgets an uploaded package that no job names; ours is named by tasks only, and a node that
@@ -27,16 +28,13 @@ _PACKAGE_KEPT_SECONDS = 60 * 86_400
 Versions = dict[str, str | None]
 
 
-def check_nodes(
-    timeout_s: float = 10.0, *, single_host: bool, including: str = ""
-) -> dict[str, Any] | None:
+def check_nodes(*, single_host: bool, including: str = "") -> dict[str, Any] | None:
     """Compare Python, Ray, torch and dpex of the cluster's nodes with this process's.
 
     Every node with CPUs is asked by a task that claims none. A node that does not answer in time
     is left out: it is busy, which is no fault.
 
     Args:
-        timeout_s: Bound on the whole wait.
         single_host: Whether all nodes are on this host; where no node answers at all, dpex is
             taken to be missing on others, but not on this host.
         including: Id of a node that is asked even if it has no CPUs.
@@ -51,7 +49,7 @@ def check_nodes(
     """
     probe = _make_probe()
     here = probe()
-    answers = _ask_nodes(probe, timeout_s, including)
+    answers = _ask_nodes(probe, including)
     faults = [fault for node, there in answers for fault in _faults(node, there, here)]
     if faults:
         raise ClusterError("The cluster cannot run this process's tasks: " + " ".join(faults))
@@ -114,14 +112,12 @@ def _make_probe() -> Callable[[], Versions]:
     return versions
 
 
-def _ask_nodes(
-    probe: Callable[[], Versions], timeout_s: float, including: str
-) -> list[tuple[str, Versions]]:
+def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str, Versions]]:
     """Pairs of a node's address and what it answered; nodes that did not are left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _ANSWER_SECONDS
     nodes = [
         node
         for node in ray.nodes()
@@ -155,7 +151,7 @@ def _ask_nodes(
         else:
             answers.append((asked[ref], cast(Versions, answer)))
     for ref in late:
-        logger.debug("node %s did not tell its versions within %g s", asked[ref], timeout_s)
+        logger.debug("node %s did not tell its versions within %g s", asked[ref], _ANSWER_SECONDS)
         ray.cancel(ref)
     return answers
 

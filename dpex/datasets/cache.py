@@ -17,9 +17,9 @@ from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.node_memory import job_directory, job_name
 from dpex.datasets.sameness import same
 from dpex.pickling import dump
+from dpex.reading import read_at_once, reads_batches
 from dpex.seeding import generator_states, generators_kept, own_seeds_are, seed_generators
 from dpex.transforms.mapped import MappedDataset
-from dpex.transforms.reading import read_at_once
 from dpex.transforms.splitting import flattened, is_random
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class Cached(Dataset[Any]):
             raise TypeError(f"only a map-style dataset can be cached, got {dataset!r}")
         if not isinstance(at, str | Path):
             raise TypeError(f'at must be "memory" or a directory, got {at!r}')
-        if not isinstance(max_bytes, int) or max_bytes <= 0:
+        whole = isinstance(max_bytes, int) and not isinstance(max_bytes, bool)
+        if not whole or max_bytes <= 0:
             raise ValueError(f"max_bytes must be an integer > 0, got {max_bytes!r}")
         drawing = next(filter(is_random, _transforms_of(dataset)), None)
         if drawing is not None:
@@ -112,7 +113,7 @@ class Cached(Dataset[Any]):
             raise ImportError("cached() needs lmdb: pip install 'dpex[cache]'") from error
         self.dataset = dataset
         self._directory = None if at == "memory" else Path(at).expanduser().absolute()
-        self._job = job_name()
+        self._job = job_name() if self._directory is None else ""
         self._max_bytes = max_bytes
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
@@ -153,7 +154,7 @@ class Cached(Dataset[Any]):
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]] | None:
         """What reads a batch at once, where the dataset itself can."""
-        return self._samples if getattr(self.dataset, "__getitems__", None) else None
+        return self._samples if reads_batches(self.dataset) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
         looked_up = [self._store.get(self._owner, index) for index in indices]
@@ -162,7 +163,8 @@ class Cached(Dataset[Any]):
         count("cache_hits", len(indices) - len(missing))
         if missing and not self._checked:
             self._check(missing[0])
-        with own_seeds_are(0):
+        # What reads a batch may seed the generators for each of its samples.
+        with own_seeds_are(0), generators_kept():
             made = iter(read_at_once(self.dataset, missing) if missing else ())
         return [
             sample if found else self._kept(index, next(made))

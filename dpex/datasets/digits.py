@@ -26,7 +26,7 @@ class MNIST(LabelledPictures):
     one. Nothing is downloaded.
 
     Args:
-        uri: The folder that torchvision calls root (with ``MNIST/raw`` in it), or the one that
+        root: The folder that torchvision calls so (with ``MNIST/raw`` in it), or the one that
             has the files: a path, ``s3://bucket/path`` and so on; ``docs/datasets.md`` lists them.
         train: Whether the training set, or the test set.
         transform: For the image, one of PIL's, mode "L", 28x28.
@@ -56,7 +56,7 @@ class MNIST(LabelledPictures):
 
     def __init__(
         self,
-        uri: str | Path,
+        root: str | Path,
         train: bool = True,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
@@ -65,8 +65,9 @@ class MNIST(LabelledPictures):
     ) -> None:
         super().__init__(transform, target_transform)
         self.train = train
-        self._store = Store(uri, filesystem)
+        self._store = Store(root, filesystem)
         self._images: np.ndarray[Any, Any] | None = None
+        self._images_given = False
         self.targets = torch.from_numpy(self._read("labels-idx1-ubyte", 1)).long()
         self._labels_read = len(self.targets)  # targets may be exchanged for fewer
 
@@ -83,8 +84,8 @@ class MNIST(LabelledPictures):
         raise FileNotFoundError(f"{self._store.uri} has none of {', '.join(tried)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the images out, which every process reads for itself."""
-        return {**self.__dict__, "_images": None}
+        """Leave the images out, which every process reads for itself, unless they were assigned."""
+        return self.__dict__ if self._images_given else {**self.__dict__, "_images": None}
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -93,8 +94,13 @@ class MNIST(LabelledPictures):
 
     @property
     def data(self) -> torch.Tensor:
-        """Images, uint8 (N, 28, 28)."""
+        """Images, uint8 (N, 28, 28). Others that are assigned travel with the dataset."""
         return torch.from_numpy(self._pixels())
+
+    @data.setter
+    def data(self, images: torch.Tensor) -> None:
+        self._images = np.asarray(images)
+        self._images_given = True
 
     def _pixels(self) -> np.ndarray[Any, Any]:
         if self._images is None:

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from dpex.datasets.code_behind import code_behind, imports_in
+from dpex.datasets.node_memory import job_name
 from dpex.pickling import Pickled, dump
 
 __all__ = ["fingerprint"]
@@ -33,17 +34,21 @@ def fingerprint(obj: Any, version: str) -> bytes:
     """
     pickled = dump(obj, "dataset")
     digest = xxhash.xxh3_128(f"{platform.python_version()} {torch.__version__} {version}".encode())
-    digest.update(Pickled(_without_class_ids(pickled.head), pickled.buffers).digest.encode())
+    digest.update(Pickled(_without_names(pickled.head), pickled.buffers).digest.encode())
     for name, code in code_behind(_modules_named_in(pickled.head)):
         digest.update(f"{name} {len(code)} ".encode())
         digest.update(code)
     return digest.digest()
 
 
-def _without_class_ids(stream: bytes) -> bytes:
-    """Take out the random ids that cloudpickle gives to classes it pickles by value."""
+def _without_names(stream: bytes) -> bytes:
+    """Take out what is another name in every job, all of the same length.
+
+    That is this job's own, and the ids that cloudpickle gives to classes it pickles by value.
+    """
     # Where it keeps them elsewhere one day, such a class is another one in every process: a miss.
-    for name in list(getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", ())):
+    classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", ())
+    for name in (job_name(), *classes):
         stream = stream.replace(name.encode(), b"")
     return stream
 

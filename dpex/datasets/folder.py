@@ -24,22 +24,24 @@ class ImageFolder(LabelledPictures):
     The store is listed once, here; pictures are read in the worker.
 
     Args:
-        uri: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on;
+        root: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on;
             ``docs/datasets.md`` lists them.
         transform: For the picture, an RGB image of PIL's.
         target_transform: For the class's number.
-        is_valid_file: Which files are pictures, asked with ``uri`` and the path below it; those
+        is_valid_file: Which files are pictures, asked with ``root`` and the path below it; those
             with a picture's extension if None.
+        allow_empty: Whether a class may have no pictures.
         filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
 
     Attributes:
         classes: Their names, in order.
         class_to_idx: Their numbers.
         targets: The number of every sample's class, int64 (N,).
-        paths: The path of every sample's file below ``uri``.
+        paths: The path of every sample's file below ``root``.
 
     Raises:
-        FileNotFoundError: The folder is not there, has no folders, or one without pictures.
+        FileNotFoundError: The folder is not there, has no folders, or (unless ``allow_empty``) one
+            without pictures.
         OSError: The store refuses, or does not answer in several tries.
 
     Source:
@@ -48,21 +50,24 @@ class ImageFolder(LabelledPictures):
 
     def __init__(
         self,
-        uri: str | Path,
+        root: str | Path,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
         *,
         is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
         filesystem: Any = None,
     ) -> None:
         super().__init__(transform, target_transform)
-        self._store = Store(uri, filesystem)
+        self._store = Store(root, filesystem)
         wanted = is_valid_file or (lambda path: path.lower().endswith(_EXTENSIONS))
         files, folders = self._store.listing()
         paths = [path for path in files if "/" in path and wanted(f"{self._store.uri}/{path}")]
         names = {path.partition("/")[0] for path in paths}
         empty = sorted({path.partition("/")[0] for path in folders} - names)
-        if not paths or empty:
+        if allow_empty and empty:
+            names.update(empty)
+        elif empty or not paths:
             raise FileNotFoundError(
                 f"{self._store.uri} has no pictures in "
                 + (f"its folders {empty}" if paths else "folders, one for each class")
@@ -113,7 +118,7 @@ class ImageFolder(LabelledPictures):
         try:
             with Image.open(io.BytesIO(content)) as file:
                 return file.convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:  # which do not know the file's name
+        except Exception as error:  # which does not know the file's name
             error.add_note(f"{self._store.uri}/{self.paths[index]} was being read")
             raise
 

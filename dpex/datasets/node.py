@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -16,6 +17,7 @@ from dpex.datasets.node_memory import job_name
 from dpex.datasets.shared_arrays import forget_at_exit, share_arrays
 from dpex.errors import NodeDataError
 from dpex.pickling import dump
+from dpex.reading import reads_batches
 
 __all__ = ["OnNode", "on_node"]
 
@@ -55,7 +57,8 @@ def on_node(
 
     Raises:
         NodeDataError: ``length`` is not given, and the dataset cannot be built here.
-        TypeError: ``make`` cannot be called, or ``length`` is not an integer.
+        TypeError: ``make`` cannot be called, ``length`` is not an integer, or ``make`` has a
+            parameter of its own that is called ``length`` or ``arrays_in_common``.
 
     Source:
         The factory datasets that torch's documentation recommends for what cannot be pickled.
@@ -65,6 +68,12 @@ def on_node(
             f"make must be a class or a function, got {make!r}: pass FashionMNIST, root=..., not "
             "FashionMNIST(root=...)"
         )
+    for name, given in (("length", length), ("arrays_in_common", arrays_in_common or None)):
+        if given is not None and _has_parameter(make, name):
+            raise TypeError(
+                f"{name}={given!r} is on_node's, but {make!r} has a parameter {name!r} too: pass "
+                f"functools.partial(..., {name}=...) in place of make for that one"
+            )
     whole = isinstance(length, int) and not isinstance(length, bool)
     if length is not None and (not whole or length < 0):
         raise TypeError(f"length must be an integer >= 0 or None, got {length!r}")
@@ -141,7 +150,7 @@ class OnNode(Dataset[Any]):
     @property
     def __getitems__(self) -> Callable[[list[Any]], Any] | None:
         """What the dataset itself has for reading a batch at once."""
-        return getattr(self.built, "__getitems__", None)
+        return self.built.__getitems__ if reads_batches(self.built) else None
 
     def __repr__(self) -> str:
         """Show the call, but nothing that may be a secret."""
@@ -153,6 +162,16 @@ class OnNode(Dataset[Any]):
         shown = [f"{name}={_shown(name, value)}" for name, value in named]
         name = getattr(self._make, "__qualname__", type(self._make).__qualname__)
         return f"on_node({', '.join([name, *shown])})"
+
+
+def _has_parameter(make: Callable[..., Any], name: str) -> bool:
+    try:
+        parameter = inspect.signature(make).parameters.get(name)
+    except (TypeError, ValueError):  # what is written in C may not tell
+        return False
+    # Given by partial(), it has a value already.
+    bound = isinstance(make, functools.partial) and name in make.keywords
+    return parameter is not None and not bound
 
 
 def _shown(name: str, value: Any) -> str:

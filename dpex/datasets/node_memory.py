@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 import uuid
@@ -14,6 +15,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+import xxhash
 
 __all__ = [
     "claim",
@@ -35,10 +38,15 @@ _held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def job_name() -> str:
-    """Name what shares memory on a node: the ranks of one job, or this process alone."""
+    """Name what shares memory on a node: the ranks of one job, or this process alone.
+
+    Returns:
+        32 hexadecimal digits.
+    """
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-    ranks = "".join(os.environ.get(name, "") for name in names)
-    return "".join(filter(str.isalnum, ranks)) or _PROCESS
+    ranks = " ".join(filter(None, map(os.environ.get, names)))
+    # Always the same object, as a pickle of two that are equal is not that of one.
+    return sys.intern(xxhash.xxh3_128_hexdigest(ranks.encode())) if ranks else _PROCESS
 
 
 def memory(kind: str) -> Path:

@@ -58,6 +58,7 @@ class Parquet(Dataset[dict[str, Any]]):
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}: pass [{columns!r}]")
+        columns = None if columns is None else list(columns)
         if columns is not None and not columns:
             raise ValueError("columns must name one column at least, got none")
         if isinstance(kept_groups, bool) or not isinstance(kept_groups, int) or kept_groups < 1:
@@ -137,7 +138,7 @@ class Parquet(Dataset[dict[str, Any]]):
                     return pq.ParquetFile(source).read_row_group(group, columns=self.columns)
 
             self._read[number] = self._store.insist(whole, path)
-            while len(self._read) > max(1, self._kept_groups):
+            while len(self._read) > self._kept_groups:
                 self._read.popitem(last=False)
         self._read.move_to_end(number)
         return self._read[number]

@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ _MAX_READERS = 4096
 _STALE_S = 60.0
 _TOUCH_S = 10.0
 _SYNC_S = 5.0
+# The number of the last transaction where there was none.
+_NOTHING = "0"
 
 _open: dict[Path, tuple[int, SampleStore]] = {}
 
@@ -139,15 +142,14 @@ class SampleStore:
     def _may_be_damaged(self) -> bool:
         """Tell whether the machine may have died before all was on its disk."""
         boot, last = _boot_id(), str(self._environment.info()["last_txnid"])
-        note = self._directory / "synced"
         try:
-            noted_boot, noted = note.read_text().split()
+            noted_boot, noted = self._note.read_text().split()
         except (OSError, ValueError):
-            noted_boot = noted = ""
+            noted_boot = noted = _NOTHING
         if noted_boot == boot:
             return False
-        note.write_text(f"{boot} {last if noted == last else 0}")
-        return bool(noted_boot) and noted != last
+        self._write_note(boot, last if noted == last else _NOTHING)
+        return noted != last
 
     def _sync(self) -> None:
         """Have all that was written on the disk, and note how far that is."""
@@ -155,7 +157,18 @@ class SampleStore:
         if self._lasting:
             last = self._environment.info()["last_txnid"]
             self._environment.sync(True)
-            (self._directory / "synced").write_text(f"{_boot_id()} {last}")
+            self._write_note(_boot_id(), str(last))
+
+    @property
+    def _note(self) -> Path:
+        """The file that says in which run of the machine, and how far, all was on its disk."""
+        return self._directory / "synced"
+
+    def _write_note(self, boot: str, last: str) -> None:
+        aside = self._directory / f"synced.{os.getpid()}.{threading.get_ident()}"
+        with contextlib.suppress(OSError):  # a full disk; what is not noted is not believed
+            aside.write_text(f"{boot} {last}")
+            aside.replace(self._note)
 
     def grow(self, max_bytes: int) -> None:
         """Let the samples take as much as the loader that allows most."""
@@ -174,19 +187,19 @@ class SampleStore:
         if self._wrote_at is not None and time.monotonic() - self._wrote_at > _SYNC_S:
             self._sync()
         try:
-            try:
-                return self._found(_key(owner, index))
-            except lmdb.MapResizedError:  # by a process that may keep more
-                self._environment.set_mapsize(0)
-                return self._found(_key(owner, index))
+            with self._transaction(buffers=True) as transaction:
+                value = transaction.get(_key(owner, index))
+                return (False, None) if value is None else (True, _decoded(value))
         except Exception as error:  # in doubt it is made anew
             logger.warning("a cached sample cannot be read: %s: %s", type(error).__name__, error)
             return False, None
 
-    def _found(self, key: bytes) -> tuple[bool, Any]:
-        with self._environment.begin(self._samples, buffers=True) as transaction:
-            value = transaction.get(key)
-            return (False, None) if value is None else (True, _decoded(value))
+    def _transaction(self, **options: bool) -> Any:
+        try:
+            return self._environment.begin(self._samples, **options)
+        except lmdb.MapResizedError:  # by a process that may keep more
+            self._environment.set_mapsize(0)
+            return self._environment.begin(self._samples, **options)
 
     def put(self, owner: bytes, index: Any, pickled: Pickled) -> None:
         """Keep a sample, if there is room or room can be made."""
@@ -198,7 +211,7 @@ class SampleStore:
             return  # it would drive all others out
         reason = f"max_bytes={self._max_bytes:,}"
         try:
-            with self._environment.begin(self._samples, write=True) as transaction:
+            with self._transaction(write=True) as transaction:
                 if self._make_room(transaction, owner, len(value)):
                     transaction.put(_key(owner, index), value)
                     self._wrote_at = now
@@ -224,7 +237,8 @@ class SampleStore:
         if not self._lasting:
             # Ray's object store, and other jobs, need the memory too.
             disk = os.statvfs(self._directory)
-            if size > disk.f_bavail * disk.f_frsize // 2:
+            free = disk.f_bavail * disk.f_frsize
+            if used + size > (used + free) // 2:
                 return False
         return used + size <= self._max_bytes
 
@@ -268,7 +282,7 @@ class SampleStore:
 
     def size(self) -> tuple[int, int]:
         """Return how many samples it holds, whoever made them, and their bytes."""
-        with self._environment.begin() as transaction:
+        with self._transaction() as transaction:
             return int(transaction.stat(self._samples)["entries"]), self._used_bytes(transaction)
 
 

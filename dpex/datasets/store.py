@@ -33,8 +33,8 @@ _ANSWER_S = 60.0
 _GOOGLE_RETRIES = "retry_limit_seconds=10"
 # Asking again does not help; Arrow has one class of error for all that a store says.
 _FINAL = re.compile(
-    "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET|status 40[013]"
-    "|Could not create a OAuth2 access token"
+    "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET"
+    "|status 301|status 40[013]|Bucket '.*' not found|Could not create a OAuth2 access token"
 )
 # Where a name before "@" is no secret: of a container, or of who logs in with a key of his own.
 _NAMED = {"abfs", "abfss", "ftp", "hdfs", "sftp", "smb", "ssh", "wasb", "wasbs"}
@@ -47,8 +47,8 @@ _S3_OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 
 
-# The global generator is the samples'.
-_chance = random.Random()
+# The global generator is the samples', and one of ours would be the same in all forks.
+_chance = random.SystemRandom()
 
 
 class Store:
@@ -59,8 +59,8 @@ class Store:
 
     Args:
         uri: A folder, or a file: a path, ``file://``, ``s3://bucket/path``, ``gs://``, ``oss://``
-            (S3's protocol; endpoint and credentials from ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``
-            and ``OSS_ACCESS_KEY_SECRET``), or whatever else fsspec knows.
+            (S3's protocol; endpoint and credentials from ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``,
+            ``OSS_ACCESS_KEY_SECRET`` and ``OSS_SESSION_TOKEN``), or whatever else fsspec knows.
         filesystem: A ``pyarrow.fs.FileSystem``, or one of fsspec's, to be used as it is; ``uri``
             is then a path in it.
 
@@ -73,10 +73,11 @@ class Store:
         if filesystem is not None:
             # fsspec's have a way to write each path, in which they list their files too.
             strip = getattr(filesystem, "_strip_protocol", str)
-            self._whole = self.uri = strip(text).rstrip("/")
+            self._whole = strip(text).rstrip("/")
+            self.uri = _without_query(self._whole).rstrip("/")
         elif _is_uri(text):
             self._whole = text
-            self.uri = text.partition("?")[0].rstrip("/")
+            self.uri = _without_query(text).rstrip("/")
         else:
             self._whole = str(Path(uri).expanduser().absolute())
             self.uri = self._whole.rstrip("/")
@@ -214,7 +215,8 @@ class Store:
         raise AssertionError
 
     def _without_secrets(self, text: str) -> str:
-        secrets = [self._whole.partition("?")[2]]  # a signature, perhaps
+        query = self._whole.removeprefix(_without_query(self._whole)).removeprefix("?")
+        secrets = [query]  # a signature, perhaps
         for name, value in os.environ.items():
             if re.search("KEY|SECRET|TOKEN|PASSWORD", name) and len(value) >= 8:
                 secrets.append(value)
@@ -237,15 +239,16 @@ class Store:
                 given = pickle.loads(pickle.dumps(given))
             if not isinstance(given, pafs.FileSystem):
                 given = pafs.PyFileSystem(pafs.FSSpecHandler(given))
-            return given, self.uri
+            return given, self._whole
         if not _is_uri(self._whole):
             return pafs.LocalFileSystem(), self._whole
         parts = urlsplit(self._whole, allow_fragments=False)
         if parts.scheme == "file":
             return pafs.LocalFileSystem(), unquote(parts.path).rstrip("/")
         if parts.scheme in {"s3", "oss"}:
-            options = dict(parse_qsl(parts.query))
-            return _s3(parts.scheme, options), f"{parts.netloc}{parts.path}".rstrip("/")
+            client = _oss if parts.scheme == "oss" else _s3
+            options = _s3_options(parts.query)
+            return client(parts.netloc, options), f"{parts.netloc}{parts.path}".rstrip("/")
         if parts.scheme == "gs":
             query = parts.query or _GOOGLE_RETRIES
             found: tuple[pafs.FileSystem, str] = pafs.FileSystem.from_uri(
@@ -264,37 +267,73 @@ def _readers(_: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="dpex-store")
 
 
-def _s3(scheme: str, query: dict[str, str]) -> pafs.FileSystem:
-    import pyarrow.fs as pafs
-
-    unknown = sorted(query.keys() - _S3_OPTIONS.keys())
+def _s3_options(query: str) -> dict[str, Any]:
+    given = dict(parse_qsl(query))
+    unknown = sorted(given.keys() - _S3_OPTIONS.keys())
     if unknown:
         raise ValueError(f"the URI has {unknown}; known are {sorted(_S3_OPTIONS)}")
-    options = {name: _S3_OPTIONS[name](text) for name, text in query.items()}
+    return {name: _S3_OPTIONS[name](text) for name, text in given.items()}
+
+
+def _s3(bucket: str, options: dict[str, Any]) -> pafs.FileSystem:
+    import pyarrow.fs as pafs
+
     environment = os.environ
-    if scheme == "oss":
-        endpoint = environment.get("OSS_ENDPOINT", "")
-        options = {
-            "access_key": environment.get("OSS_ACCESS_KEY_ID"),
-            "secret_key": environment.get("OSS_ACCESS_KEY_SECRET"),
-            "force_virtual_addressing": True,
-            **options,
-        }
-    else:
-        endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL", "")
-    if endpoint and "endpoint_override" not in options:
-        kind, separator, address = endpoint.rpartition("://")
-        options |= {"endpoint_override": address} | ({"scheme": kind} if separator else {})
-    if scheme == "oss" and not options.get("endpoint_override"):
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL", "")
+    options = _addressed(options, endpoint)
+    told = options.keys() & {"endpoint_override", "region"}
+    if not told and not environment.keys() & {"AWS_REGION", "AWS_DEFAULT_REGION"}:
+        # Asked elsewhere, Amazon's store says where it is, and Arrow's client does not go there.
+        options["region"] = pafs.resolve_s3_region(bucket)
+    return _client_of(options)
+
+
+def _oss(_: str, options: dict[str, Any]) -> pafs.FileSystem:
+    environment = os.environ
+    for name in ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET"):
+        if not environment.get(name):
+            raise ValueError(
+                f"oss:// needs {name} in the environment: without it Amazon's credentials would be "
+                "sent there. For a bucket that is open to all pass filesystem="
+            )
+    options = _addressed(options, environment.get("OSS_ENDPOINT", ""))
+    if not options.get("endpoint_override"):
         raise ValueError("oss:// needs OSS_ENDPOINT in the environment: without it S3 is Amazon's")
-    strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
+    own = {
+        "access_key": environment["OSS_ACCESS_KEY_ID"],
+        "secret_key": environment["OSS_ACCESS_KEY_SECRET"],
+        "session_token": environment.get("OSS_SESSION_TOKEN"),
+        "force_virtual_addressing": True,
+    }
+    return _client_of({**own, **options})
+
+
+def _addressed(options: dict[str, Any], endpoint: str) -> dict[str, Any]:
+    """Add a store's address, ``"host:port"`` or ``"http://host:port"``, to options without one."""
+    if not endpoint or options.get("endpoint_override"):
+        return options
+    scheme, separator, host = endpoint.rpartition("://")
+    return options | {"endpoint_override": host} | ({"scheme": scheme} if separator else {})
+
+
+def _client_of(options: dict[str, Any]) -> pafs.FileSystem:
+    import pyarrow.fs as pafs
+
     return pafs.S3FileSystem(
-        retry_strategy=strategy, connect_timeout=_CONNECT_S, request_timeout=_ANSWER_S, **options
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=3),
+        connect_timeout=_CONNECT_S,
+        request_timeout=_ANSWER_S,
+        **options,
     )
 
 
 def _is_uri(text: str) -> bool:
     return "://" in text or "::" in text
+
+
+def _without_query(text: str) -> str:
+    """Take off what may be a signature; a path may well have a question mark in it."""
+    return text.partition("?")[0] if _is_uri(text) else text
 
 
 def _has_credentials(uri: str) -> bool:

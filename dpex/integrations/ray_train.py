@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex.dataloader import DpexDataLoader
@@ -24,7 +24,8 @@ def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
 
     Returns:
         A loader of this rank's share; shuffled if the given one is. The given one itself, if it
-        has a ``DistributedSampler``, or there is but one rank.
+        has a ``DistributedSampler``, if its dataset is an ``IterableDataset``, which divides its
+        stream among the ranks itself, or if there is but one rank.
 
     Raises:
         ValueError: It has a sampler of another kind, or a batch sampler, which a
@@ -34,7 +35,8 @@ def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
         ``ray.train.torch.prepare_data_loader``, Ray 2.60.
     """
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if ranks == 1 or isinstance(loader.sampler, DistributedSampler):
+    streams = isinstance(loader.dataset, IterableDataset)
+    if ranks == 1 or streams or isinstance(loader.sampler, DistributedSampler):
         return loader
     sampler = loader.sampler
     batched_by_others = loader.batch_size is None and loader.batch_sampler is not None

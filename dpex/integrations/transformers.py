@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class DpexTrainingArguments(TrainingArguments):
         dataloader_max_skipped: ``max_skipped``: how many of an epoch may be left out.
 
     Raises:
-        ValueError: ``dataloader_worker_options`` is a string and no JSON.
+        ValueError: ``dataloader_worker_options`` is neither a dict nor a JSON object.
 
     Source:
         ``dataloader_num_workers`` and its like in ``TrainingArguments``, transformers 5.23.
@@ -64,8 +65,16 @@ class DpexTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check the arguments, and read what came as JSON."""
-        if isinstance(self.dataloader_worker_options, str):
-            self.dataloader_worker_options = json.loads(self.dataloader_worker_options)
+        options = self.dataloader_worker_options
+        if isinstance(options, str):
+            with contextlib.suppress(ValueError):  # it is still a string
+                options = json.loads(options)
+        if options is not None and not isinstance(options, dict):
+            raise ValueError(
+                "dataloader_worker_options must be a dict or a JSON object, got "
+                f"{self.dataloader_worker_options!r}: pass '{{\"num_cpus\": 2}}', say"
+            )
+        self.dataloader_worker_options = options
         super().__post_init__()  # type: ignore[no-untyped-call]
 
 

@@ -28,7 +28,7 @@ class Chain:
             that. One with ``set_random_seed(seed)``, as theirs have it for the generators of their
             own, is seeded from torch's generator before every call.
         joint: Whether the transforms get all items and return all of them.
-        target_transform: Gets the second item, before the others.
+        target_transform: Gets the second item, after the others, as in torchvision's datasets.
     """
 
     def __init__(
@@ -56,9 +56,6 @@ class Chain:
             spent("transform_s", started)
 
     def _apply(self, sample: Any) -> Any:
-        if self.target_transform is not None:
-            first, second, *rest = sample
-            sample = _like(sample, [first, self.target_transform(second), *rest])
         for transform, keywords_only in zip(self.transforms, self._keywords_only, strict=True):
             # Copies of a generator of one's own all begin alike, in torch's workers too.
             if hasattr(transform, "set_random_seed"):
@@ -71,6 +68,9 @@ class Chain:
                 sample = _like(sample, [_call(transform, sample[0], keywords_only), *sample[1:]])
             else:
                 sample = _call(transform, sample, keywords_only)
+        if self.target_transform is not None:
+            first, second, *rest = sample
+            sample = _like(sample, [first, self.target_transform(second), *rest])
         return sample
 
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate
 
+from dpex.reading import read_at_once, reads_batches
 from dpex.seeding import begin_sample, one_deeper
 from dpex.transforms.chain import Chain
-from dpex.transforms.reading import read_at_once
 from dpex.transforms.stage import Stage
 
 __all__ = ["MappedDataset", "Part"]
@@ -111,7 +111,7 @@ class MappedDataset(Dataset[Any]):
     @property
     def __getitems__(self) -> Callable[[list[Any]], Any] | None:
         """What torch asks for a batch's samples at once, where the source knows how."""
-        return self._samples if getattr(self.source, "__getitems__", None) else None
+        return self._samples if reads_batches(self.source) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
         with one_deeper() as depth:

@@ -48,6 +48,8 @@ class Stage:
         if not isinstance(self.batched, bool):
             raise TypeError(f"batched must be True or False, got {self.batched!r}")
         amounts: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        if self.resources is not None and not isinstance(self.resources, Mapping):
+            raise TypeError(f"resources must be a mapping or None, got {self.resources!r}")
         amounts |= self.resources or {}
         for name, amount in amounts.items():
             if not isinstance(amount, int | float) or isinstance(amount, bool):
@@ -55,5 +57,6 @@ class Stage:
             if not amount >= 0:
                 raise ValueError(f"{name} must be >= 0, got {amount!r}")
         most: Any = self.max_workers
-        if most is not None and (not isinstance(most, int) or most < 1):
+        whole = isinstance(most, int) and not isinstance(most, bool)
+        if most is not None and (not whole or most < 1):
             raise ValueError(f"max_workers must be an integer >= 1 or None, got {most!r}")

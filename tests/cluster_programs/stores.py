@@ -43,6 +43,14 @@ def object_store(place: Path) -> Iterator[tuple[str, Path]]:
         server.wait()
 
 
+# How the proxy says no: status and S3's word for it.
+REFUSALS = {
+    "busy": (503, "SlowDown"),
+    "denied": (403, "AccessDenied"),
+    "elsewhere": (301, "PermanentRedirect"),
+}
+
+
 class Proxy:
     """Passes requests on, but for what is to go wrong.
 
@@ -52,7 +60,8 @@ class Proxy:
     Attributes:
         address: Its own.
         faults: How the next answers to requests for an object go wrong: ``"busy"`` (503),
-            ``"short"`` (less content than announced), ``"denied"`` (403), ``"reset"``.
+            ``"short"`` (less content than announced), ``"denied"`` (403),
+            ``"elsewhere"`` (301), ``"reset"``.
         delay_s: How late each answer comes.
         first_two: Where the first two requests for objects wait for one another, if they do.
         requests: Method and path of every request for an object.
@@ -84,10 +93,10 @@ class Proxy:
                     if proxy.first_two is not None and len(proxy.requests) <= 2:
                         proxy.first_two.wait(MEET_SECONDS)
                     fault = proxy.faults.pop(0) if proxy.faults else ""
-                if fault in {"busy", "denied"}:
-                    code = {"busy": "SlowDown", "denied": "AccessDenied"}[fault]
+                if fault in REFUSALS:
+                    status, code = REFUSALS[fault]
                     body = f"<Error><Code>{code}</Code></Error>".encode()
-                    return self.answer({"busy": 503, "denied": 403}[fault], {}, body)
+                    return self.answer(status, {}, body)
                 connection = http.client.HTTPConnection(behind, timeout=30)
                 connection.request(self.command, self.path, headers=dict(self.headers))
                 answer = connection.getresponse()

@@ -57,7 +57,7 @@ class Trainer:
         while node not in self._next()[1]:
             pass
 
-    def _next(self, seconds: float = 90) -> tuple[int, list[str]]:
+    def _next(self, seconds: float = 150) -> tuple[int, list[str]]:
         """Let it read one more batch; returns its number and the nodes that made it."""
         assert self.process.stdout is not None
         if self._stopped:
@@ -81,7 +81,7 @@ class Trainer:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
-    def finish(self, seconds: float = 150) -> dict[str, Any]:
+    def finish(self, seconds: float = 250) -> dict[str, Any]:
         """Let it read to the end and wait for it; returns what it wrote."""
         self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0

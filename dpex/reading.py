@@ -1,11 +1,23 @@
-"""Samples of another dataset, read as torch would read them."""
+"""How torch reads a batch: at once, where a dataset knows a way, or one sample after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["read_at_once"]
+from torch.utils.data import Subset
+
+__all__ = ["read_at_once", "reads_batches"]
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Tell whether a dataset has a way of its own to read a batch.
+
+    torch's ``Subset`` always offers one, but may ask what it is of for one sample after the other.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
 
 
 def read_at_once(dataset: Any, indices: list[Any]) -> Sequence[Any]:
