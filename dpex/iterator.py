@@ -159,13 +159,9 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _open_run(self) -> None:
         self._run = self._session.open(self._run_spec, self._job_key, pin_memory=self._pin_memory)
-        # Whatever becomes of this object, the workers stop.
-        self._finalizer = weakref.finalize(self, self._run.end, later=True)
-        self._finalizer.atexit = False
 
     def _end_run(self) -> None:
         if self._run is not None:
-            self._finalizer.detach()
             self._run.end()
             self._run = None
 

@@ -31,7 +31,7 @@ pytestmark = [
 
 GONE_SECONDS = 60
 # To read on to the end, when another rank has been killed.
-END_SECONDS = 60
+END_SECONDS = 150
 
 
 @pytest.fixture(

@@ -22,7 +22,7 @@ pytestmark = [
 
 
 DRAIN_SECONDS = 2
-USED_SECONDS = 30
+USED_SECONDS = 60
 # Ray ends a process that has lost its raylet, and one that has not reached the head for a minute.
 RAYLET_LOST_SECONDS = 30
 HEAD_LOST_SECONDS = 100
@@ -85,7 +85,7 @@ def test_a_worker_that_is_killed_changes_nothing(
 
 
 def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
-    trainers = [Trainer(cluster.place, cluster.address, length=5 * LENGTH) for _ in range(2)]
+    trainers = [Trainer(cluster.place, cluster.address, length=10 * LENGTH) for _ in range(2)]
     trainers[0].until(10)
     added = cluster.add("--num-cpus=2")
     joined = time.monotonic()

@@ -181,6 +181,8 @@ class _Host:
 
     async def open(self, lane_key: str, pipeline: Pipeline, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
+        if lane_key in self._closed and lane_key not in self._lanes:
+            return  # given up before it came, and nobody waits for it
         loop = asyncio.get_running_loop()
         opening = self._opening(lane_key)
         try:
@@ -197,6 +199,8 @@ class _Host:
         Returns:
             False if the lane is broken, or still at work for an iteration that was given up.
         """
+        if lane_key in self._closed:
+            return False
         lane = await self._opening(lane_key)
         deadline = time.monotonic() + _QUIET_WAIT_S
         while lane.turns.at_work and not lane.broken and time.monotonic() < deadline:
@@ -280,11 +284,12 @@ class _Host:
             await lane.over.wait()
 
     async def close(self, lane_key: str) -> None:
-        """End a pipeline."""
-        opening = self._opening(lane_key)
+        """End a pipeline; one that is still to be opened is not then."""
         self._closed.add(lane_key)
+        if lane_key not in self._lanes:
+            return
         try:
-            lane = await opening
+            lane = await self._lanes[lane_key]
         except Exception:  # it never opened, and has said so
             return
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import itertools
 import threading
@@ -54,11 +55,20 @@ _LARGE_BYTES = 100 << 20
 _numbers = itertools.count()
 
 
-@dataclass
+class _Claim:
+    """Held by whoever a pipeline works for: when it goes, by an interrupt too, that one is free."""
+
+
+@dataclass(eq=False)
 class _Lane:
     key: str
     pipeline_key: tuple[str, ...]
-    busy: bool
+    claim: weakref.ref[_Claim]
+    opened: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.claim() is not None
 
 
 @dataclass(frozen=True)
@@ -245,25 +255,22 @@ class Session:
             options=self._options,
             later=self._stored.later,
         )
+        claim = _Claim()
         try:
-            lane = self._lanes.idle(run, pipeline) or self._lanes.new(run, pipeline)
+            lane = self._lanes.idle(run, pipeline, claim) or self._lanes.new(run, pipeline, claim)
         except _HOST_LOST:
             self._host.lost = True
             self._start()
             pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
-            lane = self._lanes.new(run, pipeline)
-        try:
-            receiver = Receiver(
-                self._host.actor,
-                lane.key,
-                run.key,
-                pin_memory=pin_memory,
-                through_client=self._connection.kind == "client",
-            )
-            return RemoteRun(self._host, lane, run.key, receiver, self._nodes)
-        except BaseException:  # an interrupt: nobody else would know of it
-            self._lanes.drop(lane)
-            raise
+            lane = self._lanes.new(run, pipeline, claim)
+        receiver = Receiver(
+            self._host.actor,
+            lane.key,
+            run.key,
+            pin_memory=pin_memory,
+            through_client=self._connection.kind == "client",
+        )
+        return RemoteRun(self._host, lane.key, run.key, receiver, self._nodes, claim)
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
@@ -318,23 +325,19 @@ class _Lanes:
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
 
-    def idle(self, run: Run, pipeline: Pipeline) -> _Lane | None:
+    def idle(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Lane | None:
         """Return such a pipeline with nothing to do, made ready for ``run``, if there is one."""
         with self._lock:
             idle = [lane for lane in self._lanes if not lane.busy]
             for lane in idle:
-                lane.busy = True  # nobody else's
+                lane.claim = weakref.ref(claim)
         found = None
-        try:
-            for lane in idle:
-                if found is None and lane.pipeline_key == pipeline.key and self._begin(lane, run):
-                    found = lane
-                else:
-                    self.drop(lane)
-        except BaseException:  # an interrupt: nobody else would know of these
-            for lane in idle:
+        for lane in idle:
+            serves = lane.opened and lane.pipeline_key == pipeline.key
+            if found is None and serves and self._begin(lane, run):
+                found = lane
+            else:
                 self.drop(lane)
-            raise
         return found
 
     def _begin(self, lane: _Lane, run: Run) -> bool:
@@ -343,21 +346,21 @@ class _Lanes:
         except ray.exceptions.RayTaskError:  # it never opened
             return False
 
-    def new(self, run: Run, pipeline: Pipeline) -> _Lane:
+    def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Lane:
         """Start a pipeline that serves ``run`` first."""
-        lane = _Lane(uuid.uuid4().hex, pipeline.key, busy=True)
-        self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
+        lane = _Lane(uuid.uuid4().hex, pipeline.key, weakref.ref(claim))
         with self._lock:
             self._lanes.append(lane)
+        self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
+        lane.opened = True
         return lane
 
     def drop(self, lane: _Lane) -> None:
         """End a pipeline."""
-        with self._lock:
-            if lane not in self._lanes:
-                return
-            self._lanes.remove(lane)
+        # In this order: an interrupt between the two has it closed twice, which is nothing.
         self._host.actor.close.remote(lane.key)
+        with self._lock, contextlib.suppress(ValueError):
+            self._lanes.remove(lane)
 
     def close(self) -> None:
         """End them all."""
@@ -383,23 +386,33 @@ class RemoteRun:
     """One iteration, as the trainer's process sees it."""
 
     def __init__(
-        self, host: HostHandle, lane: _Lane, run: str, receiver: Receiver, nodes: Nodes
+        self,
+        host: HostHandle,
+        lane_key: str,
+        run: str,
+        receiver: Receiver,
+        nodes: Nodes,
+        claim: _Claim,
     ) -> None:
         self._host = host
-        self._lane = lane
+        self._lane_key = lane_key
         self._run = run
         self._nodes = nodes
+        self._claim: _Claim | None = claim
         self._began_at = time.monotonic()
-        self._over = False
         self._failure: BaseException | None = None
         self.receiver = receiver
+        # Whatever becomes of this object, the workers stop.
+        self._cancel = functools.partial(_cancel, host, lane_key, run)
+        self._finalizer = weakref.finalize(self, release_later, self._cancel)
+        self._finalizer.atexit = False
         _open_runs.add(self)
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.actor.feed.remote(
-            self._lane.key,
+            self._lane_key,
             self._run,
             chunks[0].number,
             payloads,
@@ -439,26 +452,20 @@ class RemoteRun:
         """Whether nodes, the host, or blocks that it owned died: a new pipeline can go on."""
         return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
 
-    def end(self, *, later: bool = False) -> None:
-        """Give the run up, finished or not; its pipeline is free for the next.
-
-        Args:
-            later: Whether this is called by a finalizer, which must not call Ray.
-        """
-        if not self._over:
-            self._over = True
+    def end(self) -> None:
+        """Give the run up, finished or not; its pipeline is free for the next."""
+        if self._finalizer.alive:
+            self._cancel()
+            self._finalizer.detach()
+            self._claim = None
             _open_runs.discard(self)
-            if later:
-                release_later(self._cancel)
-            else:
-                self._cancel()
-            self._lane.busy = False
 
-    def _cancel(self) -> None:
-        # A client may have lost its server and not know it yet.
-        with contextlib.suppress(Exception):
-            if ray.is_initialized():
-                self._host.actor.cancel.remote(self._lane.key, self._run)
+
+def _cancel(host: HostHandle, lane_key: str, run: str) -> None:
+    # A client may have lost its server and not know it yet.
+    with contextlib.suppress(Exception):
+        if ray.is_initialized():
+            host.actor.cancel.remote(lane_key, run)
 
 
 def _store_capacity() -> int:
