@@ -138,6 +138,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._waiting: dict[int, Sent] = {}
         self._stash: dict[int, Entry] = {}
         self._errors: list[str] = []
+        self._errors_came_at = 0
         self._losses = 0
         self._demand = self._make_demand()
         self._open_run()
@@ -287,8 +288,12 @@ class ClusterIter(_BaseDataLoaderIter):
         if not self._demand.delivered:
             if self._sampler_epochs.now != self._epoch_drawn_for:
                 # set_epoch() between iter() and the first next(): what was drawn is for another.
-                self._sampler_iter = iter(self._index_sampler)
-                self._begin()
+                try:
+                    self._sampler_iter = iter(self._index_sampler)
+                    self._begin()
+                except BaseException:  # an interrupt, or Ray has gone: there is no run
+                    self._give_up(None)
+                    raise
             self._sampler_epochs.begin()
         while True:
             self._fill()
@@ -311,7 +316,6 @@ class ClusterIter(_BaseDataLoaderIter):
             self.meter.skipped += 1
             logger.warning("sample %r is left out of batch %d: %s", index, entry.batch, error)
             if self.meter.skipped > self._loader_options.max_skipped:
-                self._end_run()
                 self._failure = KeptError(
                     TooManySkippedError(
                         f"{self.meter.skipped} samples of this epoch cannot be read, more than "
@@ -319,6 +323,7 @@ class ClusterIter(_BaseDataLoaderIter):
                         f"{index!r}: {error}. Mend the data, or allow more"
                     )
                 )
+                self._end_run()
                 self._failure.reraise()
 
     def _wait_for_batch(self) -> Entry:
@@ -405,12 +410,14 @@ class ClusterIter(_BaseDataLoaderIter):
         if errors:
             # Nothing new until it is known which chunk is lost.
             self._errors.extend(errors)
+            self._errors_came_at = self._sent
             self._draining = True
         if self._waiting and quiet_at >= self._sent:
             self._recover()
         if not self._waiting:
             self._draining = False
-            self._errors = []
+            if self._sent > self._errors_came_at:
+                self._errors = []  # the pipeline has worked since
 
     def _recover(self) -> None:
         """Send lost batches again, each for a task of its own; one that is lost then is an error.
@@ -418,6 +425,15 @@ class ClusterIter(_BaseDataLoaderIter):
         A task makes many batches: which of them killed it is not known before.
         """
         lost, self._waiting = self._waiting, {}
+        try:
+            self._send_one_by_one(list(lost.values()))
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # an interrupt, after which these batches would be left out
+            self._give_up(None)
+            raise
+
+    def _send_one_by_one(self, lost: list[Sent]) -> None:
         self._draining = False
         reason = "; ".join(dict.fromkeys(self._errors)) or "no reason known"
         self._errors = []
@@ -430,7 +446,7 @@ class ClusterIter(_BaseDataLoaderIter):
         one_by_one = 1 if no_room else None
         again: list[Chunk] = []
         again_alone: list[Sent] = []
-        for sent in joined_streams(lost.values()):
+        for sent in joined_streams(lost):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
                 continue
@@ -507,7 +523,6 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _give_up(self, cause: BaseException | None) -> DpexError:
         """Return the error that every further ``next()`` raises, too."""
-        self._end_run()
         where = (
             f"with {self._demand.under_way} batches outstanding; the next one is "
             f"{self._demand.next_batch}"
@@ -519,6 +534,7 @@ class ClusterIter(_BaseDataLoaderIter):
             text = f"the loader was closed, or Ray was shut down or lost, {where}"
         error = ChunkLostError(text)
         self._failure = KeptError(error)
+        self._end_run()
         return error
 
     def _timeout_text(self) -> str:

@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from living import (
 )
 
 from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
+from dpex.transforms import MappedDataset, Stage
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
@@ -70,6 +72,27 @@ def test_a_worker_that_dies_changes_nothing(tmp_path: Path, how: signal.Signals)
     assert [index for batch in disturbed for index, _ in batch] == list(range(200))
 
 
+class SlowlyKillsOnce(KillsOnce):
+    """Takes so long that its task looks whether the run is still wanted."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_goes_on_with_the_stages_in_its_task(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = tmp_path / "mark"
+    dataset = MappedDataset(SlowlyKillsOnce(mark, signal.SIGKILL), [Stage(lambda index: index)])
+    loader = loader_of(dataset, collate_fn=list, generator=torch.Generator().manual_seed(3))
+    with caplog.at_level("WARNING", "dpex"):
+        indices = [index for batch in loader for index, _ in batch]
+    assert mark.exists()
+    assert indices == [*range(200)]
+    assert "workers died" not in caplog.text, "the task knows what it has made"
+
+
 def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
     loader = loader_of(AlwaysKills())
     iterator = iter(loader)
@@ -77,6 +100,22 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
     with pytest.raises(ChunkLostError, match=r"batch 5 \(dataset indices \[50, 51, .*57, 58, 59"):
         next(iterator)
     assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
+
+
+@pytest.mark.extended
+def test_an_interrupt_while_lost_batches_are_sent_again_leaves_none_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    iterator: Any = iter(loader_of(AlwaysKills()))
+
+    def interrupted(*_: Any, **__: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(iterator, "_send_again", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    with pytest.raises(ChunkLostError, match="the next one is 5"):
+        next(iterator)
 
 
 @pytest.mark.parametrize(

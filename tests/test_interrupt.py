@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 from cluster_programs import environment, run_program, wait_until, workplace
+from torch.utils.data.distributed import DistributedSampler
 
-from dpex import DpexDataLoader
+from dpex import ChunkLostError, DpexDataLoader
 
 PROGRAM = Path(__file__).with_name("interrupt_program.py")
 EARLY_PROGRAM = Path(__file__).with_name("interrupt_early_program.py")
@@ -84,6 +87,113 @@ def test_an_interrupt_at_any_moment_leaves_no_pipeline_behind() -> None:
     assert interrupted > 10
     wait_until(lambda: pipelines(loader) <= 1, 30, "end of pipelines that nobody knows of")
     loader.close()
+
+
+class Slow:
+    """Samples that take a while, so that tasks are at work when an iteration is given up."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.03)
+        return index
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_an_iteration_that_did_not_begin_takes_nothing_from_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may still begin at the host, when the next one has."""
+    loader: Any = DpexDataLoader(
+        Slow(),  # type: ignore[arg-type]
+        batch_size=4,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+    )
+
+    def interrupted(_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    list(loader)
+    session = loader._cluster.session
+    [first] = session._lanes._lanes
+    with monkeypatch.context() as patch:
+        patch.setattr(session._nodes, "answered", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert torch.cat(list(loader)).tolist() == [*range(16)]
+    [second] = session._lanes._lanes
+    assert second is not first
+    loader.close()
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler: Any = DistributedSampler(Slow(), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    loader: Any = DpexDataLoader(
+        Slow(),  # type: ignore[arg-type]
+        batch_size=4,
+        sampler=sampler,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+    )
+    iterator = iter(loader)
+    sampler.set_epoch(1)  # what was drawn is drawn anew, in next()
+
+    def interrupted(*_: Any, **__: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader._cluster.session, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    for _ in range(2):
+        with pytest.raises(ChunkLostError, match="the next one is 0"):
+            next(iterator)
+    assert len(list(loader)) == 2
+    loader.close()
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader: Any = DpexDataLoader(
+        Slow(),  # type: ignore[arg-type]
+        batch_size=4,
+        num_workers=2,
+        distribute_mode=True,
+        head_address="local",
+    )
+    iterators = [iter(loader) for _ in range(3)]
+    [next(iterator) for iterator in iterators]
+    session = loader._cluster.session
+    keys = [lane.key for lane in session._lanes._lanes]
+    assert len(keys) == 3
+    drop, dropped = session._lanes._drop, []
+
+    def interrupted(lane: Any) -> None:
+        dropped.append(lane)
+        if len(dropped) == 2:
+            raise KeyboardInterrupt
+        drop(lane)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._lanes, "_drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.close()
+    session.close()
+    actor = session._host.actor
+
+    def left(host: Any) -> bool:
+        return bool(set(keys) & set(host._lanes))
+
+    import ray
+
+    wait_until(lambda: not ray.get(actor.__ray_call__.remote(left)), 30, "end of the pipelines")
 
 
 def pipelines(loader: Any) -> int:

@@ -104,7 +104,7 @@ class Receiver:
         decode_block = _Decode(run, pin_memory, device_index)
         replies = self._replies(host, lane_key, run)
         arrivals: Iterator[Arrival]
-        # Through a client Ray Data does not work.
+        # Through a client Ray Data does not work; elsewhere it may have other names.
         blocks = None if through_client else data_iterator(replies)
         if blocks is None:
             arrivals = map(decode_block, _fetched(replies))

@@ -111,17 +111,19 @@ class _Lane:
         """Return what is new since the last call, or None."""
         with self._lock:
             blocks, errors, quiet_at = list(self._blocks), list(self._errors), self._quiet_at
+            broken = self.broken
             self._blocks.clear()
             self._errors.clear()
-        if not (blocks or errors or self.broken or quiet_at != self._told_quiet_at):
+        if not (blocks or errors or broken or quiet_at != self._told_quiet_at):
             return None
         self._told_quiet_at = quiet_at
-        return Reply(blocks, quiet_at - self._first_chunk, self.broken, errors)
+        return Reply(blocks, quiet_at - self._first_chunk, broken, errors)
 
-    def note_error(self, text: str) -> None:
-        """Remember what made a task fail for good."""
+    def note_error(self, text: str, *, broken: bool = False) -> None:
+        """Remember what made a task fail for good, or ended the pipeline."""
         with self._lock:
             self._errors.append(text)
+            self.broken = self.broken or broken
         self.release()
         self._signal()
 
@@ -140,8 +142,7 @@ class _Lane:
         self._signal()
 
     def _take_end(self, error: BaseException) -> None:
-        self.broken = True
-        self.note_error(f"{type(error).__name__}: {error}")
+        self.note_error(f"{type(error).__name__}: {error}", broken=True)
 
     def _signal(self) -> None:
         self._loop.call_soon_threadsafe(self.changed.set)
@@ -160,8 +161,8 @@ class _Recent(OrderedDict[str, None]):
 class _Host:
     """The actor's class.
 
-    ``take``, ``over`` and ``next_chunk`` wait for what they tell, ``begin`` and ``close`` until
-    nothing is at work; the other methods are short.
+    ``take``, ``over`` and ``next_chunk`` wait for what they tell, ``begin`` and ``close`` for some
+    seconds that nothing is at work; the other methods are short.
     """
 
     def __init__(self) -> None:
@@ -205,7 +206,7 @@ class _Host:
         deadline = time.monotonic() + _QUIET_WAIT_S
         while lane.turns.at_work and not lane.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        if lane.broken or lane.turns.at_work:
+        if lane.broken or lane.turns.at_work or lane_key in self._closed:
             return False
         lane.begin(run)
         return True
@@ -284,7 +285,7 @@ class _Host:
             await lane.over.wait()
 
     async def close(self, lane_key: str) -> None:
-        """End a pipeline; one that is still to be opened is not then."""
+        """End a pipeline; one that is still to be opened never is."""
         self._closed.add(lane_key)
         if lane_key not in self._lanes:
             return

@@ -56,7 +56,30 @@ _numbers = itertools.count()
 
 
 class _Claim:
-    """Held by whoever a pipeline works for: when it goes, by an interrupt too, that one is free."""
+    """Held by who reads a run: when it goes, by an interrupt too, the run is given up."""
+
+    def __init__(self) -> None:
+        self._cancel: Callable[[], None] = lambda: None
+        self._finalizer: weakref.finalize[[Callable[[], None]], _Claim] | None = None
+
+    def lay(self, host: HostHandle, lane: _Lane, run: str) -> None:
+        """Say which run it is, before it begins."""
+        self._cancel = functools.partial(_cancel, host, lane.key, run)
+        self._finalizer = weakref.finalize(self, release_later, self._cancel)
+        self._finalizer.atexit = False
+
+    def give_up(self) -> None:
+        """Give the run up now."""
+        self._cancel()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+def _cancel(host: HostHandle, lane_key: str, run: str) -> None:
+    # A client may have lost its server and not know it yet.
+    with contextlib.suppress(Exception):
+        if ray.is_initialized():
+            host.actor.cancel.remote(lane_key, run)
 
 
 @dataclass(eq=False)
@@ -64,7 +87,8 @@ class _Lane:
     key: str
     pipeline_key: tuple[str, ...]
     claim: weakref.ref[_Claim]
-    opened: bool = False
+    # Whether it is known to have begun what it was last told to.
+    ready: bool = False
 
     @property
     def busy(self) -> bool:
@@ -312,8 +336,9 @@ class Session:
     def close(self) -> None:
         """Release pipelines and stored bytes; running tasks stop."""
         self._stored = None
-        if self._release.detach():
+        if self._release.alive:
             self._lanes.close()
+            self._release.detach()
 
 
 class _Lanes:
@@ -333,29 +358,33 @@ class _Lanes:
                 lane.claim = weakref.ref(claim)
         found = None
         for lane in idle:
-            serves = lane.opened and lane.pipeline_key == pipeline.key
-            if found is None and serves and self._begin(lane, run):
+            serves = lane.ready and lane.pipeline_key == pipeline.key
+            if found is None and serves and self._begin(lane, run, claim):
                 found = lane
             else:
-                self.drop(lane)
+                self._drop(lane)
         return found
 
-    def _begin(self, lane: _Lane, run: Run) -> bool:
-        try:
-            return bool(self._nodes.answered(self._host.actor.begin.remote(lane.key, run.key)))
-        except ray.exceptions.RayTaskError:  # it never opened
-            return False
+    def _begin(self, lane: _Lane, run: Run, claim: _Claim) -> bool:
+        # After an interrupt it may still begin this run when the next one has begun.
+        lane.ready = False
+        claim.lay(self._host, lane, run.key)
+        with contextlib.suppress(ray.exceptions.RayTaskError):  # it never opened
+            begins = self._host.actor.begin.remote(lane.key, run.key)
+            lane.ready = bool(self._nodes.answered(begins))
+        return lane.ready
 
     def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Lane:
         """Start a pipeline that serves ``run`` first."""
         lane = _Lane(uuid.uuid4().hex, pipeline.key, weakref.ref(claim))
         with self._lock:
             self._lanes.append(lane)
+        claim.lay(self._host, lane, run.key)
         self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
-        lane.opened = True
+        lane.ready = True
         return lane
 
-    def drop(self, lane: _Lane) -> None:
+    def _drop(self, lane: _Lane) -> None:
         """End a pipeline."""
         # In this order: an interrupt between the two has it closed twice, which is nothing.
         self._host.actor.close.remote(lane.key)
@@ -366,7 +395,7 @@ class _Lanes:
         """End them all."""
         if self._host.alive:
             for lane in list(self._lanes):
-                self.drop(lane)
+                self._drop(lane)
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
@@ -402,10 +431,6 @@ class RemoteRun:
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
         self.receiver = receiver
-        # Whatever becomes of this object, the workers stop.
-        self._cancel = functools.partial(_cancel, host, lane_key, run)
-        self._finalizer = weakref.finalize(self, release_later, self._cancel)
-        self._finalizer.atexit = False
         _open_runs.add(self)
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
@@ -454,18 +479,10 @@ class RemoteRun:
 
     def end(self) -> None:
         """Give the run up, finished or not; its pipeline is free for the next."""
-        if self._finalizer.alive:
-            self._cancel()
-            self._finalizer.detach()
+        if self._claim is not None:
+            self._claim.give_up()
             self._claim = None
             _open_runs.discard(self)
-
-
-def _cancel(host: HostHandle, lane_key: str, run: str) -> None:
-    # A client may have lost its server and not know it yet.
-    with contextlib.suppress(Exception):
-        if ray.is_initialized():
-            host.actor.cancel.remote(lane_key, run)
 
 
 def _store_capacity() -> int:

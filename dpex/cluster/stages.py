@@ -258,7 +258,8 @@ def transform_batches(
 
     frame = read_frame(table)
     interest = _interest(host_name, lane_key)
-    interest.in_run(frame.run)
+    if frame.run:  # not a block in place of one that had arrived
+        interest.in_run(frame.run)
     read_job = functools.partial(_read_job, job, job_key, host_name)
     writer = FrameWriter(frame.run, frame.chunk, frame.costs)
     batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)

@@ -163,9 +163,11 @@ class Cached(Dataset[Any]):
         count("cache_hits", len(indices) - len(missing))
         if missing and not self._checked:
             self._check(missing[0])
-        # What reads a batch may seed the generators for each of its samples.
-        with own_seeds_are(0), generators_kept():
-            made = iter(read_at_once(self.dataset, missing) if missing else ())
+        made: Iterator[Any] = iter(())
+        if missing:
+            # What reads a batch may seed the generators for each of its samples.
+            with own_seeds_are(0), generators_kept():
+                made = iter(read_at_once(self.dataset, missing))
         return [
             sample if found else self._kept(index, next(made))
             for index, (found, sample) in zip(indices, looked_up, strict=True)

@@ -71,8 +71,8 @@ def on_node(
     for name, given in (("length", length), ("arrays_in_common", arrays_in_common or None)):
         if given is not None and _has_parameter(make, name):
             raise TypeError(
-                f"{name}={given!r} is on_node's, but {make!r} has a parameter {name!r} too: pass "
-                f"functools.partial(..., {name}=...) in place of make for that one"
+                f"{name}={given!r} is on_node's, but {_name(make)} has a parameter {name!r} too: "
+                f"pass functools.partial(..., {name}=...) in place of it for that one"
             )
     whole = isinstance(length, int) and not isinstance(length, bool)
     if length is not None and (not whole or length < 0):
@@ -160,8 +160,11 @@ class OnNode(Dataset[Any]):
         except (TypeError, ValueError):
             named = [("", value) for value in self._args] + list(self._kwargs.items())
         shown = [f"{name}={_shown(name, value)}" for name, value in named]
-        name = getattr(self._make, "__qualname__", type(self._make).__qualname__)
-        return f"on_node({', '.join([name, *shown])})"
+        return f"on_node({', '.join([_name(self._make), *shown])})"
+
+
+def _name(make: Callable[..., Any]) -> str:
+    return str(getattr(make, "__qualname__", type(make).__qualname__))
 
 
 def _has_parameter(make: Callable[..., Any], name: str) -> bool:
