@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset, SubsetRandomSampler
 from trainer_runs import BATCH_SIZE, EPOCHS, Line, Points, Seen, make_ours, make_torchs, train
 
+from dpex import DpexDataLoader
 from dpex.integrations.ray_train import add_distributed_sampler
 
 
@@ -49,7 +50,7 @@ def train_loop(config: dict[str, Any]) -> None:
     }
     refusal({"sampler": SubsetRandomSampler(range(9))}, "own SubsetRandomSampler")
     refusal({"batch_sampler": BatchSampler(range(9), 3, False)}, "own BatchSampler")
-    stream = make_ours(Stream(), batch_size=3)
+    stream: Any = DpexDataLoader(Stream(), 3, num_workers=2, distribute_mode=True)
     assert add_distributed_sampler(stream) is stream
     assert ray.train.torch.prepare_data_loader(stream)._dataloader is stream
     path = Path(config["directory"], f"rank{dist.get_rank()}.json")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from cluster_programs import wait_until
 from living import (
     AlwaysKills,
     DividesByZero,
@@ -220,6 +221,21 @@ def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
     with pytest.raises(ChunkLostError):
         list(loader_of(AlwaysKills()))
     assert len(list(ours)) == 199
+
+
+def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk() -> None:
+    """It asks for that one while the block is stored."""
+    import ray
+
+    loader = loader_of(Plain(40))
+    iterator: Any = iter(loader)
+    next(iterator)
+    receiver = iterator._run.receiver
+    wait_until(lambda: receiver.quiet_at == iterator._sent, 30, "end of all chunks")
+    actor = iterator._session._host.actor
+    ray.get(actor.__ray_call__.remote(lambda host: host._note_error("a full disk")))
+    wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
+    assert len(list(iterator)) == 3
 
 
 def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:

@@ -322,7 +322,8 @@ class _Host:
     def _note_error(self, text: str) -> None:
         for opening in list(self._lanes.values()):
             if opening.done() and not opening.exception():
-                if opening.result().turns.at_work:
+                if opening.result().turns.in_run:
+                    # A task may ask for its next chunk, so not be at work, while it stores a block.
                     opening.result().note_error(text)
                 else:  # it may have been one that waits here
                     opening.result().release()
