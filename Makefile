@@ -33,7 +33,7 @@ demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with 
 
 .PHONY: test
 test: check ## check, then the tests (TEST_ARGS="-k parity")
-	$(RUN) -m pytest -m "not extended" $(TEST_ARGS)
+	$(RUN) -m pytest -m "not extended" --durations=15 $(TEST_ARGS)
 
 # Two at a time: most of them wait for processes that start or are found to be dead.
 .PHONY: test-extended

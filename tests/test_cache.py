@@ -455,6 +455,7 @@ def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
     assert hits == [b"0\n", b"1\n"]
 
 
+@pytest.mark.extended
 def test_a_later_job_finds_what_was_made_of_what_a_job_has_in_memory(tmp_path: Path) -> None:
     program = (
         "import sys; from cache_program import Arrays\n"

@@ -55,6 +55,7 @@ def test_ray_is_started_whole_or_not_at_all() -> None:
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("shared_ray")
 def test_an_interrupt_at_any_moment_leaves_no_pipeline_behind() -> None:
     loader: DpexDataLoader[Any] = DpexDataLoader(
