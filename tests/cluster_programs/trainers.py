@@ -6,7 +6,6 @@ import json
 import selectors
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from cluster_programs import environment, spawn
 
 PROGRAM = Path(__file__).parents[1] / "epoch_program.py"
 LENGTH = 600
-PAUSE_SECONDS = 0.5
 # Options for batches of 38 MB.
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
@@ -55,12 +53,9 @@ class Trainer:
             pass
 
     def until_from(self, node: str) -> None:
-        """Let it read on to a batch that a node made, wholly or in part.
-
-        Slowly: a node's first worker may begin seconds after another one's.
-        """
+        """Let it read on to a batch that a node made, wholly or in part."""
         while node not in self._next()[1]:
-            time.sleep(PAUSE_SECONDS)
+            pass
 
     def _next(self, seconds: float = 150) -> tuple[int, list[str]]:
         """Let it read one more batch; returns its number and the nodes that made it."""
