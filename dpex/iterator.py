@@ -424,9 +424,13 @@ class ClusterIter(_BaseDataLoaderIter):
 
         A task makes many batches: which of them killed it is not known before.
         """
-        lost, self._waiting = self._waiting, {}
+        self._resend(self._send_one_by_one)
+
+    def _resend(self, send: Callable[[list[Sent]], None]) -> None:
+        """Have what is under way sent again, all of it, or give the epoch up."""
+        lost, self._waiting = list(self._waiting.values()), {}
         try:
-            self._send_one_by_one(list(lost.values()))
+            send(lost)
         except Exception as error:
             self._fail(error)
         except BaseException:  # an interrupt, after which these batches would be left out
@@ -488,22 +492,18 @@ class ClusterIter(_BaseDataLoaderIter):
             failure,
             self._demand.next_batch,
         )
-        lost, self._waiting = list(self._waiting.values()), {}
-        try:
-            self._end_run()
-            self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
-            self._sent = 0
-            self._draining = False
-            self._errors = []
-            self._open_run()
-            for alone in (False, True):
-                sent_so = [sent for sent in lost if sent.alone == alone]
-                self._send_again([c for sent in sent_so for c in sent.rest()], alone=alone)
-        except Exception as error:
-            self._fail(error)
-        except BaseException:  # an interrupt, after which these batches would be left out
-            self._give_up(None)
-            raise
+        self._resend(self._send_to_another)
+
+    def _send_to_another(self, lost: list[Sent]) -> None:
+        self._end_run()
+        self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
+        self._sent = 0
+        self._draining = False
+        self._errors = []
+        self._open_run()
+        for alone in (False, True):
+            sent_so = [sent for sent in lost if sent.alone == alone]
+            self._send_again([c for sent in sent_so for c in sent.rest()], alone=alone)
 
     def _send_again(self, chunks: list[Chunk], **how: Any) -> None:
         if chunks:

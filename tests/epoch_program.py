@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import xxhash
+from cluster_programs import ask_host
 from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 from torch.utils.data.distributed import DistributedSampler
@@ -140,7 +141,7 @@ def node_of_host(loader: Any) -> str:
     def here(_: Any) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    return str(ray.get(loader._cluster.session._host.actor.__ray_call__.remote(here)))
+    return str(ask_host(loader, here))
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster_programs import ask_host
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dpex import DpexDataLoader
@@ -58,13 +59,12 @@ class BusyStreams(IterableDataset[torch.Tensor]):
 
 def open_questions(loader: Any) -> int:
     """Return how many calls the loader's host has not answered yet."""
-    import ray
 
     def count(host: Any) -> int:
         (lane,) = host._lanes.values()
         return len(asyncio.all_tasks(lane.get_loop()))
 
-    return int(ray.get(loader._cluster.session._host.actor.__ray_call__.remote(count)))
+    return int(ask_host(loader, count))
 
 
 def main() -> None:

@@ -637,15 +637,21 @@ def test_a_sample_larger_than_the_cache_is_made_anew_and_drives_nothing_out(
     assert other.info().hits == 1
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
-def test_a_full_disk_costs_samples_only(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    if os.getuid() != 0:
+        pytest.skip("mounting a file system takes root")
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(small_disk(disk))
+            stack.enter_context(small_disk(tmp_path / "disk"))
         except subprocess.CalledProcessError:
             pytest.skip("no file system can be mounted here")
-        place = stack.enter_context(workplace())
+        yield tmp_path / "disk"
+
+
+def test_a_full_disk_costs_samples_only(disk: Path) -> None:
+    with workplace() as place:
         for hits in (0, None):
             done = run_program(PROGRAM, "read", str(disk / "cache"), "", place=place, seconds=60)
             assert done.returncode == 0, done.stdout + done.stderr
@@ -655,19 +661,11 @@ def test_a_full_disk_costs_samples_only(tmp_path: Path) -> None:
         assert "the sample cache is full" in done.stderr
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system takes root")
 def test_half_of_the_memory_that_is_free_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = tmp_path / "disk"
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(small_disk(disk))
-        except subprocess.CalledProcessError:
-            pytest.skip("no file system can be mounted here")
-        monkeypatch.setattr(sample_store, "memory", lambda _: disk)
-        store = SampleStore(disk / "job", 1 << 30)
-        stack.callback(store.close)
+    monkeypatch.setattr(sample_store, "memory", lambda _: disk)
+    with contextlib.closing(SampleStore(disk / "job", 1 << 30)) as store:
         small = dump(b"x" * 10_000, "sample")
         for index in range(100):
             store.put(b"o" * 16, index, small)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from cluster_programs import wait_until
+from cluster_programs import ask_host, wait_until
 from living import (
     AlwaysKills,
     DividesByZero,
@@ -225,15 +225,12 @@ def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
 
 def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk() -> None:
     """It asks for that one while the block is stored."""
-    import ray
-
     loader = loader_of(Plain(40))
     iterator: Any = iter(loader)
     next(iterator)
     receiver = iterator._run.receiver
     wait_until(lambda: receiver.quiet_at == iterator._sent, 30, "end of all chunks")
-    actor = iterator._session._host.actor
-    ray.get(actor.__ray_call__.remote(lambda host: host._note_error("a full disk")))
+    ask_host(loader, lambda host: host._note_error("a full disk"))
     wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
     assert len(list(iterator)) == 3
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from cluster_programs import environment, run_program, wait_until, workplace
+from cluster_programs import ask_host, environment, run_program, wait_until, workplace
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import ChunkLostError, DpexDataLoader
@@ -55,24 +55,25 @@ def test_ray_is_started_whole_or_not_at_all() -> None:
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
 
 
+def loader_of(dataset: Any, **options: Any) -> Any:
+    return DpexDataLoader(
+        dataset, num_workers=2, distribute_mode=True, head_address="local", **options
+    )
+
+
+def interrupted(*_: Any, **__: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.extended
 @pytest.mark.usefixtures("shared_ray")
 def test_an_interrupt_at_any_moment_leaves_no_pipeline_behind() -> None:
-    loader: DpexDataLoader[Any] = DpexDataLoader(
-        range(40),  # type: ignore[arg-type]
-        batch_size=10,
-        num_workers=2,
-        distribute_mode=True,
-        head_address="local",
-    )
+    loader = loader_of(range(40), batch_size=10)
     expected = [batch.tolist() for batch in loader]
     assert expected == [[*range(first, first + 10)] for first in range(0, 40, 10)]
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
+    before = signal.signal(signal.SIGALRM, interrupted)
+    interrupts = 0
     try:
         for step in range(1, 31):
             try:
@@ -80,13 +81,13 @@ def test_an_interrupt_at_any_moment_leaves_no_pipeline_behind() -> None:
                 list(loader)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
-                interrupted += 1
+                interrupts += 1
             assert [batch.tolist() for batch in loader] == expected, step
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupted > 10
-    wait_until(lambda: pipelines(loader) <= 1, 30, "end of pipelines that nobody knows of")
+    assert interrupts > 10
+    wait_until(lambda: len(pipelines(loader)) <= 1, 30, "end of pipelines that nobody knows of")
     loader.close()
 
 
@@ -106,16 +107,7 @@ def test_an_iteration_that_did_not_begin_takes_nothing_from_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may still begin at the host, when the next one has."""
-    loader: Any = DpexDataLoader(
-        Slow(),  # type: ignore[arg-type]
-        batch_size=4,
-        num_workers=2,
-        distribute_mode=True,
-        head_address="local",
-    )
-
-    def interrupted(_: Any) -> NoReturn:
-        raise KeyboardInterrupt
+    loader = loader_of(Slow(), batch_size=4)
 
     list(loader)
     session = loader._cluster.session
@@ -135,19 +127,9 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampler: Any = DistributedSampler(Slow(), num_replicas=2, rank=0)  # type: ignore[arg-type]
-    loader: Any = DpexDataLoader(
-        Slow(),  # type: ignore[arg-type]
-        batch_size=4,
-        sampler=sampler,
-        num_workers=2,
-        distribute_mode=True,
-        head_address="local",
-    )
+    loader = loader_of(Slow(), batch_size=4, sampler=sampler)
     iterator = iter(loader)
     sampler.set_epoch(1)  # what was drawn is drawn anew, in next()
-
-    def interrupted(*_: Any, **__: Any) -> NoReturn:
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(loader._cluster.session, "open", interrupted)
@@ -162,13 +144,7 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
 
 @pytest.mark.usefixtures("shared_ray")
 def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader: Any = DpexDataLoader(
-        Slow(),  # type: ignore[arg-type]
-        batch_size=4,
-        num_workers=2,
-        distribute_mode=True,
-        head_address="local",
-    )
+    loader = loader_of(Slow(), batch_size=4)
     iterators = [iter(loader) for _ in range(3)]
     [next(iterator) for iterator in iterators]
     session = loader._cluster.session
@@ -176,30 +152,20 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
     assert len(keys) == 3
     drop, dropped = session._lanes._drop, []
 
-    def interrupted(lane: Any) -> None:
+    def drop_one(lane: Any) -> None:
         dropped.append(lane)
         if len(dropped) == 2:
-            raise KeyboardInterrupt
+            interrupted()
         drop(lane)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._lanes, "_drop", interrupted)
+        patch.setattr(session._lanes, "_drop", drop_one)
         with pytest.raises(KeyboardInterrupt):
             session.close()
     session.close()
-    actor = session._host.actor
-
-    def left(host: Any) -> bool:
-        return bool(set(keys) & set(host._lanes))
-
-    import ray
-
-    wait_until(lambda: not ray.get(actor.__ray_call__.remote(left)), 30, "end of the pipelines")
+    wait_until(lambda: not set(keys) & pipelines(loader), 30, "end of the pipelines")
 
 
-def pipelines(loader: Any) -> int:
-    """Return how many the loader's host has."""
-    import ray
-
-    actor = loader._cluster.session._host.actor
-    return int(ray.get(actor.__ray_call__.remote(lambda host: len(host._lanes))))
+def pipelines(loader: Any) -> set[str]:
+    """Return those that the loader's host has."""
+    return set(ask_host(loader, lambda host: list(host._lanes)))

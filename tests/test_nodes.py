@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_programs import processes_in, workplace
@@ -129,20 +130,22 @@ def test_nodes_are_chosen_by_label_or_resource(
     cluster.wait_until_gone(other)
 
 
+def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
+    """Return where each sample of an epoch was made that one worker makes, in several turns."""
+    length = SEVERAL_TURNS * LENGTH
+    alone = Trainer(
+        cluster.place, cluster.address, num_workers=1, worker_options=options, length=length
+    )
+    return [node for *_, node in alone.finish()["samples"]]
+
+
 def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Cluster) -> None:
     other = cluster.add("--num-cpus=4", "--labels=kind=spare")
     options = {
         "label_selector": {"kind": "lasting"},  # of one CPU
         "fallback_strategy": [{"label_selector": {"kind": "spare"}}],
     }
-    alone = Trainer(
-        cluster.place,
-        cluster.address,
-        num_workers=1,
-        worker_options=options,
-        length=SEVERAL_TURNS * LENGTH,
-    )
-    nodes = [node for *_, node in alone.finish()["samples"]]
+    nodes = nodes_of_one_worker(cluster, options)
     # When one task follows another, or another trainer's, that one's CPU may not be free again yet.
     assert nodes.count(other) < len(nodes) / 2
     # Longer than the first worker of a node takes to import torch.
@@ -163,14 +166,7 @@ def test_the_trainers_node_comes_first_or_last(first: str) -> None:
     with workplace() as place:
         cluster = Cluster(place, head_options=("--num-cpus=2", "--labels=trainer=yes"))
         other = cluster.add("--num-cpus=2")
-        alone = Trainer(
-            place,
-            cluster.address,
-            num_workers=1,
-            worker_options=options,
-            length=SEVERAL_TURNS * LENGTH,
-        )
-        nodes = [node for *_, node in alone.finish()["samples"]]
+        nodes = nodes_of_one_worker(cluster, options)
         at_home = nodes.count(cluster.head)
         assert (at_home > len(nodes) / 2) == (first == "yes"), at_home
         # Longer than the first worker of a node takes to import torch.

@@ -243,14 +243,16 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
     play(scenario)
 
 
-def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the turns take for the time: ``now``, in seconds."""
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
 
+
+def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNamespace) -> None:
     async def scenario(turns: Turns) -> None:
-        nonlocal now
         turns.note_others(Others(wait=True, room=0))
         for worker in (0, 0, 0, 1):
             turns.feed(b"chunk", alone=False, worker=worker)
@@ -259,7 +261,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(
         assert await turns.next_chunk("a", 0, 0) is not None  # all begin
 
         second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
-        now += 4
+        clock.now += 4
         turns.note_others(Others(wait=True, room=0))
         await asyncio.sleep(0)
         assert not second.done()
@@ -270,7 +272,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(
         third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
-        now += 6  # they need not wait for ever
+        clock.now += 6  # they need not wait for ever
         turns.note_others(Others(wait=True, room=0))
         assert await third is not None
 
@@ -310,20 +312,14 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
     play(scenario)
 
 
-def test_streams_are_not_held_back_for_a_process_that_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now))
-
+def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamespace) -> None:
     async def scenario(turns: Turns) -> None:
-        nonlocal now
         for _ in range(4):
             turns.feed(b"chunk", alone=False, worker=0)
         assert await turns.next_chunk("a", 0, 0) is not None
         turns.note_others(Others(wait=True, room=1))  # there is a free CPU
         assert await turns.next_chunk("a", 1, 1) is not None
-        now += 11  # but it is not what the other's task asks for
+        clock.now += 11  # but it is not what the other's task asks for
         turns.note_others(Others(wait=True, room=1))
         third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
         await asyncio.sleep(0)

@@ -134,6 +134,13 @@ def torchrun(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
+def ask_host(loader: Any, question: Callable[[Any], Any]) -> Any:
+    """Return what a function says of the host of a loader's pipelines, where it runs."""
+    import ray
+
+    return ray.get(loader._cluster.session._host.actor.__ray_call__.remote(question))
+
+
 def processes_in(place: Path) -> dict[int, str]:
     """Pid and command line of every process, zombies aside, that works in a directory."""
     found = {}
