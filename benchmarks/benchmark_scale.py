@@ -123,7 +123,7 @@ def costs_of_a_task(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, "scale", ["--rounds", "2", *sys.argv[1:]])
+    options = arguments(__doc__, "scale", ["--rounds", "1", *sys.argv[1:]])
     record = describe_machine("scale")
     record["settings"] = {
         "nodes": NODES,

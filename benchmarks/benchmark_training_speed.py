@@ -38,7 +38,7 @@ GOAL_OVER_TORCH = 1.05
 
 
 def main() -> None:
-    options = arguments(__doc__, "training_speed", ["--rounds", "3", *sys.argv[1:]])
+    options = arguments(__doc__, "training_speed", ["--rounds", "2", *sys.argv[1:]])
     record = describe_machine("training_speed")
     record["settings"] = {
         "step_s": STEP_S,

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import argparse
+import datetime
 import importlib.metadata
 import itertools
 import json
@@ -293,7 +294,7 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def describe_machine(case: str) -> dict[str, Any]:
-    """Begin a record: what ran, where, and how busy it was there."""
+    """Begin a record: what ran, when, where, and how busy it was there."""
     versions: dict[str, str | None] = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -303,6 +304,7 @@ def describe_machine(case: str) -> dict[str, Any]:
     return {
         "case": case,
         "command": command(case, sys.argv[1:]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         "versions": versions,
         "system": f"{platform.system()} {platform.machine()}",

@@ -166,8 +166,8 @@ def another_day(records: Iterable[Record], earlier: Iterable[Record]) -> str:
     return "\n".join(rows)
 
 
-def settings(records: Iterable[Record]) -> str:
-    """Say where the records come from, and how busy it was there."""
+def settings(records: Sequence[Record]) -> str:
+    """Say where and when the records were made, and how busy it was there."""
     places = {
         f"{record['cores']} cores ({record['cpu']}), Python {record['python']}, "
         f"torch {record['versions']['torch']}, Ray {record['versions']['ray']}"
@@ -175,9 +175,14 @@ def settings(records: Iterable[Record]) -> str:
     }
     loads = [record["load_before"][0] for record in records]
     return (
-        f"Measured on {'; '.join(sorted(places))}. "
+        f"Measured {days(records)} on {'; '.join(sorted(places))}. "
         f"The load average before each was {min(loads):.1f} to {max(loads):.1f}."
     )
+
+
+def days(records: Iterable[Record]) -> str:
+    """Name the days on which some records were made."""
+    return ", ".join(sorted({record["date"] for record in records}))
 
 
 def peers_table(records: Iterable[Record]) -> str:
