@@ -100,6 +100,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._published_at = time.monotonic()
         self._job_key = job_key
         self._generation = generations.open(self)
+        self._opening: Callable[[], RemoteRun] | None = None
         self._run: RemoteRun | None = None
         self._reset(loader, first_iter=True)
 
@@ -159,9 +160,18 @@ class ClusterIter(_BaseDataLoaderIter):
         )
 
     def _open_run(self) -> None:
-        self._run = self._session.open(self._run_spec, self._job_key, pin_memory=self._pin_memory)
+        """Have a run begin; ``_opened`` waits for it."""
+        self._opening = self._session.open(
+            self._run_spec, self._job_key, pin_memory=self._pin_memory
+        )
+
+    def _opened(self) -> None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            self._run = opening()
 
     def _end_run(self) -> None:
+        self._opening = None
         if self._run is not None:
             self._run.end()
             self._run = None
@@ -220,6 +230,7 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _flush(self) -> None:
         """Send what has been drawn."""
+        self._opened()
         self._flushed_at = time.monotonic()
         if self._unsent:
             try:
@@ -501,6 +512,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._draining = False
         self._errors = []
         self._open_run()
+        self._opened()
         for alone in (False, True):
             sent_so = [sent for sent in lost if sent.alone == alone]
             self._send_again([c for sent in sent_so for c in sent.rest()], alone=alone)

@@ -121,13 +121,34 @@ def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
 def test_a_task_does_not_wait_for_ever() -> None:
     async def scenario(turns: Turns) -> None:
         assert await turns.next_chunk("a", 0, 0) is None
-        turns.in_run = False
+        turns.begin(in_run=False)
         between_runs = asyncio.ensure_future(turns.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
         turns.release()
         assert await between_runs is None
         turns.close()
         assert await turns.next_chunk("c", 0, 0) is None
+
+    play(scenario)
+
+
+def test_an_iteration_that_begins_waits_for_no_task_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "_TURN_S", 0.0)
+
+    async def scenario(turns: Turns) -> None:
+        turns.begin(in_run=True)
+        feed(turns, b"0")
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        turns.begin(in_run=False)
+        turns.begin(in_run=True)
+        feed(turns, b"1", b"2")
+        assert payload_of(await waiting) == b"1"
+        assert await turns.next_chunk("a", 2, 2) is None
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"2"
 
     play(scenario)
 

@@ -88,7 +88,7 @@ class _Lane:
         self.over.set()
         self.over = asyncio.Event()
         self.run = run
-        self.turns.in_run = run is not None
+        self.turns.begin(in_run=run is not None)
         self._first_chunk = self.turns.fed
         self._early: dict[int, tuple[bytes, int | None, bool]] = {}
         self._blocks.clear()

@@ -96,6 +96,19 @@ class _Lane:
 
 
 @dataclass(frozen=True)
+class _Begins:
+    """A pipeline that was told to begin.
+
+    Attributes:
+        lane: The pipeline.
+        answer: Its host's; None for a new one, which serves what it was started for.
+    """
+
+    lane: _Lane
+    answer: ray.ObjectRef | None
+
+
+@dataclass(frozen=True)
 class _StoredJob:
     """The job that workers can read.
 
@@ -258,16 +271,17 @@ class Session:
             self._start()
             return bool(self._nodes.answered(self._host.actor.inherits.remote(key)))
 
-    def open(self, run: Run, job_key: str, *, pin_memory: bool) -> RemoteRun:
-        """Begin an iteration.
+    def open(self, run: Run, job_key: str, *, pin_memory: bool) -> Callable[[], RemoteRun]:
+        """Have an iteration begin.
 
         Args:
             run: The iteration.
             job_key: What ``store`` returned.
             pin_memory: Whether batches go to page-locked memory.
-        """
-        from dpex.cluster.blocks import Receiver
 
+        Returns:
+            What waits until it has begun: there is something to draw before.
+        """
         assert self._stored is not None
         if self._host.lost:
             self._start()
@@ -281,20 +295,36 @@ class Session:
         )
         claim = _Claim()
         try:
-            lane = self._lanes.idle(run, pipeline, claim) or self._lanes.new(run, pipeline, claim)
+            begins = self._lanes.begin(run, pipeline, claim)
         except _HOST_LOST:
-            self._host.lost = True
-            self._start()
-            pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
-            lane = self._lanes.new(run, pipeline, claim)
-        receiver = Receiver(
-            self._host.actor,
-            lane.key,
+            begins = self._begin_anew(run, pipeline, claim)
+        return functools.partial(self._opened, run, pipeline, claim, begins, pin_memory)
+
+    def _begin_anew(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+        """Have a pipeline of a new host begin, as the old one has died."""
+        self._host.lost = True
+        self._start()
+        assert self._stored is not None
+        pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
+        return self._lanes.new(run, pipeline, claim)
+
+    def _opened(
+        self, run: Run, pipeline: Pipeline, claim: _Claim, begins: _Begins, pin_memory: bool
+    ) -> RemoteRun:
+        try:
+            if not self._lanes.begun(begins):
+                begins = self._lanes.new(run, pipeline, claim)
+        except _HOST_LOST:
+            begins = self._begin_anew(run, pipeline, claim)
+        return RemoteRun(
+            self._host,
+            begins.lane.key,
             run.key,
+            self._nodes,
+            claim,
             pin_memory=pin_memory,
             through_client=self._connection.kind == "client",
         )
-        return RemoteRun(self._host, lane.key, run.key, receiver, self._nodes, claim)
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
@@ -350,31 +380,34 @@ class _Lanes:
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
 
-    def idle(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Lane | None:
-        """Return such a pipeline with nothing to do, made ready for ``run``, if there is one."""
+    def begin(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+        """Have such a pipeline with nothing to do begin ``run``, or a new one."""
         with self._lock:
             idle = [lane for lane in self._lanes if not lane.busy]
             for lane in idle:
                 lane.claim = weakref.ref(claim)
-        found = None
+        begins = None
         for lane in idle:
-            serves = lane.ready and lane.pipeline_key == pipeline.key
-            if found is None and serves and self._begin(lane, run, claim):
-                found = lane
+            if begins is None and lane.ready and lane.pipeline_key == pipeline.key:
+                # After an interrupt it may still begin this run when the next one has begun.
+                lane.ready = False
+                claim.lay(self._host, lane, run.key)
+                begins = _Begins(lane, self._host.actor.begin.remote(lane.key, run.key))
             else:
                 self._drop(lane)
-        return found
+        return begins or self.new(run, pipeline, claim)
 
-    def _begin(self, lane: _Lane, run: Run, claim: _Claim) -> bool:
-        # After an interrupt it may still begin this run when the next one has begun.
-        lane.ready = False
-        claim.lay(self._host, lane, run.key)
+    def begun(self, begins: _Begins) -> bool:
+        """Wait until a pipeline has begun, and tell whether it has; it is dropped if not."""
+        if begins.answer is None:
+            return True
         with contextlib.suppress(ray.exceptions.RayTaskError):  # it never opened
-            begins = self._host.actor.begin.remote(lane.key, run.key)
-            lane.ready = bool(self._nodes.answered(begins))
-        return lane.ready
+            begins.lane.ready = bool(self._nodes.answered(begins.answer))
+        if not begins.lane.ready:
+            self._drop(begins.lane)
+        return begins.lane.ready
 
-    def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Lane:
+    def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
         """Start a pipeline that serves ``run`` first."""
         lane = _Lane(uuid.uuid4().hex, pipeline.key, weakref.ref(claim))
         with self._lock:
@@ -382,7 +415,7 @@ class _Lanes:
         claim.lay(self._host, lane, run.key)
         self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
         lane.ready = True
-        return lane
+        return _Begins(lane, None)
 
     def _drop(self, lane: _Lane) -> None:
         """End a pipeline."""
@@ -408,7 +441,7 @@ def _end_open_runs() -> None:
     for run in runs:
         run.end()
     for run in runs:
-        run.receiver.join(_EXIT_WAIT_S)
+        run.join(_EXIT_WAIT_S)
 
 
 class RemoteRun:
@@ -419,9 +452,11 @@ class RemoteRun:
         host: HostHandle,
         lane_key: str,
         run: str,
-        receiver: Receiver,
         nodes: Nodes,
         claim: _Claim,
+        *,
+        pin_memory: bool,
+        through_client: bool,
     ) -> None:
         self._host = host
         self._lane_key = lane_key
@@ -430,8 +465,30 @@ class RemoteRun:
         self._claim: _Claim | None = claim
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
-        self.receiver = receiver
+        self._pin_memory = pin_memory
+        self._through_client = through_client
+        self._receiver: Receiver | None = None
         _open_runs.add(self)
+
+    @property
+    def receiver(self) -> Receiver:
+        """What reads its blocks, from the first use on."""
+        from dpex.cluster.blocks import Receiver
+
+        if self._receiver is None:
+            self._receiver = Receiver(
+                self._host.actor,
+                self._lane_key,
+                self._run,
+                pin_memory=self._pin_memory,
+                through_client=self._through_client,
+            )
+        return self._receiver
+
+    def join(self, timeout: float) -> None:
+        """Wait until nothing is read any more."""
+        if self._receiver is not None:
+            self._receiver.join(timeout)
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
         """Send chunks; see ``_Host.feed``."""
@@ -446,6 +503,8 @@ class RemoteRun:
             parallel=parallel,
             hurried=hurried,
         )
+        # No sooner: while its reader starts, the first chunk is on its way.
+        _ = self.receiver
 
     def forsaken(self, batch_s: float) -> bool:
         """Look whether it waits in vain, since a node died; ``failure`` is that then.

@@ -98,6 +98,7 @@ class _Turn:
         chunks: The last chunks that it was given.
         blocks: How many blocks were made before each of these.
         given: How many chunks it was given in all.
+        run: In which iteration it was given the last one.
         alone: Whether the last one was to be made alone.
         worker: Whose stream it reads.
         starts: How often it was started since it was given the last chunk.
@@ -109,6 +110,7 @@ class _Turn:
     chunks: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     given: int = 0
+    run: int = 0
     alone: bool = False
     worker: int | None = None
     starts: int = 0
@@ -150,6 +152,7 @@ class Turns:
         self._releasing = False
         self._holds_resources = holds_resources
         self._fed = 0
+        self._run = 0
         self._turns: dict[str, _Turn] = {}
         self._idle: OrderedDict[str, _Turn] = OrderedDict()
         self._closed = False
@@ -161,6 +164,12 @@ class Turns:
         self.in_run = True
         self._others: Others | None = None
         self._waited_for_since = math.inf
+
+    def begin(self, *, in_run: bool) -> None:
+        """Note that an iteration begins, or that there is none."""
+        with self._lock:
+            self._run += in_run
+        self.in_run = in_run
 
     def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
         """Append a chunk.
@@ -271,6 +280,10 @@ class Turns:
         turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
         late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
         late = late and turn.worker is None
+        if late and not waited_for:
+            # Another task takes some ten milliseconds to start, for which the first batch of an
+            # iteration is not to wait: this one stays for it.
+            late = turn.run == self._run and bool(self._waiting)
         if self._closed or turn.alone or late or self._active > self.parallel:
             turn.over = True
         elif (place := self._place_for(turn)) is not None:
@@ -282,6 +295,7 @@ class Turns:
                 turn.chunks.append(chunk.payload)
                 turn.blocks.append(0)
                 turn.given += 1
+                turn.run = self._run
                 turn.starts = 0
                 turn.alone = chunk.alone
                 turn.worker = chunk.worker
