@@ -36,6 +36,10 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
+# The agent that makes runtime environments: the node starts it when the first block has arrived, or
+# after this time.
+AGENT = "ray::RuntimeEnvAgent"
+AGENT_SECONDS = 30
 # When the process that started it is killed, Ray by itself leaves two agents for 100 s, and workers
 # that are just starting for 25 s.
 GONE_SECONDS = 60
@@ -305,6 +309,37 @@ def listening_in(place: Path) -> set[tuple[str, str, int]]:
     }
 
 
+def agent_listens(place: Path) -> bool:
+    return any(command == AGENT for command, *_ in listening_in(place))
+
+
+def test_agents_start_when_they_are_wanted(place: Path) -> None:
+    owner = Driver(place)
+    owner.ask("settle_after", seconds=1000)
+    owner.ask("connect", head_address="local")
+    owner.ask("task")
+    assert not titles(place, AGENT)
+    owner.ask("settle")
+    # A task that is to have an environment waits for the agent.
+    assert owner.ask("task", runtime_env={"env_vars": {"RANK": "7"}})[0] == "7"
+    assert agent_listens(place)
+    assert not titles(place, "ray::DashboardAgent"), "nobody has a use for it"
+    assert owner.end() == 0
+
+
+def test_agents_that_were_not_wanted_end_with_their_node(place: Path) -> None:
+    owner = Driver(place)
+    owner.ask("settle_after", seconds=1000)
+    owner.ask("connect", head_address="local")
+    [raylet] = titles(place, "raylet/raylet")
+    agents = psutil.Process(raylet).children()
+    assert len(agents) == 2
+    os.kill(raylet, signal.SIGKILL)
+    wait_until(lambda: not any(a.is_running() for a in agents), GONE_SECONDS, "end of the agents")
+    owner.kill()
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "variables",
@@ -397,6 +432,7 @@ def test_listens_on_the_loopback_address_alone(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
     owner.ask("task")
+    wait_until(lambda: agent_listens(place), AGENT_SECONDS, "agent")
     listening = listening_in(place)
     # The head, its node, the agent, a worker and the training process.
     assert len({command for command, *_ in listening}) >= 5
@@ -439,6 +475,7 @@ def test_every_port_refuses_who_has_no_token(place: Path) -> None:
     owner.ask("connect", head_address="local")
     owner.ask("task")
     token = (place / "home" / ".ray" / "auth_token").read_text()
+    wait_until(lambda: agent_listens(place), AGENT_SECONDS, "agent")
     seen: set[object] = set()
     for listening in sorted(listening_in(place)):
         *_, port = listening

@@ -44,7 +44,8 @@ _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
 
 settled = threading.Event()
-"""Set when the first block of an embedded Ray has arrived, and the cores are free for others."""
+"""Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
+when something of what was put off is needed before that."""
 
 # File descriptors by whose end others see that this process has ended.
 _held: list[int] = []

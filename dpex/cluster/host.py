@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.private import LentBlocks, StandingExecution, tune_host_process
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
-from dpex.cluster.stages import NAMESPACE, TURN, Pipeline, build, store_job
+from dpex.cluster.stages import NAMESPACE, Pipeline, build, store_job, turn
 from dpex.cluster.turns import Assignment, Others, Turns
 
 __all__ = ["HostHandle", "get_host"]
@@ -72,7 +72,7 @@ class _Lane:
         self._serve(run)
         self.execution = StandingExecution(
             lambda tables: build(tables, pipeline),
-            TURN,
+            turn(),
             self.turns,
             on_blocks=self._take_blocks,
             on_quiet=self._take_quiet,

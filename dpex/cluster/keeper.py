@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from dpex.cluster.embedded import START_SECONDS, hold, start, start_detached
+from dpex.cluster.embedded import START_SECONDS, hold, settled, start, start_detached
 from dpex.cluster.tokens import runtime_directory
 from dpex.errors import ClusterError
 
@@ -164,6 +164,7 @@ def keep(stem: str, listener_fd: int) -> None:
     listener = socket.socket(fileno=listener_fd)
     try:
         start()
+        settled.set()  # the ranks' workers have environments of their own, which an agent makes
         import ray
 
         answer = {"address": ray.get_runtime_context().gcs_address}

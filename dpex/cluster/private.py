@@ -26,10 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 import logging
 import mmap
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +47,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import ray
 
+from dpex.cluster import late_agent
 from dpex.memory import address_of, spans
 
 if TYPE_CHECKING:
@@ -76,6 +82,12 @@ _CALM_POLL_S = 0.1
 _IDLE_WAIT_S = 5.0
 _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 20.0
+# Without these Ray has no dashboard.
+_DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
+# What Ray's agents say where they do not listen.
+_NO_PORT = -1
+# Keeps a port for the agent that is to have it.
+_reserved: socket.socket | None = None
 # A block that was handed out is read within this time, mostly, and looked at again if not.
 _LENT_S = 5.0
 _LOOKED_AT_ONCE = 200
@@ -112,8 +124,9 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     """Have ``ray.init`` start no more than an embedded Ray needs, and see at once that it is there.
 
     The autoscaler's monitor and, where there is no dashboard, the reporter of usage statistics are
-    processes that do nothing here. The one that brings workers' output to the terminal can wait
-    until the cores are free. And a new node is asked for every second, by default.
+    processes that do nothing here. The one that brings workers' output to the terminal, and the
+    node's agents, can wait until the cores are free. And a new node is asked for every second, by
+    default, its head every tenth of one.
 
     What is started gets process groups of its own: a Jupyter kernel that is to end terminates its
     group first, and then waits, in vain, until it has no children there.
@@ -126,6 +139,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
         A function that starts, in the end, what was put off.
     """
     try:
+        from ray._private import node as nodes
         from ray._private import services, worker
         from ray._private.node import Node
         from ray._private.state import GlobalState
@@ -139,6 +153,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
                 (Node, "start_raylet"),
                 (services, "ConsolePopen"),
                 (services, "get_node"),
+                (nodes, "wait_for_persisted_port"),
             )
         }
         options_of, node_table = services._get_gcs_client_options, GlobalState.node_table
@@ -172,21 +187,106 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
         (services, "ConsolePopen"): functools.partial(services.ConsolePopen, process_group=0)
     }
 
-    def finish() -> None:
-        with _replaced(own_group):
-            for node in put_off:
-                if worker._global_node is node:  # still this process's Ray
-                    originals[Node, "start_log_monitor"](node)
-
     replacements = {
         (Node, "start_api_server"): lambda node, **_: setattr(node, "_webui_url", ""),
         (Node, "start_log_monitor"): lambda node: put_off.append(node),
         (Node, "start_monitor"): lambda _: None,
         (Node, "start_raylet"): start_raylet,
         (services, "get_node"): get_node,
+        (nodes, "wait_for_persisted_port"): functools.partial(
+            nodes.wait_for_persisted_port, poll_interval_ms=int(_NODE_POLL_S * 1e3)
+        ),
     }
-    with _replaced(replacements | own_group):
+    with _replaced(replacements | own_group), _late_agents() as want_agents:
+
+        def finish() -> None:
+            want_agents()
+            with _replaced(own_group):
+                for node in put_off:
+                    if worker._global_node is node:  # still this process's Ray
+                        originals[Node, "start_log_monitor"](node)
+
         yield finish
+
+
+@contextlib.contextmanager
+def _late_agents() -> Iterator[Callable[[], None]]:
+    """Have the node that is started meanwhile begin without its agents.
+
+    It would wait until they say where they listen, and that takes half a second of processor time
+    for each. One makes runtime environments, which most tasks have none of. The other has nothing
+    to do unless Ray is installed with its dashboard.
+
+    Yields:
+        A function that has those agents start that there may be something to do for.
+    """
+    try:
+        from ray._private import services, utils
+        from ray._private.node import Node
+
+        library: Any = importlib.import_module("ray._raylet")
+        start_raylet, start_process = Node.start_raylet, services.start_ray_process
+        import_dashboard = utils.get_dashboard_dependency_error
+        persist_port, environments_port = library.persist_port, library.RUNTIME_ENV_AGENT_PORT_NAME
+        dashboard_ports = (
+            library.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            library.METRICS_AGENT_PORT_NAME,
+            library.METRICS_EXPORT_PORT_NAME,
+        )
+    except (ImportError, AttributeError):
+        yield lambda: None
+        return
+    wanted: list[Path] = []
+
+    def no_dashboard() -> Exception | None:
+        # Ray imports all that a dashboard takes until something is missing.
+        missing = [name for name in _DASHBOARDS_OWN if importlib.util.find_spec(name) is None]
+        error: Exception | None = ImportError(*missing) if missing else import_dashboard()
+        return error
+
+    def start_node(node: Any, *args: Any, **kwargs: Any) -> None:
+        ports = {environments_port: _reserve_port(node._node_ip_address)}
+        node._ray_params.runtime_env_agent_port = ports[environments_port]
+        if no_dashboard():
+            ports |= dict.fromkeys(dashboard_ports, _NO_PORT)
+        for name, port in ports.items():
+            persist_port(node._session_dir, node._node_id, name, port)
+        wanted.append(Path(node._session_dir, "agents_wanted"))
+        start_raylet(node, *args, **kwargs)
+
+    def start_ray_process(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return start_process([late(option) for option in command], *args, **kwargs)
+
+    def late(option: str) -> str:
+        name, _, agent = option.partition("=")
+        if name == "--dashboard_agent_command" and no_dashboard():
+            agent = ""
+        elif name != "--runtime_env_agent_command":
+            return option
+        program = [sys.executable, "-I", "-S", late_agent.__file__, str(wanted[-1])]
+        return f"{name}={subprocess.list2cmdline(program)} {agent}"
+
+    def want() -> None:
+        for path in wanted:
+            path.touch()
+
+    replacements = {
+        (Node, "start_raylet"): start_node,
+        (services, "start_ray_process"): start_ray_process,
+        (utils, "get_dashboard_dependency_error"): no_dashboard,
+    }
+    with _replaced(replacements):
+        yield want
+
+
+def _reserve_port(address: str) -> int:
+    """Return a port that nobody gets who does not ask for it by its number."""
+    global _reserved
+    _reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    # Whoever names it can have it too, as long as nobody listens.
+    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved.bind((address, 0))
+    return int(_reserved.getsockname()[1])
 
 
 @contextlib.contextmanager

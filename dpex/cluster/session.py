@@ -20,7 +20,7 @@ import ray
 
 from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
-from dpex.cluster.embedded import free_cores
+from dpex.cluster.embedded import free_cores, settled
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
@@ -156,6 +156,8 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
+        if self._options.get("runtime_env"):
+            settled.set()  # an agent of the node is to make it
         self._number = str(next(_numbers))
         self._nodes = Nodes()
         self._stored: _StoredJob | None = None
@@ -245,6 +247,7 @@ class Session:
         if stage.resources:
             options["resources"] = dict(stage.resources)
         if environment:
+            settled.set()
             options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
         if stage.num_gpus:
@@ -261,9 +264,10 @@ class Session:
         )
 
     def _inherited(self, key: str) -> bool:
+        # Loading Ray Data takes as long as the host's start, or longer. It is needed once the first
+        # chunk is on its way, and no sooner than here: what starts the host would wait for the GIL.
+        threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         inherits = self._host.actor.inherits.remote(key)
-        # Loading Ray Data takes half a second, as long as the host takes to start.
-        importlib.import_module("dpex.cluster.blocks")
         try:
             return bool(self._nodes.answered(inherits))
         except _HOST_LOST:
@@ -542,6 +546,11 @@ class RemoteRun:
             self._claim.give_up()
             self._claim = None
             _open_runs.discard(self)
+
+
+def _load_ray_data() -> None:
+    with contextlib.suppress(ImportError):  # whoever needs it will say so
+        importlib.import_module("dpex.cluster.blocks")
 
 
 def _store_capacity() -> int:

@@ -36,18 +36,15 @@ __all__ = [
     "LaterStage",
     "NAMESPACE",
     "Pipeline",
-    "TURN",
     "build",
     "make_batches",
     "store_job",
     "transform_batches",
+    "turn",
 ]
 
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
-
-TURN = pa.table({"turn": [0]})
-"""The source block of every task, which asks the host what to do."""
 
 # A block is handed over when it holds this much, or when this much time went into it. A batch
 # that took long is handed over at once, for the next one may never end; unless enough is under way
@@ -128,6 +125,11 @@ class Pipeline:
     def key(self) -> tuple[str, ...]:
         """What tells it from a pipeline that does something else."""
         return (self.job_key, *(stage.job_key for stage in self.later))
+
+
+def turn() -> pa.Table:
+    """Return the source block of a task, which asks the host what to do."""
+    return pa.table({"turn": [0]})
 
 
 def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:

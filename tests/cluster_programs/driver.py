@@ -10,6 +10,7 @@ import time
 
 from output import take_stdout
 
+from dpex.cluster import embedded
 from dpex.cluster.connect import connect, report_busy_cpus
 
 replies = take_stdout()
@@ -35,6 +36,15 @@ def do_connect(head_address):
         "node": ray.get_runtime_context().get_node_id(),
         "seconds": time.monotonic() - began,
     }
+
+
+def do_settle_after(seconds):
+    """Have an embedded Ray's agents, which wait for the first block, wait no longer than this."""
+    embedded._SETTLE_SECONDS = seconds
+
+
+def do_settle():
+    embedded.settled.set()
 
 
 def do_connect_in_thread(head_address):
