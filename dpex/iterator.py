@@ -296,7 +296,8 @@ class ClusterIter(_BaseDataLoaderIter):
             self._failure.reraise()
         if self._run is None:
             raise StopIteration
-        if not self._demand.delivered:
+        first = not self._demand.delivered
+        if first:
             if self._sampler_epochs.now != self._epoch_drawn_for:
                 # set_epoch() between iter() and the first next(): what was drawn is for another.
                 try:
@@ -310,7 +311,7 @@ class ClusterIter(_BaseDataLoaderIter):
             self._fill()
             entry = self._wait_for_batch()
             self._fill()
-            for _ in range(_CHUNKS_PER_STEP):
+            for _ in range(0 if first else _CHUNKS_PER_STEP):  # the first batch has been waited for
                 if not self._ask_ahead():
                     break
             if entry.left_out:
