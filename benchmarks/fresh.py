@@ -84,11 +84,12 @@ def own_processes() -> list[psutil.Process]:
 
 def processes_of(mark: str) -> list[psutil.Process]:
     """Return the processes of one run."""
-    return [
-        process
-        for process in psutil.process_iter(["environ"])
-        if (process.info["environ"] or {}).get(MARK) == mark
-    ]
+    processes = {process.pid: process for process in psutil.process_iter(["environ", "ppid"])}
+    found = {p for p, q in processes.items() if (q.info["environ"] or {}).get(MARK) == mark}
+    # Ray's agents have their titles where their environment was.
+    while more := {p for p, q in processes.items() if q.info["ppid"] in found} - found:
+        found |= more
+    return [processes[pid] for pid in found]
 
 
 if __name__ == "__main__":
