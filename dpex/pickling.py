@@ -13,11 +13,11 @@ import io
 import pickle
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -159,8 +159,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce exact, strided CPU tensors, mapped arrays and images; leave the rest as it is."""
+        """Reduce exact, strided CPU tensors, mapped arrays, images and code; leave the rest."""
         kind = type(obj)
+        if kind is CodeType:
+            return self._reduce_code(obj)
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return self._reduce_tensor(obj)
         if kind is np.memmap:
@@ -168,6 +170,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
             return self._reduce_image(obj)
         return super().reducer_override(obj)
+
+    def _reduce_code(self, code: CodeType) -> Any:
+        build, parts = self.dispatch_table[CodeType](code)
+        # From 3.1.3 on cloudpickle leaves it out, and so the source lines of tracebacks. It is
+        # copied, as other names are: interned or not, the pickle is the same.
+        return _rebuild_code, (build, parts, "".join(code.co_filename))
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -204,6 +212,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         view = pickle.PickleBuffer(pixels)
         self._buffers.expected = ("image", view)
         return _rebuild_image, (view, *state)
+
+
+def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename: str) -> CodeType:
+    return build(*parts).replace(co_filename=filename)
 
 
 def dump(obj: Any, what: str) -> Pickled:

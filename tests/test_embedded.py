@@ -3,6 +3,7 @@
 The processes are real; those of a test all work in one directory, by which what is left is found.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -301,12 +302,15 @@ def test_importing_it_imports_neither_ray_nor_torch() -> None:
 
 def listening_in(place: Path) -> set[tuple[str, str, int]]:
     """Who listens where, by the first word of its command line."""
-    return {
-        (command.split()[0], connection.laddr.ip, connection.laddr.port)
-        for pid, command in processes_in(place).items()
-        for connection in psutil.Process(pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = set()
+    for pid, command in processes_in(place).items():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            listening |= {
+                (command.split()[0], connection.laddr.ip, connection.laddr.port)
+                for connection in psutil.Process(pid).net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    return listening
 
 
 def agent_listens(place: Path) -> bool:

@@ -787,26 +787,32 @@ class _NoAutoscaler:
 def limit_to_concurrency(context: ray.data.DataContext) -> None:
     """Have stages held back by their ``concurrency`` alone.
 
-    Ray's own policies also hold back what the reader has asked for.
+    Ray's own policies also hold back what the reader has asked for, and reserve resources for each
+    stage, which takes a second to begin with.
     """
     if not fast_executor_available():
         return
     try:
         from ray.data._internal.execution.backpressure_policy import BackpressurePolicy
-        from ray.data._internal.execution.interfaces import PhysicalOperator
+        from ray.data._internal.execution.operators.task_pool_map_operator import (
+            TaskPoolMapOperator,
+        )
     except ImportError:
         return
-    if not hasattr(PhysicalOperator, "get_max_concurrency_limit"):
+    if not hasattr(TaskPoolMapOperator, "get_max_concurrency_limit"):
         return
 
     class Caps(BackpressurePolicy):
         """No more tasks at once than a stage's concurrency."""
 
         def can_add_input(self, op: Any) -> bool:
-            limit = op.get_max_concurrency_limit()
+            # In older Ray only such an operator has one.
+            capped = hasattr(op, "get_max_concurrency_limit")
+            limit = op.get_max_concurrency_limit() if capped else None
             return limit is None or op.num_active_tasks() < limit
 
     context.set_config("backpressure_policies.enabled", [Caps])
+    context.op_resource_reservation_enabled = False
 
 
 class _TaskErrors(logging.Handler):

@@ -175,7 +175,6 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     # Every row that a task yields becomes a block at once.
     context.target_max_block_size = 1
     # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
-    context.op_resource_reservation_enabled = False
     limit_to_concurrency(context)
     # A chunk whose worker died for good is missing in the output; the reader notices.
     context.max_errored_blocks = -1
