@@ -570,16 +570,21 @@ def test_persistent_workers_draw_otherwise() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("generator", [None, own])
-@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize(("length", "drop_last"), [(30, False), (30, True), (32, False)])
+@pytest.mark.parametrize("taken", [0, 1, 3, 5])
 def test_a_new_epoch_after_an_early_break(
-    assert_same: Same, taken: int, generator: Any, persistent: bool
+    assert_same: Same, taken: int, length: int, drop_last: bool, generator: Any, persistent: bool
 ) -> None:
-    """What the sampler has drawn by then, hence the next order, depends on the run-ahead."""
+    """What the sampler has drawn by then, hence the next order, depends on the run-ahead.
+
+    An incomplete last batch reaches the sampler's end, where torch's draws once more.
+    """
 
     def make() -> Arguments:
         return {
-            "dataset": Squares(30),
+            "dataset": Squares(length),
             "batch_size": 4,
+            "drop_last": drop_last,
             "shuffle": True,
             "generator": generator and generator(),
             "num_workers": 2,
