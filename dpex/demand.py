@@ -118,8 +118,6 @@ class IndexDemand(Demand):
         super().__init__(indices, planner)
         self._run = run
         self._length = length
-        # What torch's run-ahead alone may draw.
-        self._kept_back = 0 if indices.ends_apart else 1
         self._patient = patient
         self._first = self._drawn = indices.epoch.batches
         self._exhausted = False
@@ -155,10 +153,11 @@ class IndexDemand(Demand):
     def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Draw one chunk more than torch would, if costs allow it."""
         room = self._planner.window - self.under_way
-        size = self._planner.size(remaining=self._remaining)
-        if self._length is not None:
-            # The sampler's end is reached no sooner than in torch: it may draw there.
-            size = min(size, self._length - self._drawn - self._kept_back)
+        # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
+        remaining = self._remaining
+        size = self._planner.size(remaining=remaining)
+        if remaining is not None:
+            size = min(size, remaining - 1)
         if self._exhausted or size < 1 or room < size:
             return False
         self._draw(size, send, enough)

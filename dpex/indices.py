@@ -124,21 +124,6 @@ class Source:
                     load()
 
     @property
-    def ends_apart(self) -> bool:
-        """Whether a last batch can be drawn and the sampler's end not be reached by that.
-
-        Source:
-            torch's ``BatchSampler`` takes no more indices than a batch has.
-        """
-        batches = self.index_sampler
-        if type(batches) is not BatchSampler:
-            return False
-        try:
-            return batches.drop_last or not len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
-        except Exception:  # a length that torch has not asked for
-            return False
-
-    @property
     def distributed(self) -> DistributedSampler[Any] | None:
         """The DistributedSampler among the samplers."""
         found = (s for s in self._samplers.values() if isinstance(s, DistributedSampler))
@@ -345,11 +330,6 @@ class IndexIterator:
         begin = self.epoch.begin
         size = begin.batch_size
         return not begin.offset and (size is None or begin.samples == begin.batches * size)
-
-    @property
-    def ends_apart(self) -> bool:
-        """Whether its last batch can be drawn and the sampler's end not be reached by that."""
-        return self._source.ends_apart
 
     @property
     def request(self) -> Any:
