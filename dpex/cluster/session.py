@@ -247,7 +247,7 @@ class Session:
         if stage.resources:
             options["resources"] = dict(stage.resources)
         if environment:
-            settled.set()
+            settled.set()  # as for the first stage's
             options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
         if stage.num_gpus:
