@@ -236,18 +236,15 @@ def _late_agents() -> Iterator[Callable[[], None]]:
     except (ImportError, AttributeError):
         yield lambda: None
         return
+    # Ray imports all that a dashboard takes until something is missing.
+    missing = [name for name in _DASHBOARDS_OWN if importlib.util.find_spec(name) is None]
+    no_dashboard = ImportError(f"not installed: {missing}") if missing else import_dashboard()
     wanted: list[Path] = []
-
-    def no_dashboard() -> Exception | None:
-        # Ray imports all that a dashboard takes until something is missing.
-        missing = [name for name in _DASHBOARDS_OWN if importlib.util.find_spec(name) is None]
-        error: Exception | None = ImportError(*missing) if missing else import_dashboard()
-        return error
 
     def start_node(node: Any, *args: Any, **kwargs: Any) -> None:
         ports = {environments_port: _reserve_port(node._node_ip_address)}
         node._ray_params.runtime_env_agent_port = ports[environments_port]
-        if no_dashboard():
+        if no_dashboard:
             ports |= dict.fromkeys(dashboard_ports, _NO_PORT)
         for name, port in ports.items():
             persist_port(node._session_dir, node._node_id, name, port)
@@ -259,7 +256,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
 
     def late(option: str) -> str:
         name, _, agent = option.partition("=")
-        if name == "--dashboard_agent_command" and no_dashboard():
+        if name == "--dashboard_agent_command" and no_dashboard:
             agent = ""
         elif name != "--runtime_env_agent_command":
             return option
@@ -273,7 +270,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
     replacements = {
         (Node, "start_raylet"): start_node,
         (services, "start_ray_process"): start_ray_process,
-        (utils, "get_dashboard_dependency_error"): no_dashboard,
+        (utils, "get_dashboard_dependency_error"): lambda: no_dashboard,
     }
     with _replaced(replacements):
         yield want
