@@ -31,6 +31,10 @@ from dpex.worker import (
 
 __all__ = ["Chunk", "Job", "Unfinished", "collate", "encode", "fetch_chunk"]
 
+# An answer takes some milliseconds where all workers ask at once, and for no longer than this is a
+# chunk to wait for a task that still makes another.
+_NEARLY_S = 0.01
+
 
 @dataclass(frozen=True)
 class Job:
@@ -120,6 +124,8 @@ def fetch_chunk(
     read_job: Callable[[], Job],
     where: str,
     cancelled: Callable[[], bool],
+    *,
+    nearly_made: Callable[[], object] | None = None,
 ) -> Iterator[tuple[Entry, Costs]]:
     """Make the batches of one chunk.
 
@@ -128,6 +134,8 @@ def fetch_chunk(
         read_job: Makes one more copy of the ``Job``, which nobody else has.
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
+        nearly_made: Called between samples of the last batch when the rest of them will take some
+            milliseconds, most likely: more than once, or never.
 
     Yields:
         The batch, or the error in its place, and what it cost. A batch that a later stage finishes
@@ -140,11 +148,13 @@ def fetch_chunk(
         batch, position = chunk.first_batch + place, chunk.positions[place]
         worker_id = batch % run.num_workers
         at = At("indices", indices)
+        last = place == len(chunk.batches) - 1
+        between = _BetweenSamples(cancelled, nearly_made if last else None)
         with noted() as costs:
             try:
                 copy = _enter_worker(worker_id, run, read_job)
                 failures = Failures(left_out=copy.job.skips_errors)
-                value = _fetch(copy, indices, key, position, cancelled, at, failures)
+                value = _fetch(copy, indices, key, position, between, at, failures)
                 if not copy.job.finishes:
                     places = failures.places(enumerate(indices)) if failures.samples else None
                     value = Unfinished(run, indices, position, value, places)
@@ -165,6 +175,39 @@ def fetch_chunk(
             return
 
 
+class _BetweenSamples:
+    """What is to be done between a batch's samples.
+
+    Args:
+        cancelled: Asked each time.
+        nearly_made: Called when few are left, if there is anybody to call.
+    """
+
+    def __init__(
+        self, cancelled: Callable[[], bool], nearly_made: Callable[[], object] | None
+    ) -> None:
+        self._cancelled = cancelled
+        self._nearly_made = nearly_made
+
+    def begin(self, samples: int) -> None:
+        """Note that the first of them is about to be read."""
+        self._samples = samples
+        self._began = time.monotonic()
+
+    def made(self, samples: int) -> None:
+        """Note how many have been read.
+
+        Raises:
+            Cancelled: Nobody wants the batch any more.
+        """
+        if self._cancelled():
+            raise Cancelled
+        if self._nearly_made is not None:
+            per_sample_s = (time.monotonic() - self._began) / samples
+            if per_sample_s * (self._samples - samples) <= _NEARLY_S:
+                self._nearly_made()
+
+
 def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Copy[Job]:
     slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)
     # Of this generation and of the next one.
@@ -183,7 +226,7 @@ def _fetch(
     indices: Any,
     key: int,
     position: int,
-    cancelled: Callable[[], bool],
+    between: _BetweenSamples,
     at: At,
     failures: Failures,
 ) -> Any:
@@ -194,7 +237,7 @@ def _fetch(
         indices: One batch of indices; a single index without automatic batching.
         key: Key of the epoch's seeds.
         position: Place of the first sample in the epoch.
-        cancelled: Asked between samples.
+        between: Called between samples.
         at: Kept at the index being read, for error messages.
         failures: Takes what fails, if that is to be left out.
     """
@@ -218,6 +261,7 @@ def _fetch(
     def attempt(before_sample: Callable[[int], None]) -> Any:
         at.set("index", None)
         failures.forget()
+        between.begin(len(indices))
         samples = []
         for place, index in enumerate(indices):
             at.value = index
@@ -227,8 +271,7 @@ def _fetch(
             except Exception as error:
                 if not failures.take(place, index, error):
                     raise
-            if cancelled():
-                raise Cancelled
+            between.made(place + 1)
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples))
 

@@ -293,6 +293,31 @@ def test_nothing_is_made_once_nobody_waits() -> None:
     assert [load(entry.value) for entry, _ in made] == [[0, 1]]
 
 
+def test_it_says_so_once_its_last_batch_is_nearly_made() -> None:
+    happened: list[Any] = []
+
+    class Told:
+        def __getitem__(self, index: int) -> int:
+            happened.append(index)
+            return index
+
+    def collated(samples: list[Any]) -> list[Any]:
+        happened.append(samples)
+        return samples
+
+    job = Job(Told(), collated, None, True)
+    chunk = Chunk(make_run(num_workers=1), 0, 0, [[0, 1], [2, 3]], [0, 2])
+
+    def nearly_made() -> None:
+        happened.append("nearly")
+
+    made = fetch_chunk(chunk, lambda: job, "here", lambda: False, nearly_made=nearly_made)
+    assert len(list(made)) == 2
+    told = happened.index("nearly")
+    assert happened[:told] in ([0, 1, [0, 1], 2], [0, 1, [0, 1], 2, 3])
+    assert [what for what in happened[told:] if what != "nearly"][-1] == [2, 3]
+
+
 class Moody:
     """Draws from one generator, at some samples only; one of them fails by chance."""
 

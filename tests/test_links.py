@@ -59,10 +59,11 @@ def test_a_link_that_is_cut_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn], seconds: int | None
 ) -> None:
     behind = cluster.add()
-    trainer = Trainer(cluster.place, cluster.address)
+    # Slow, and not stopped, so that there is always one being made.
+    trainer = Trainer(cluster.place, cluster.address, seconds=0.05)
     trainer.until_from(behind)
-    links.cut(cluster.links[behind])
     trainer.go()
+    links.cut(cluster.links[behind])
     if seconds is not None:
         time.sleep(seconds)  # is what is tested
         links.mend(cluster.links[behind])

@@ -146,8 +146,8 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Clu
         "fallback_strategy": [{"label_selector": {"kind": "spare"}}],
     }
     nodes = nodes_of_one_worker(cluster, options)
-    # When one task follows another, or another trainer's, that one's CPU may not be free again yet.
-    assert nodes.count(other) < len(nodes) / 2
+    # The CPU of another trainer's task may not be free again at once: then one turn is made there.
+    assert nodes.count(other) < len(nodes) / 4
     # Longer than the first worker of a node takes to import torch.
     several = Trainer(cluster.place, cluster.address, worker_options=options, length=50 * LENGTH)
     several.until_from(other)

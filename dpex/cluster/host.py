@@ -68,6 +68,7 @@ class _Lane:
             on_wanted=lambda: self.execution.wake(),
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
             claims_cpus=pipeline.claims_cpus,
+            choosy="fallback_strategy" in pipeline.options,
         )
         self._serve(run)
         self.execution = StandingExecution(

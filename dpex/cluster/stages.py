@@ -222,11 +222,8 @@ def make_batches(
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.blocks += 1
             yield FrameWriter("", 0).table()
-        for table, last in _make_chunk(chunk, read_job, interest.lost, again=assignment.again):
+        for table in _make_chunk(chunk, read_job, interest.lost, asking, again=assignment.again):
             asking.blocks += 1
-            if last:
-                # The answer comes while the block is stored.
-                asking.ask()
             yield table
 
 
@@ -296,12 +293,16 @@ class _Asking:
         self.keeps_cpu = True
         self._answer: ray.ObjectRef | None = None
 
-    def ask(self) -> None:
-        """Ask, if that has not been done; ``answer`` has what comes of it."""
+    def ask(self, coming: int = 0) -> None:
+        """Ask, if that has not been done; ``answer`` has what comes of it.
+
+        Args:
+            coming: How many blocks are still to be made before what is asked for.
+        """
         if self._answer is None:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 self._answer = _host(self._host_name).next_chunk.remote(
-                    self._lane_key, self._turn, self._place, self.blocks
+                    self._lane_key, self._turn, self._place, self.blocks + coming
                 )
 
     def answer(self) -> Assignment | None:
@@ -339,9 +340,14 @@ class _Asking:
 
 
 def _make_chunk(
-    chunk: Chunk, read_job: Callable[[], Job], cancelled: Callable[[], bool], *, again: bool
-) -> Iterator[tuple[pa.Table, bool]]:
-    """Yield a chunk's blocks, and whether each is the last one."""
+    chunk: Chunk,
+    read_job: Callable[[], Job],
+    cancelled: Callable[[], bool],
+    asking: _Asking,
+    *,
+    again: bool,
+) -> Iterator[pa.Table]:
+    """Yield a chunk's blocks, and ask for the next chunk when the last one is about to come."""
     from dpex.costs import Costs
     from dpex.fetch import fetch_chunk
     from dpex.frame import FrameWriter
@@ -349,8 +355,12 @@ def _make_chunk(
 
     writer = FrameWriter(chunk.run.key, chunk.number, Costs(retries=int(again)))
     opened = time.monotonic()
-    make = stream_chunk if chunk.stream else fetch_chunk
-    batches = make(chunk, read_job, _here(), cancelled)
+    # The last batch comes in one block, with others or alone.
+    ask = functools.partial(asking.ask, coming=1)
+    if chunk.stream:
+        batches = stream_chunk(chunk, read_job, _here(), cancelled)
+    else:
+        batches = fetch_chunk(chunk, read_job, _here(), cancelled, nearly_made=ask)
     remaining = len(chunk.batches)
     if again:
         # Ray drops as many blocks of this attempt as it had got of the one that failed: with a
@@ -367,7 +377,11 @@ def _make_chunk(
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
         last = remaining == 0 or entry.outcome == "end"
         if last or full or costs.seconds >= long_batch_s:
-            yield writer.table(), last
+            table = writer.table()
+            if last:
+                # The answer comes while the block is stored.
+                ask()
+            yield table
             opened = time.monotonic()
 
 

@@ -29,6 +29,9 @@ _WAITED_FOR_TURN_S = 1.0
 _HELD_BACK_S = 5.0
 # Where CPUs are free another trainer's task waits for its process, most likely, which loads torch.
 _PROCESS_STARTS_S = 10.0
+# So long it takes until a cluster knows that a node's CPU is free again (Ray's nodes tell one
+# another ten times a second): a task that begins before would not go where it had rather be.
+_FREED_S = 0.25
 # A task that asks for its next chunk has stored all blocks of the chunks before its last one.
 _KEPT_CHUNKS = 2
 # How long a task waits for its next chunk: while the run goes on, and until the next one begins.
@@ -126,6 +129,7 @@ class Turns:
         on_wanted: Called when there may be work for another task.
         holds_resources: Whether a task that waits keeps others from running.
         claims_cpus: Whether others may wait for the CPUs of these tasks.
+        choosy: Whether tasks prefer some nodes to others.
 
     Attributes:
         parallel: Number of tasks that may be at work at once.
@@ -139,6 +143,7 @@ class Turns:
         *,
         holds_resources: bool = False,
         claims_cpus: bool = False,
+        choosy: bool = False,
     ) -> None:
         self._loop = loop
         # A task that goes on after it has waited has its CPU again, free or not.
@@ -160,6 +165,9 @@ class Turns:
         self._started = 0
         self._started_at = 0.0
         self._active = 0
+        self._choosy = choosy
+        # Until when the CPU of each task that has ended lately is taken for one in use.
+        self._freed: deque[float] = deque()
         self.parallel = 1
         self.in_run = True
         self._others: Others | None = None
@@ -386,7 +394,7 @@ class Turns:
             active: Number of those that run, or were started and have not begun yet.
         """
         with self._lock:
-            self._active = active
+            ended, self._active = self._active - active, active
             if not active:
                 # A task that failed before it asked takes a chunk with it, as if it had been given
                 # it: what is lost is tried again in the end, or is an error.
@@ -401,7 +409,18 @@ class Turns:
                 # With one running already it would have to start another process.
                 next_one = not active and not self._others.wait
                 wanted = min(wanted, max(self._others.room, int(next_one)))
-            return max(0, min(self.parallel - active, wanted - not_begun))
+            room = self.parallel - active
+            if self._choosy:
+                room -= self._not_known_free(ended)
+            return max(0, min(room, wanted - not_begun))
+
+    def _not_known_free(self, ended: int) -> int:
+        """Return how many tasks have ended lately, some of them since this was called last."""
+        now = time.monotonic()
+        self._freed.extend([now + _FREED_S] * ended)
+        while self._freed and self._freed[0] <= now:
+            self._freed.popleft()
+        return len(self._freed)
 
     def may_want(self, active: int) -> bool:
         """Tell whether a chunk that is fed now needs another task.
