@@ -1,10 +1,15 @@
-"""Processes that build the same dataset, for ``test_shared_arrays.py``; prints what they map."""
+"""Processes that build the same dataset, for ``test_shared_arrays.py``; prints what they map.
+
+The second half of an epoch is not read before two workers have read samples.
+"""
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from cluster_programs import wait_until
 from cluster_programs.output import take_stdout
 from torch.utils.data import Dataset
 
@@ -13,18 +18,23 @@ from dpex.datasets import on_node
 from dpex.memory import address_of, spans
 
 LENGTH = 40
+WORKERS = 2
 
 
 class Table(Dataset[list[int]]):
     """Samples that tell who has read them from what, and what is in it; reading writes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: str) -> None:
+        self.marks = Path(marks)
         self.rows = torch.arange(LENGTH << 16).reshape(LENGTH, -1)
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> list[int]:
+        (self.marks / str(os.getpid())).touch()
+        if index >= LENGTH // 2:
+            wait_until(lambda: len(list(self.marks.iterdir())) == WORKERS, 60, "a second worker")
         start = address_of(self.rows.numpy())
         inode = next(span.inode for span in spans() if span.start <= start < span.end)
         found = self.rows[index].sum().item()
@@ -34,11 +44,13 @@ class Table(Dataset[list[int]]):
 
 def main() -> None:
     replies = take_stdout()
-    dataset = on_node(Table, arrays_in_common=True)
+    marks = Path("marks").resolve()
+    marks.mkdir()
+    dataset = on_node(Table, str(marks), arrays_in_common=True)
     loader: Any = DpexDataLoader(
         dataset,
         4,
-        num_workers=2,
+        num_workers=WORKERS,
         collate_fn=list,
         distribute_mode=True,
         head_address="local",
