@@ -19,6 +19,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from dpex.costs import Costs
+from dpex.memory_pool import MemoryPool
 from dpex.pickling import Pickled, load
 
 if TYPE_CHECKING:
@@ -191,11 +192,12 @@ def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
     return own
 
 
-def decode(frame: Frame, *, pin_memory: bool) -> Iterator[Entry]:
+def decode(frame: Frame, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entry]:
     """Yield the batches, each in memory of its own.
 
     Args:
         frame: What ``read_frame`` returned, its block still alive.
+        pool: Where the batches' memory is from, unless it is page-locked.
         pin_memory: Put the batches' arrays into page-locked memory.
     """
     for entry in frame.entries:
@@ -205,7 +207,7 @@ def decode(frame: Frame, *, pin_memory: bool) -> Iterator[Entry]:
                 # What is pinned stays; torch's own pass does small tensors and user classes.
                 value = pin(load(entry.value, _copy_pinned))
             else:
-                value = load(entry.value)
+                value = load(entry.value, pool.copy)
         except Exception:
             outcome = "error"
             value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")

@@ -15,6 +15,7 @@ import torch
 from dpex.costs import Costs
 from dpex.errors import SerializationError
 from dpex.frame import Entry, FrameWriter, decode, read_frame
+from dpex.memory_pool import MemoryPool
 from dpex.pickling import Pickled, dump, dump_in_band, load
 
 Point = namedtuple("Point", "x y")
@@ -32,7 +33,7 @@ def through_frame(*values: Any) -> list[Any]:
     frame = read_frame(pa.ipc.open_stream(sink.getvalue()).read_all())
     assert (frame.run, frame.chunk) == ("run", 3)
     assert frame.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
-    return [entry.value for entry in decode(frame, pin_memory=False)]
+    return [entry.value for entry in decode(frame, MemoryPool(), pin_memory=False)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1 << 18, (1 << 18) + 1])
@@ -152,7 +153,7 @@ def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
     writer = FrameWriter("run", 0)
     for number, value in enumerate([1, _Fragile(), 3]):
         writer.add(Entry(number, dump(value, "batch")), Costs())
-    first, second, third = decode(read_frame(writer.table()), pin_memory=False)
+    first, second, third = decode(read_frame(writer.table()), MemoryPool(), pin_memory=False)
     assert (first, third) == (Entry(0, 1), Entry(2, 3))
     assert (second.batch, second.outcome) == (1, "error")
     with pytest.raises(OSError, match="not here"):

@@ -19,6 +19,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from dpex.cluster.embedded import settled
 from dpex.cluster.private import Block, data_iterator
 from dpex.frame import Entry, Frame, decode, read_frame
+from dpex.memory_pool import MemoryPool
 
 __all__ = ["Arrival", "Receiver"]
 
@@ -47,8 +48,9 @@ class Arrival:
 class _Decode(ArrowBatchCollateFn):
     """The collate_fn of ``iter_torch_batches``: one block in, its batches out."""
 
-    def __init__(self, run: str, pin_memory: bool, device_index: int) -> None:
+    def __init__(self, run: str, pool: MemoryPool, *, pin_memory: bool, device_index: int) -> None:
         self._run = run
+        self._pool = pool
         self._pin_memory = pin_memory
         self._device_index = device_index
 
@@ -60,7 +62,7 @@ class _Decode(ArrowBatchCollateFn):
             return Arrival(replace(frame, entries=[]), [])
         if self._pin_memory:
             torch.accelerator.set_device_index(self._device_index)
-        batches = list(decode(frame, pin_memory=self._pin_memory))
+        batches = list(decode(frame, self._pool, pin_memory=self._pin_memory))
         # The entries are views of the block, which is to be freed.
         frame = replace(frame, entries=[])
         return Arrival(frame, batches, time.perf_counter() - started)
@@ -80,6 +82,7 @@ class Receiver:
         host: Handle of the host actor.
         lane_key: The lane that serves the run.
         run: The run.
+        pool: Where the batches' memory is from, unless it is page-locked.
         pin_memory: Whether batches go to page-locked memory.
         through_client: Whether this process is a Ray Client.
 
@@ -88,7 +91,14 @@ class Receiver:
     """
 
     def __init__(
-        self, host: Any, lane_key: str, run: str, *, pin_memory: bool, through_client: bool
+        self,
+        host: Any,
+        lane_key: str,
+        run: str,
+        pool: MemoryPool,
+        *,
+        pin_memory: bool,
+        through_client: bool,
     ) -> None:
         self._changed = threading.Condition()
         self._arrivals: deque[Arrival] = deque()
@@ -101,7 +111,7 @@ class Receiver:
         self._known_at = 0.0
         self.arrived_at = 0.0
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
-        decode_block = _Decode(run, pin_memory, device_index)
+        decode_block = _Decode(run, pool, pin_memory=pin_memory, device_index=device_index)
         replies = self._replies(host, lane_key, run)
         arrivals: Iterator[Arrival]
         # Through a client Ray Data does not work; elsewhere it may have other names.

@@ -28,6 +28,7 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
+from dpex.memory_pool import MemoryPool
 from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
 from dpex.worker import Run
 
@@ -160,6 +161,7 @@ class Session:
             settled.set()  # an agent of the node is to make it
         self._number = str(next(_numbers))
         self._nodes = Nodes()
+        self._pool = MemoryPool()
         self._stored: _StoredJob | None = None
         self._start()
 
@@ -326,6 +328,7 @@ class Session:
             run.key,
             self._nodes,
             claim,
+            self._pool,
             pin_memory=pin_memory,
             through_client=self._connection.kind == "client",
         )
@@ -458,6 +461,7 @@ class RemoteRun:
         run: str,
         nodes: Nodes,
         claim: _Claim,
+        pool: MemoryPool,
         *,
         pin_memory: bool,
         through_client: bool,
@@ -469,6 +473,7 @@ class RemoteRun:
         self._claim: _Claim | None = claim
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
+        self._pool = pool
         self._pin_memory = pin_memory
         self._through_client = through_client
         self._receiver: Receiver | None = None
@@ -484,6 +489,7 @@ class RemoteRun:
                 self._host.actor,
                 self._lane_key,
                 self._run,
+                self._pool,
                 pin_memory=self._pin_memory,
                 through_client=self._through_client,
             )
