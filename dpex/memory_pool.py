@@ -57,7 +57,7 @@ class MemoryPool:
         else:
             np.copyto(memory[: buffer.nbytes], buffer)
         # Not a slice: a view of a slice holds, in numpy, what was sliced and not the slice.
-        lent = np.frombuffer(memoryview(memory)[: buffer.nbytes], dtype=np.uint8)
+        lent = np.frombuffer(memory.data[: buffer.nbytes], dtype=np.uint8)
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent
 
