@@ -17,14 +17,14 @@ UNITS: Mapping[Form, str] = {
     "kB": " kB",
     "count": "",
 }
-DECIMALS: Mapping[Form, str] = {
-    "ratio": ".2f",
-    "seconds": ".2f",
-    "ms": ".1f",
-    "percent": ".1f",
-    "MB": ",.0f",
-    "kB": ",.0f",
-    "count": ",.0f",
+DECIMALS: Mapping[Form, int] = {
+    "ratio": 2,
+    "seconds": 2,
+    "ms": 1,
+    "percent": 1,
+    "MB": 0,
+    "kB": 0,
+    "count": 0,
 }
 
 # In the note of a goal whose figure is the busy machine's and not dpex's.
@@ -97,18 +97,24 @@ class Goal:
 
     @property
     def figure(self) -> str:
-        """The value with its range and unit."""
+        """The value with its range and unit; with one digit more if it is next to the goal."""
         decimals = DECIMALS[self.form]
-        return (
-            f"{self.value:{decimals}} [{self.min:{decimals}}, {self.max:{decimals}}]"
-            f"{UNITS[self.form]}"
-        )
+        same = rounded(self.value, decimals) == rounded(self.goal, decimals)
+        if same and self.value != self.goal:
+            decimals += 1
+        value, least, most = (rounded(v, decimals) for v in (self.value, self.min, self.max))
+        return f"{value} [{least}, {most}]{UNITS[self.form]}"
 
     @property
     def bound(self) -> str:
         """The goal as one reads it."""
         sign = "≥" if self.relation == ">=" else "≤"
-        return f"{sign} {self.goal:{DECIMALS[self.form]}}{UNITS[self.form]}"
+        return f"{sign} {rounded(self.goal, DECIMALS[self.form])}{UNITS[self.form]}"
+
+
+def rounded(value: float, decimals: int) -> str:
+    """Write a number with so many decimals."""
+    return f"{value:,.{decimals}f}"
 
 
 def goals_of(record: Mapping[str, Any]) -> list[Goal]:
