@@ -314,6 +314,39 @@ def test_a_node_without_torch_is_named(empty_place: Path) -> None:
     assert driver.end() == 0
 
 
+# What Python runs as it starts: whoever imports numpy stays in the middle of it for a while.
+IMPORTS_SLOWLY = """
+import os, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy._core.numeric":
+            open(os.environ["IMPORTING"], "a").close()
+            while not os.path.exists(os.environ["GO_ON"]):
+                time.sleep(0.01)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.extended
+def test_a_node_that_answers_too_late_stays_usable(empty_place: Path) -> None:
+    (empty_place / "sitecustomize.py").write_text(IMPORTS_SLOWLY)
+    importing, go_on = empty_place / "importing", empty_place / "go_on"
+    start_node(
+        empty_place,
+        *("--head", "--port=0", "--num-cpus=1", "--include-dashboard=false"),
+        PYTHONPATH=os.pathsep.join([str(empty_place), str(ROOT)]),
+        IMPORTING=str(importing),
+        GO_ON=str(go_on),
+    )
+    driver = Driver(empty_place)
+    assert driver.ask("connect", head_address="auto")["kind"] == "cluster"
+    assert importing.exists()
+    assert logged(driver, "did not tell its versions within")
+    go_on.touch()
+    driver.ask("task", module="numpy.testing")
+    assert driver.end() == 0
+
+
 @pytest.mark.parametrize(
     ("difference", "sentence"),
     [

@@ -151,8 +151,9 @@ def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str,
         else:
             answers.append((asked[ref], cast(Versions, answer)))
     for ref in late:
+        # Left to its end: cancelled while it imports numpy, it would leave behind a process in
+        # which nobody can import that again, and which Ray gives to other tasks.
         logger.debug("node %s did not tell its versions within %g s", asked[ref], _ANSWER_SECONDS)
-        ray.cancel(ref)
     return answers
 
 
