@@ -112,7 +112,7 @@ def test_nodes_are_started_for_an_epoch_and_taken_away_in_it(variables: dict[str
         trainer.go()
         result = trainer.finish()
         assert drawn(result) == undisturbed
-        # The autoscaler may start one and end it before it had a task: the rest is of any later one.
+        # The autoscaler may end one that it started before it had a task: any later one will do.
         assert {started(1), started(2)} < nodes_in(result)
         assert cluster.head not in nodes_in(result)
         wait_until(lambda: cluster.raylets() == alone, GONE_SECONDS, "end of all nodes")
