@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from dpex.batch_memory import BatchMemory
 from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.fetch import Unfinished, collate, encode
@@ -168,21 +169,23 @@ def _apply(
         samples = (untouched.pop() if untouched else load_again()).value
         at.set("index", None)
         failures.forget()
+        placed = _placed(came)
+        memory = BatchMemory(job.collate_fn, len(placed))
         transformed = []
-        for (place, index), sample in zip(_placed(came), samples, strict=True):
+        for (place, index), sample in zip(placed, samples, strict=True):
             at.value = index
             before_sample(place)
             if on_gpu:
                 seed_cuda(sample_seed(key, came.position + place))
             try:
-                transformed.append(job.transform(sample))
+                transformed.append(memory.take(job.transform(sample)))
             except Exception as error:
                 if not failures.take(place, index, error):
                     raise
             if cancelled():
                 raise Cancelled
         at.set("indices", came.indices)
-        return collate(job.collate_fn, failures.rest(transformed))
+        return collate(job.collate_fn, failures.rest(transformed), memory)
 
     return copy.habits.reproducibly(key, came.position, attempt)
 

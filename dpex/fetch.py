@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
+from dpex.batch_memory import BatchMemory
 from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
@@ -262,18 +263,19 @@ def _fetch(
         at.set("index", None)
         failures.forget()
         between.begin(len(indices))
+        memory = BatchMemory(job.collate_fn, len(indices))
         samples = []
         for place, index in enumerate(indices):
             at.value = index
             before_sample(place)
             try:
-                samples.append(dataset[index])
+                samples.append(memory.take(dataset[index]))
             except Exception as error:
                 if not failures.take(place, index, error):
                     raise
             between.made(place + 1)
         at.set("indices", indices)
-        return collate(job.collate_fn, failures.rest(samples))
+        return collate(job.collate_fn, failures.rest(samples), memory)
 
     return copy.habits.reproducibly(key, position, attempt)
 
@@ -301,8 +303,16 @@ def _read_at_once(
     return samples
 
 
-def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
-    """Make a batch, where that is to be done here, as a worker of torch's would."""
+def collate(
+    collate_fn: Callable[[Any], Any] | None, samples: Any, memory: BatchMemory | None = None
+) -> Any:
+    """Make a batch, where that is to be done here, as a worker of torch's would.
+
+    Args:
+        collate_fn: Makes it.
+        samples: Of what.
+        memory: What has taken each of them.
+    """
     if collate_fn is None:
         return samples
     info = torch_worker._worker_info
@@ -311,6 +321,8 @@ def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
         if collate_fn is default_collate:
             # In a worker, default_collate would build the batch in a shared memory file.
             torch_worker._worker_info = None
+            if memory is not None:
+                return memory.collate(samples)
         return collate_fn(samples)
     finally:
         torch_worker._worker_info = info

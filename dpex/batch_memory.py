@@ -1,0 +1,146 @@
+"""A batch's memory, filled while its samples come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_tensor_fn,
+    default_collate,
+    default_collate_fn_map,
+)
+
+__all__ = ["BatchMemory"]
+
+# Smaller samples are still in the processor's caches when the batch is collated.
+_LARGE_BYTES = 1 << 16
+
+
+class BatchMemory:
+    """Copies the large tensors of a batch's samples to where ``default_collate`` would stack them.
+
+    A sample of half a megabyte is in the processor's cache when it has been made, but not any more
+    when the whole batch has been. Copied at once it costs half as much, and the next sample can
+    take its memory, which is in the cache too. Where samples are small, or another function
+    collates them, nothing is done.
+
+    Args:
+        collate_fn: Makes the batch of its samples; None where a later stage does.
+        samples: How many there are, at most.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any] | None, samples: int) -> None:
+        self._samples = samples
+        # One for each tensor of a sample; None where it is small.
+        self._stacks: list[_Stack | None] | None = None
+        # A user may put another way to stack tensors into torch's map, as its documentation says.
+        torchs_own = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        self._used = collate_fn is default_collate and torchs_own
+
+    def take(self, sample: Any) -> Any:
+        """Take the batch's next sample.
+
+        Args:
+            sample: A tensor, or tuples, lists and dicts of tensors and other things.
+
+        Returns:
+            The same, with its large tensors in the batch's memory.
+        """
+        if not self._used:
+            return sample
+        if self._stacks is None:
+            tensors: list[torch.Tensor] = []
+            _map_tensors(tensors.append, sample)
+            self._stacks = [_Stack.like(tensor, self._samples) for tensor in tensors]
+            self._used = any(self._stacks)
+        stacks = iter(self._stacks)
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            stack = next(stacks, None)
+            return tensor if stack is None else stack.put(tensor)
+
+        return _map_tensors(put, sample)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Do what ``default_collate`` does.
+
+        Args:
+            samples: What ``take`` returned for each.
+        """
+        if not self._used:
+            return default_collate(samples)
+        return collate(
+            samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stack}
+        )
+
+    def _stack(self, tensors: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+        for stack in filter(None, self._stacks or ()):
+            if (whole := stack.whole(tensors)) is not None:
+                return whole
+        return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+
+
+class _Stack:
+    """One tensor of a batch, and those of its samples that have been put there.
+
+    Args:
+        first: The first sample's.
+        samples: How many there are, at most.
+    """
+
+    def __init__(self, first: torch.Tensor, samples: int) -> None:
+        self._memory = torch.empty((samples, *first.shape), dtype=first.dtype, device="cpu")
+        self._parts: list[torch.Tensor] = []
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, samples: int) -> _Stack | None:
+        """Return one for tensors like this one, if that is of use."""
+        is_large = _is_plain(tensor) and tensor.nbytes >= _LARGE_BYTES
+        return cls(tensor, samples) if is_large else None
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the next sample's there, and return the copy; or what does not fit as it is."""
+        memory = self._memory
+        if tensor.shape != memory.shape[1:] or tensor.dtype != memory.dtype:
+            return tensor
+        if not _is_plain(tensor):
+            return tensor
+        part = memory[len(self._parts)].copy_(tensor)
+        self._parts.append(part)
+        return part
+
+    def whole(self, tensors: Sequence[Any]) -> torch.Tensor | None:
+        """Return the batch's tensor, if it is made of these and no others."""
+        parts = self._parts
+        if len(tensors) != len(parts) or any(
+            a is not b for a, b in zip(tensors, parts, strict=True)
+        ):
+            return None
+        return self._memory[: len(parts)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is its elements, which ``torch.stack`` would lay side by side."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a sample with what a function returns for each of its tensors, in order.
+
+    Containers of the user's own classes are left as they are.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return function(value)
+    if kind is tuple or kind is list:
+        return kind([_map_tensors(function, part) for part in value])
+    if kind is dict:
+        return {key: _map_tensors(function, part) for key, part in value.items()}
+    return value
