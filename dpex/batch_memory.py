@@ -23,9 +23,9 @@ class BatchMemory:
     """Copies the large tensors of a batch's samples to where ``default_collate`` would stack them.
 
     A sample of half a megabyte is in the processor's cache when it has been made, but not any more
-    when the whole batch has been. Copied at once it costs half as much, and the next sample can
-    take its memory, which is in the cache too. Where samples are small, or another function
-    collates them, nothing is done.
+    when the whole batch has been. Copied at once it is not read from memory again, and the next
+    sample can take its place, which is in the cache too. Where samples are small, or another
+    function collates them, nothing is done.
 
     Args:
         collate_fn: Makes the batch of its samples; None where a later stage does.

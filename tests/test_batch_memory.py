@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from samples import Pair, TaggedTensor, image
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.collate import (
     collate_tensor_fn,
@@ -27,47 +27,41 @@ Same = Callable[[Any, Any], None]
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
 SIDE = 192  # an image of so many floats squared is large, as one of as many bytes is not
 
-Point = namedtuple("Point", "x y")
 
-
-class Named(torch.Tensor):
-    """A tensor of a class of the user's."""
-
-
-def image(value: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full(shape or (3, SIDE, SIDE), value, dtype=dtype)
+def picture(index: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return image(index, *(size or (3, SIDE, SIDE)), dtype=dtype)
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "tensor": image,
-    "bytes": lambda i: image(i, 3, SIDE, SIDE, dtype=torch.uint8),
-    "complex": lambda i: image(i, SIDE, SIDE, dtype=torch.complex64),
-    "with a label": lambda i: (image(i), i),
-    "list": lambda i: [image(i), str(i), image(-i)],
-    "dict": lambda i: {"image": image(i), "label": i, "mask": image(i, SIDE, 2 * SIDE)},
-    "nested": lambda i: ({"views": [image(i), image(i + 1)]}, (image(i), float(i))),
-    "the same twice": lambda i: [image(i)] * 2,
-    "large and small": lambda i: (image(i), torch.tensor(i), image(i, 3)),
-    "small": lambda i: (image(i, 3), i),
+    "bytes": lambda i: picture(i, 3, SIDE, SIDE, dtype=torch.uint8),
+    "complex": lambda i: picture(i, SIDE, SIDE, dtype=torch.complex64),
+    "with a label": lambda i: (picture(i), i),
+    "list": lambda i: [picture(i), str(i), picture(-i)],
+    "dict": lambda i: {"image": picture(i), "label": i, "mask": picture(i, SIDE, 2 * SIDE)},
+    "nested": lambda i: ({"views": [picture(i), picture(i + 1)]}, (picture(i), float(i))),
+    "the same twice": lambda i: [picture(i)] * 2,
+    "large and small": lambda i: (picture(i), torch.tensor(i), picture(i, 3)),
+    "small": lambda i: (picture(i, 3), i),
     "one after the other": lambda i: torch.arange(12 * SIDE**2).view(12, SIDE, SIDE)[i],
-    "one pixel high": lambda i: image(i, 3, 1, SIDE**2),
-    "one pixel": lambda i: image(i, SIDE**2, 1, 1),
-    "channels last": lambda i: image(i, SIDE, SIDE, 3).permute(2, 0, 1),
+    "one pixel high": lambda i: picture(i, 3, 1, SIDE**2),
+    "one pixel": lambda i: picture(i, SIDE**2, 1, 1),
+    "channels last": lambda i: picture(i, SIDE, SIDE, 3).permute(2, 0, 1),
     "repeated": lambda i: torch.tensor(float(i)).expand(SIDE, SIDE),
     "array": lambda i: np.full((SIDE, SIDE), i, dtype=np.float32),
-    "named tuple": lambda i: Point(image(i), i),
-    "another class": lambda i: image(i).as_subclass(Named),
+    "named tuple": lambda i: Pair(picture(i), i),
+    "another class": lambda i: picture(i).as_subclass(TaggedTensor),
     "sparse": lambda i: torch.eye(SIDE).mul(i).to_sparse(),
-    "learnt": lambda i: image(i).requires_grad_(),
-    "conjugate": lambda i: image(i, SIDE, SIDE, dtype=torch.complex64).mul(1j).conj(),
-    "quantized": lambda i: torch.quantize_per_tensor(image(i), 1.0, 0, torch.quint8),
-    "ragged": lambda i: torch.nested.nested_tensor([image(i), image(i, 1, 2, 3)]),
-    "ragged and jagged": lambda i: torch.nested.nested_tensor([image(i)], layout=torch.jagged),
-    "types that differ": lambda i: image(i, dtype=(torch.float32, torch.float64)[i % 2]),
-    "large only later": lambda i: (image(i), image(i, 3 if i == 0 else SIDE**2))[i % 2],
-    "another structure": lambda i: (image(i), {"image": image(i)})[i == 3],
-    "shapes that differ": lambda i: image(i, SIDE, SIDE + i),
-    "more in one": lambda i: [image(i)] * (2 if i == 2 else 1),
+    "learnt": lambda i: picture(i).requires_grad_(),
+    "conjugate": lambda i: picture(i, SIDE, SIDE, dtype=torch.complex64).mul(1j).conj(),
+    "quantized": lambda i: torch.quantize_per_tensor(picture(i), 1.0, 0, torch.quint8),
+    "ragged": lambda i: torch.nested.nested_tensor([picture(i), picture(i, 1, 2, 3)]),
+    "ragged and jagged": lambda i: torch.nested.nested_tensor([picture(i)], layout=torch.jagged),
+    "types that differ": lambda i: picture(i, dtype=(torch.float32, torch.float64)[i % 2]),
+    "large only later": lambda i: (picture(i), picture(i, 3 if i == 0 else SIDE**2))[i % 2],
+    "another structure": lambda i: (picture(i), {"image": picture(i)})[i == 3],
+    "shapes that differ": lambda i: picture(i, SIDE, SIDE + i),
+    "more in one": lambda i: [picture(i)] * (2 if i == 2 else 1),
 }
 
 
@@ -91,13 +85,20 @@ def test_a_batch_is_default_collates(kind: str, taken: int, assert_same: Same) -
 
 def test_large_tensors_are_copied_once_and_others_not() -> None:
     memory = BatchMemory(default_collate, 3)
-    given = [(image(i), image(i, 3)) for i in range(3)]
+    given = [(picture(i), picture(i, 3)) for i in range(3)]
     taken = [memory.take(sample) for sample in given]
     large, small = memory.collate(taken)
     for i in range(3):
         assert taken[i][0].data_ptr() == large[i].data_ptr() != given[i][0].data_ptr()
         assert taken[i][1] is given[i][1]
         assert small[i].data_ptr() != given[i][1].data_ptr()
+
+
+def test_one_tensor_filled_anew_is_every_samples(assert_same: Same) -> None:
+    memory = BatchMemory(default_collate, 3)
+    tensor = picture(0)
+    batch = memory.collate([memory.take(tensor.copy_(picture(i))) for i in range(3)])
+    assert_same(batch, torch.stack([picture(i) for i in range(3)]))
 
 
 def test_what_is_on_another_device_stays_there() -> None:
@@ -112,7 +113,7 @@ def other(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("collate_fn", [other, None])
 def test_what_others_collate_is_left_alone(collate_fn: Any) -> None:
     memory = BatchMemory(collate_fn, 2)
-    sample = [image(1)]
+    sample = [picture(1)]
     assert memory.take(sample) is sample
 
 
@@ -124,12 +125,12 @@ def test_a_users_way_to_stack_tensors_is_kept(
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, summed)
     memory = BatchMemory(default_collate, 2)
-    batch = memory.collate([memory.take(image(i)) for i in (1, 2)])
-    assert_same(batch, image(3))
+    batch = memory.collate([memory.take(picture(i)) for i in (1, 2)])
+    assert_same(batch, picture(1) + picture(2))
 
 
-class Images(Dataset[Any]):
-    """Pictures that are drawn, some of which cannot be."""
+class Pictures(Dataset[Any]):
+    """Some of them cannot be read."""
 
     def __init__(self, broken: int = -1) -> None:
         self.broken = broken
@@ -140,20 +141,7 @@ class Images(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index % 5 == self.broken:
             raise ValueError(f"no picture {index}")
-        return {"image": image(index) + torch.arange(SIDE), "views": [image(-index), index]}
-
-
-class Refilled(Dataset[torch.Tensor]):
-    """Fills the same tensor anew for every sample; a batch of one has a memory of its own."""
-
-    def __init__(self) -> None:
-        self.tensor = image(0)
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tensor.fill_(index)
+        return {"image": picture(index), "views": [picture(-index), index]}
 
 
 def flipped(sample: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +149,9 @@ def flipped(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 LOADERS: dict[str, tuple[Dataset[Any], dict[str, Any]]] = {
-    "plain": (Images(), {"batch_size": 4}),
-    "drop_last": (Images(), {"batch_size": 4, "drop_last": True}),
-    "of one": (Refilled(), {"batch_size": 1}),
-    "in a stage": (MappedDataset(Images(), Stage(flipped)), {"batch_size": 4}),
+    "plain": (Pictures(), {"batch_size": 4}),
+    "drop_last": (Pictures(), {"batch_size": 4, "drop_last": True}),
+    "in a stage": (MappedDataset(Pictures(), Stage(flipped)), {"batch_size": 4}),
 }
 
 
@@ -178,9 +165,9 @@ def test_loaders_give_torchs_batches(name: str, assert_same: Same) -> None:
 
 @pytest.mark.usefixtures("shared_ray")
 def test_what_is_left_out_leaves_no_gap(assert_same: Same) -> None:
-    dataset = Images(broken=2)
+    dataset = Pictures(broken=2)
     ours = DpexDataLoader(dataset, batch_size=4, on_error="skip", **OURS)
-    whole = Images()
+    whole = Pictures()
     left = [
         [i for i in range(begin, min(begin + 4, 23)) if i % 5 != 2] for begin in range(0, 23, 4)
     ]
