@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.utils.data._utils.collate import (
 
 __all__ = ["BatchMemory"]
 
-# Smaller samples are still in the processor's caches when the batch is collated.
-_LARGE_BYTES = 1 << 16
+# A smaller one is read from memory in less time than it takes to be put there alone.
+_LARGE_BYTES = 1 << 17
 
 
 class BatchMemory:
@@ -92,6 +93,7 @@ class _Stack:
     """
 
     def __init__(self, first: torch.Tensor, samples: int) -> None:
+        self._shape, self._dtype = first.shape, first.dtype
         self._memory = torch.empty((samples, *first.shape), dtype=first.dtype, device="cpu")
         self._parts: list[torch.Tensor] = []
 
@@ -103,30 +105,24 @@ class _Stack:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the next sample's there, and return the copy; or what does not fit as it is."""
-        memory = self._memory
-        if tensor.shape != memory.shape[1:] or tensor.dtype != memory.dtype:
+        if not _is_plain(tensor) or tensor.shape != self._shape or tensor.dtype != self._dtype:
             return tensor
-        if not _is_plain(tensor):
-            return tensor
-        part = memory[len(self._parts)].copy_(tensor)
+        part = self._memory[len(self._parts)].copy_(tensor)
         self._parts.append(part)
         return part
 
     def whole(self, tensors: Sequence[Any]) -> torch.Tensor | None:
         """Return the batch's tensor, if it is made of these and no others."""
         parts = self._parts
-        if len(tensors) != len(parts) or any(
-            a is not b for a, b in zip(tensors, parts, strict=True)
-        ):
-            return None
-        return self._memory[: len(parts)]
+        same = len(tensors) == len(parts) and all(map(operator.is_, tensors, parts))
+        return self._memory[: len(parts)] if same else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is its elements, which ``torch.stack`` would lay side by side."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not (tensor.is_quantized or tensor.is_nested)
     )
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(60)]
 Same = Callable[[Any, Any], None]
 
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
-SIDE = 192  # an image of so many floats squared is large, as one of as many bytes is not
+SIDE = 192  # so many floats squared are large, and so many bytes are not
 
 
 def picture(index: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
