@@ -178,10 +178,12 @@ def _apply(
             if on_gpu:
                 seed_cuda(sample_seed(key, came.position + place))
             try:
-                transformed.append(memory.take(job.transform(sample)))
+                result = job.transform(sample)
             except Exception as error:
                 if not failures.take(place, index, error):
                     raise
+            else:
+                transformed.append(memory.take(result))
             if cancelled():
                 raise Cancelled
         at.set("indices", came.indices)

@@ -269,10 +269,12 @@ def _fetch(
             at.value = index
             before_sample(place)
             try:
-                samples.append(memory.take(dataset[index]))
+                sample = dataset[index]
             except Exception as error:
                 if not failures.take(place, index, error):
                     raise
+            else:
+                samples.append(memory.take(sample))
             between.made(place + 1)
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples), memory)
