@@ -54,9 +54,12 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "sparse": lambda i: torch.eye(SIDE).mul(i).to_sparse(),
     "learnt": lambda i: picture(i).requires_grad_(),
     "conjugate": lambda i: picture(i, SIDE, SIDE, dtype=torch.complex64).mul(1j).conj(),
-    "quantized": lambda i: torch.quantize_per_tensor(picture(i), 1.0, 0, torch.quint8),
+    "quantized": lambda i: torch.quantize_per_tensor(
+        picture(i, 6, SIDE, SIDE), 1.0, 0, torch.quint8
+    ),
     "ragged": lambda i: torch.nested.nested_tensor([picture(i), picture(i, 1, 2, 3)]),
     "ragged and jagged": lambda i: torch.nested.nested_tensor([picture(i)], layout=torch.jagged),
+    "sparse only later": lambda i: (picture(i, SIDE, SIDE), torch.eye(SIDE).to_sparse())[i > 0],
     "types that differ": lambda i: picture(i, dtype=(torch.float32, torch.float64)[i % 2]),
     "large only later": lambda i: (picture(i), picture(i, 3 if i == 0 else SIDE**2))[i % 2],
     "another structure": lambda i: (picture(i), {"image": picture(i)})[i == 3],
