@@ -36,7 +36,7 @@ class BatchMemory:
     def __init__(self, collate_fn: Callable[[Any], Any] | None, samples: int) -> None:
         self._samples = samples
         # One for each tensor of a sample; None where it is small.
-        self._stacks: list[_Stack | None] | None = None
+        self._stacks: list[_Stack | None] = []
         # A user may put another way to stack tensors into torch's map, as its documentation says.
         torchs_own = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
         self._used = collate_fn is default_collate and torchs_own
@@ -50,13 +50,13 @@ class BatchMemory:
         Returns:
             The same, with its large tensors in the batch's memory.
         """
-        if not self._used:
-            return sample
-        if self._stacks is None:
+        if self._used and not self._stacks:
             tensors: list[torch.Tensor] = []
             _map_tensors(tensors.append, sample)
             self._stacks = [_Stack.like(tensor, self._samples) for tensor in tensors]
             self._used = any(self._stacks)
+        if not self._used:
+            return sample
         stacks = iter(self._stacks)
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class BatchMemory:
         )
 
     def _stack(self, tensors: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        for stack in filter(None, self._stacks or ()):
+        for stack in filter(None, self._stacks):
             if (whole := stack.whole(tensors)) is not None:
                 return whole
         return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def picture(index: int, *size: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
-    "tensor": image,
+    "tensor": picture,
     "bytes": lambda i: picture(i, 3, SIDE, SIDE, dtype=torch.uint8),
     "complex": lambda i: picture(i, SIDE, SIDE, dtype=torch.complex64),
     "with a label": lambda i: (picture(i), i),
@@ -50,6 +51,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "repeated": lambda i: torch.tensor(float(i)).expand(SIDE, SIDE),
     "array": lambda i: np.full((SIDE, SIDE), i, dtype=np.float32),
     "named tuple": lambda i: Pair(picture(i), i),
+    "ordered": lambda i: OrderedDict(label=i, image=picture(i)),
     "another class": lambda i: picture(i).as_subclass(TaggedTensor),
     "sparse": lambda i: torch.eye(SIDE).mul(i).to_sparse(),
     "learnt": lambda i: picture(i).requires_grad_(),
@@ -118,6 +120,12 @@ def test_what_others_collate_is_left_alone(collate_fn: Any) -> None:
     memory = BatchMemory(collate_fn, 2)
     sample = [picture(1)]
     assert memory.take(sample) is sample
+
+
+def test_small_samples_are_left_alone() -> None:
+    memory = BatchMemory(default_collate, 2)
+    for sample in ([picture(1, 3)], [picture(2, 3)]):
+        assert memory.take(sample) is sample
 
 
 def test_a_users_way_to_stack_tensors_is_kept(
