@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parent / "endurance_program.py"
 RUNS = {"300 epochs of 200 batches": (300, 200), "an epoch of 100,000 batches": (1, 100_000)}
 RUN_SECONDS = 3_600
 # What may come and go: allocators keep some memory, and Ray some threads and connections.
-MEMORY_SHARE, MEMORY_BYTES, OTHERS = 0.1, 20 << 20, 8
+MEMORY_SHARE, MEMORY_BYTES, OTHERS = 0.1, 10 << 20, 8
 OF_PROCESSES = ("threads", "files", "processes")
 OF_TABLES = ("actors", "groups", "jobs", "workers", "tasks", "keys")
 
@@ -58,8 +58,8 @@ def rows(name: str, looks: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     lines = [
-        "| run | processes | their own memory | threads | files | processes | entries in Ray's "
-        "tables |",
+        "| run | kind of process | own memory, the most of one | threads | files | processes "
+        "| entries in Ray's tables |",
         "|---|---|---|---|---|---|---|",
     ]
     records, all_grown = {}, []

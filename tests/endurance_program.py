@@ -50,15 +50,21 @@ def kind_of(pid: int, command: str) -> str:
 
 
 def held(place: Path) -> dict[str, dict[str, int]]:
-    """Return by kind of process what belongs to it alone: memory, threads, files, processes."""
+    """Return by kind how many processes there are, and the most that belongs to one alone.
+
+    The most, not the sum: Ray may start another worker, which is no growth of those there are.
+    """
     gc.collect()
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for pid, command in processes_in(place).items():
-        process, sums = psutil.Process(pid), found[kind_of(pid, command)]
-        sums["bytes"] += process.memory_full_info().uss
-        sums["threads"] += process.num_threads()
-        sums["files"] += process.num_fds()
-        sums["processes"] += 1
+        process, of_kind = psutil.Process(pid), found[kind_of(pid, command)]
+        for what, count in {
+            "bytes": process.memory_full_info().uss,
+            "threads": process.num_threads(),
+            "files": process.num_fds(),
+        }.items():
+            of_kind[what] = max(of_kind[what], count)
+        of_kind["processes"] += 1
     found["head"].update(tables())
     return found
 
