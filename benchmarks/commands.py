@@ -12,23 +12,26 @@ WITHOUT_ALL_PEERS = {"torch", "dpex", "inline"}
 Record = Mapping[str, Any]
 
 
-def commands_table(records: Iterable[Record], earlier: Iterable[Record], folder: str) -> str:
-    """Lay out the command that makes each record, beside that of another day's.
+def commands_table(
+    records: Iterable[Record], others: Iterable[Iterable[Record]], folder: str
+) -> str:
+    """Lay out the command that makes each record, beside those of other runs.
 
     Args:
         records: The present ones.
-        earlier: Those of another day.
+        others: Those of other days or processors, run by run.
         folder: Where the present ones are, as seen from the page.
 
     Returns:
         Markdown, one row a record.
     """
-    then = {record["case"]: f"`{command_of(record)}`" for record in earlier}
-    rows = ["| record | command | then |", "|---|---|---|"]
+    runs = [{record["case"]: f"`{command_of(record)}`" for record in run} for run in others]
+    rows = ["| record | command | in other runs |", "|---|---|---|"]
     for record in records:
         case, now = record["case"], f"`{command_of(record)}`"
-        before = "the same" if then.get(case) == now else then.get(case, "")
-        rows.append(f"| [`{case}.json`]({folder}/{case}.json) | {now} | {before} |")
+        before = ["the same" if run[case] == now else run[case] for run in runs if case in run]
+        beside = "the same" if set(before) == {"the same"} else ", ".join(before)
+        rows.append(f"| [`{case}.json`]({folder}/{case}.json) | {now} | {beside} |")
     return "\n".join(rows)
 
 

@@ -23,7 +23,7 @@ from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-EARLIER = RESULTS / "another_day"
+OTHER_RUNS = RESULTS / "other_runs"
 OVERVIEW = "overview.svg"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
@@ -112,6 +112,7 @@ def full_report(records: Sequence[Record], folder: str) -> str:
         Markdown.
     """
     by_case = {record["case"]: record for record in records}
+    others = [load(run) for run in sorted(OTHER_RUNS.iterdir())]
     goals = [goal for record in records for goal in goals_of(record)]
     verdicts = Counter(goal.verdict for goal in goals)
     void = verdicts["void"]
@@ -124,8 +125,8 @@ def full_report(records: Sequence[Record], folder: str) -> str:
         "## Goals",
         f"{verdicts['met']} of {len(goals) - void} met, {void} void. {settings(records)}",
         goals_table(records, folder),
-        "## The same on another day",
-        another_day(records, load(EARLIER)),
+        "## The same on other days and processors",
+        other_runs(records, others),
         "## Samples per second",
         peers_table(records),
         "\n".join(absentees(records)),
@@ -134,7 +135,7 @@ def full_report(records: Sequence[Record], folder: str) -> str:
         "## Training time",
         speed_table(by_case["training_speed"]),
         "## Commands",
-        commands_table(records, load(EARLIER), folder),
+        commands_table(records, others, folder),
         "## Figures",
         f"![dpex over torch]({folder}/{OVERVIEW})",
         "\n\n".join(figures),
@@ -142,27 +143,30 @@ def full_report(records: Sequence[Record], folder: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def another_day(records: Iterable[Record], earlier: Iterable[Record]) -> str:
-    """Lay each goal beside what an earlier record says of it.
+def other_runs(records: Sequence[Record], others: Sequence[Sequence[Record]]) -> str:
+    """Lay each goal beside what other runs say of it.
 
     Args:
         records: The present ones.
-        earlier: Those of another day.
+        others: Those of other days or processors, run by run.
 
     Returns:
-        Markdown, one row for each goal that both have.
+        Markdown, one row a goal, one column a run.
     """
-    before = {goal.what: goal for record in earlier for goal in goals_of(record)}
-    rows = ["| what | goal | then | now | verdict |", "|---|---|---|---|---|"]
-    for record in records:
-        for goal in goals_of(record):
-            if goal.what in before:
-                then = before[goal.what]
-                same = then.verdict == goal.verdict
-                verdict = goal.verdict if same else f"**{then.verdict}, then {goal.verdict}**"
-                rows.append(
-                    f"| {goal.what} | {goal.bound} | {then.figure} | {goal.figure} | {verdict} |"
-                )
+    runs = [*others, records]
+    heads = [f"{days(run)}, {', '.join(sorted({record['cpu'] for record in run}))}" for run in runs]
+    found = [{goal.what: goal for record in run for goal in goals_of(record)} for run in runs]
+    rows = [
+        f"| what | goal | {' | '.join(heads)} | verdict |",
+        f"|---|---|{'---|' * len(heads)}---|",
+    ]
+    for what, present in found[-1].items():
+        goals = [run.get(what) for run in found]
+        figures = [goal.figure if goal else "" for goal in goals]
+        verdicts = [goal.verdict for goal in goals if goal]
+        same = len(set(verdicts)) == 1
+        verdict = verdicts[0] if same else f"**{', '.join(verdicts)}**"
+        rows.append(f"| {what} | {present.bound} | {' | '.join(figures)} | {verdict} |")
     return "\n".join(rows)
 
 
