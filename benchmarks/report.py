@@ -27,10 +27,20 @@ OTHER_RUNS = RESULTS / "other_runs"
 OVERVIEW = "overview.svg"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
-# Of the short report, in the language of its page.
+# Of the short report, in the language of its page; the last one stands once for each processor.
 SHORT_HEADS = {
-    "README.md": "| workload | torch, samples/s | dpex, samples/s | dpex/torch, median [range] |",
-    "README.zh-CN.md": "| 负载 | torch (样本/秒) | dpex (样本/秒) | dpex/torch: 中位数 [范围] |",
+    "README.md": (
+        "workload",
+        "torch, samples/s",
+        "dpex, samples/s",
+        "dpex/torch, median [range], {cpu}",
+    ),
+    "README.zh-CN.md": (
+        "负载",
+        "torch (样本/秒)",
+        "dpex (样本/秒)",
+        "dpex/torch: 中位数 [范围], {cpu}",
+    ),
 }
 
 Record = Mapping[str, Any]
@@ -63,9 +73,10 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
     Yields:
         A page's path in the repository, the name of the part's markers there, and its Markdown.
     """
-    yield "docs/benchmarks.md", "goals", full_report(records, "../benchmarks/results")
-    for page, head in SHORT_HEADS.items():
-        yield page, "figures", short_report(records, "benchmarks/results", head)
+    others = [load(run) for run in sorted(OTHER_RUNS.iterdir())]
+    yield "docs/benchmarks.md", "goals", full_report(records, others, "../benchmarks/results")
+    for page, heads in SHORT_HEADS.items():
+        yield page, "figures", short_report(records, others, "benchmarks/results", heads)
     by_case = {record["case"]: record for record in records}
     if "scale" in by_case:
         yield "docs/scaling.md", "scale", goals_table([by_case["scale"]])
@@ -101,18 +112,18 @@ def filled(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
-def full_report(records: Sequence[Record], folder: str) -> str:
+def full_report(records: Sequence[Record], others: Sequence[Sequence[Record]], folder: str) -> str:
     """Write every goal with its verdict, every rate, training, every command and every figure.
 
     Args:
-        records: All of them.
+        records: The present ones.
+        others: Those of other days or processors, run by run.
         folder: Where their JSON and their SVGs are, as seen from the page.
 
     Returns:
         Markdown.
     """
     by_case = {record["case"]: record for record in records}
-    others = [load(run) for run in sorted(OTHER_RUNS.iterdir())]
     goals = [goal for record in records for goal in goals_of(record)]
     verdicts = Counter(goal.verdict for goal in goals)
     void = verdicts["void"]
@@ -154,7 +165,7 @@ def other_runs(records: Sequence[Record], others: Sequence[Sequence[Record]]) ->
         Markdown, one row a goal, one column a run.
     """
     runs = [*others, records]
-    heads = [f"{days(run)}, {', '.join(sorted({record['cpu'] for record in run}))}" for run in runs]
+    heads = [f"{days(run)}, {processors(run)}" for run in runs]
     found = [{goal.what: goal for record in run for goal in goals_of(record)} for run in runs]
     rows = [
         f"| what | goal | {' | '.join(heads)} | verdict |",
@@ -189,6 +200,11 @@ def days(records: Iterable[Record]) -> str:
     return ", ".join(sorted({record["date"] for record in records}))
 
 
+def processors(records: Iterable[Record]) -> str:
+    """Name the processors on which some records were made."""
+    return ", ".join(sorted({record["cpu"] for record in records}))
+
+
 def peers_table(records: Iterable[Record]) -> str:
     """Lay out the median rate of every peer, one row a comparison."""
     parts = [part for record in records for part in comparisons(record)]
@@ -216,17 +232,45 @@ def absentees(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def short_report(records: Iterable[Record], folder: str, head: str) -> str:
-    """Write the ratio of dpex to torch for every workload, and the figure of all of them."""
-    rows = [head, "|---|---|---|---|"]
-    rows += [
-        f"| {part['title']} | {part['samples_per_s']['torch']['median']:,.0f} "
-        f"| {part['samples_per_s']['dpex']['median']:,.0f} "
-        f"| {spread(part['dpex_over']['torch'])} |"
-        for record in records
-        for _, part in comparisons(record)
-        if "torch" in part["dpex_over"]
+def short_report(
+    records: Sequence[Record],
+    others: Sequence[Sequence[Record]],
+    folder: str,
+    heads: Sequence[str],
+) -> str:
+    """Write the ratio of dpex to torch for every workload, and the figure of all of them.
+
+    Args:
+        records: The present ones, whose rates are shown.
+        others: Those of other days or processors, run by run; the last of each processor counts.
+        folder: Where the present ones are, as seen from the page.
+        heads: Of the table.
+
+    Returns:
+        Markdown.
+    """
+    latest: dict[str, Sequence[Record]] = {}
+    for run in (records, *reversed(others)):
+        latest.setdefault(processors(run), run)
+    ratios = [
+        {
+            name: spread(part["dpex_over"]["torch"])
+            for record in run
+            for name, part in comparisons(record)
+            if "torch" in part["dpex_over"]
+        }
+        for run in latest.values()
     ]
+    *first, ratio = heads
+    columns = [*first, *(ratio.format(cpu=cpu) for cpu in latest)]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for record in records:
+        for name, part in comparisons(record):
+            if name not in ratios[0]:
+                continue
+            rates = [f"{part['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
+            cells = [part["title"], *rates, *(of_run.get(name, "") for of_run in ratios)]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
 
 
