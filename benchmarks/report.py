@@ -252,9 +252,9 @@ def short_report(
     latest: dict[str, Sequence[Record]] = {}
     for run in (records, *reversed(others)):
         latest.setdefault(processors(run), run)
-    ratios = [
+    against_torch = [
         {
-            name: spread(part["dpex_over"]["torch"])
+            name: part
             for record in run
             for name, part in comparisons(record)
             if "torch" in part["dpex_over"]
@@ -264,13 +264,13 @@ def short_report(
     *first, ratio = heads
     columns = [*first, *(ratio.format(cpu=cpu) for cpu in latest)]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for record in records:
-        for name, part in comparisons(record):
-            if name not in ratios[0]:
-                continue
-            rates = [f"{part['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
-            cells = [part["title"], *rates, *(of_run.get(name, "") for of_run in ratios)]
-            rows.append(f"| {' | '.join(cells)} |")
+    for name, present in against_torch[0].items():
+        rates = [f"{present['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
+        ratios = [
+            spread(parts[name]["dpex_over"]["torch"]) if name in parts else ""
+            for parts in against_torch
+        ]
+        rows.append(f"| {' | '.join([present['title'], *rates, *ratios])} |")
     return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
 
 
