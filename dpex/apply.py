@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dpex.batch_memory import BatchMemory
+from dpex.copies import SHARED, Copy, copy_of
 from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.fetch import Unfinished, collate, encode
@@ -21,8 +22,6 @@ from dpex.seeding import sample_seed, seed_cuda, seed_generators, stage_key, str
 from dpex.worker import (
     At,
     Cancelled,
-    Copy,
-    copy_of,
     leave_worker,
     settle_process,
     show_worker,
@@ -93,9 +92,8 @@ def apply_stage(
                 settle_process(run)
                 worker_id = entry.batch % run.num_workers
                 at.value = came.indices
-                generation, oldest = (0, 0) if kept else (run.generation, run.oldest_generation)
-                slot = (f"{run.loader}/{stage}", generation, -1)
-                copy = copy_of(slot, read_job, oldest, 0)
+                slot = (f"{run.loader}/{stage}", 0 if kept else run.generation, SHARED)
+                copy = copy_of(slot, read_job)
                 show_worker(worker_id, run, None)
                 key = stage_key(stream_key(run.base_seed, run.epoch), stage)
                 failures = Failures(left_out=copy.job.skips_errors)

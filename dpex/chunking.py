@@ -17,7 +17,7 @@ _CHUNK_SECONDS = 1.0
 _MOST_CHUNK_SECONDS = 5.0
 _CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
-# From one round of chunks to the next, one chunk per task, they grow by this factor.
+# From one round of chunks to the next, one for each logical worker, they grow by this factor.
 _GROWTH = 4
 # Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
 _GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
@@ -36,6 +36,10 @@ class ChunkPlanner:
         prefetch_bytes: Bytes that may be under way beyond that.
         claims_cpus: Whether Ray itself runs no more tasks than there are CPUs, so that all
             workers' tasks can be left to it once the first ones are warm.
+
+    Attributes:
+        free_cores: Processors for the tasks to begin with.
+        chunks_issued: Chunks sent in this iteration.
     """
 
     def __init__(
@@ -49,13 +53,13 @@ class ChunkPlanner:
         self._num_workers = num_workers
         self._guaranteed = max(1, num_workers * prefetch_factor)
         self._prefetch_bytes = prefetch_bytes
-        self._free_cores = 1
+        self.free_cores = 1
         self._claims_cpus = claims_cpus
         self._batch_seconds = 0.0
         self._batch_bytes = 0.0
         self._share = 1.0
         self._observed = False
-        self._issued = 0
+        self.chunks_issued = 0
 
     def begin(self, *, free_cores: int) -> None:
         """Start an iteration: what is known of costs stays, the chunks begin small again.
@@ -63,8 +67,8 @@ class ChunkPlanner:
         Args:
             free_cores: Processors for the tasks to begin with.
         """
-        self._free_cores = max(1, free_cores)
-        self._issued = 0
+        self.free_cores = max(1, free_cores)
+        self.chunks_issued = 0
 
     def observe(self, *, batches: int, seconds: float, cpu_seconds: float, size_bytes: int) -> None:
         """Take the cost of some finished batches into account."""
@@ -86,10 +90,10 @@ class ChunkPlanner:
     def parallel(self) -> int:
         """Tasks to run at once: one per free core; once warm, more if they wait or Ray counts."""
         if not self._observed:
-            return min(self._num_workers, self._free_cores)
+            return min(self._num_workers, self.free_cores)
         if self._claims_cpus:
             return self._num_workers
-        return min(self._num_workers, math.ceil(self._free_cores / self._share))
+        return min(self._num_workers, math.ceil(self.free_cores / self._share))
 
     @property
     def guaranteed(self) -> int:
@@ -110,24 +114,27 @@ class ChunkPlanner:
         Args:
             remaining: Batches that the sampler has left, where it says so.
         """
-        parallel = self.parallel
+        parallel, workers = self.parallel, self._num_workers
         # Tasks of the same length would end, and have to be started, all at the same time.
-        spread = self._issued * _GOLDEN_SHARE % 1.0
-        grown = _GROWTH ** min(10, self._issued // parallel)
-        sizes = [self.window // (2 * parallel), int(grown * (1 + (_GROWTH - 1) * spread))]
-        if self._observed:
+        spread = self.chunks_issued * _GOLDEN_SHARE % 1.0
+        grown = _GROWTH ** min(10, self.chunks_issued // workers)
+        sizes = [self.window // (2 * workers)]
+        if not self._observed:
+            sizes.append(1)  # samples may wait for those of other logical workers
+        else:
+            sizes.append(int(grown * (1 + (_GROWTH - 1) * spread)))
             seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _CHUNKS_PER_SECOND))
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
-            sizes.append(math.ceil(remaining / parallel))
+            sizes.append(math.ceil(remaining / workers))
         return max(1, min(sizes))
 
     @property
     def settled(self) -> bool:
-        """Whether every task has had its first chunk in this iteration."""
-        return self._observed and self._issued >= self.parallel
+        """Whether every logical worker has had its first chunk in this iteration."""
+        return self._observed and self.chunks_issued >= self._num_workers
 
     def issued(self) -> None:
         """Count one chunk as sent."""
-        self._issued += 1
+        self.chunks_issued += 1

@@ -29,6 +29,8 @@ class Costs:
         cache_hits: Samples that were found in a cache.
         cache_misses: Samples that were made for one.
         retries: Chunks that were given to a second process, because the first one died.
+        restarts: Logical workers whose state began again, because their process died.
+        late_changes: Copies that a batch changed after dpex had released their loader.
     """
 
     seconds: float = 0.0
@@ -41,6 +43,8 @@ class Costs:
     cache_hits: int = 0
     cache_misses: int = 0
     retries: int = 0
+    restarts: int = 0
+    late_changes: int = 0
 
     def add(self, other: Costs) -> None:
         """Take other batches' costs into the sum."""

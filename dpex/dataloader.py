@@ -237,6 +237,7 @@ class DpexDataLoader(DataLoader[T_co]):
                 worker_options=self.worker_options,
                 fork_workers=self._forks,
                 num_workers=self.num_workers,
+                persistent=self.persistent_workers,
             )
             state = self._cluster = _ClusterState(self, session)
         job_key = state.session.store(pickle_job, later)

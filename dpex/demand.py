@@ -1,8 +1,8 @@
 """Which batches to ask the workers for, and which one the training loop gets next.
 
-A dataset with indices has one order for all workers, the sampler's. A stream is read by every
-worker for itself: batch ``k`` of worker ``w`` has the number ``k * num_workers + w``, and the
-numbers' order is torch's round, in which a worker whose stream has ended is passed over.
+As in torch, batch ``k`` belongs to logical worker ``k % num_workers``, and a chunk holds batches of
+one logical worker. Of a dataset with indices the sampler gives the batches, in their order. Every
+logical worker reads a stream for itself, and the order passes over workers whose stream has ended.
 """
 
 from __future__ import annotations
@@ -46,11 +46,6 @@ class Demand(abc.ABC):
     def next_batch(self) -> int | None:
         """Number of the batch whose turn it is; None once there is none."""
 
-    @property
-    @abc.abstractmethod
-    def parallel(self) -> int:
-        """Tasks to run at once."""
-
     @abc.abstractmethod
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Ask as far ahead as torch does.
@@ -65,10 +60,10 @@ class Demand(abc.ABC):
 
         Args:
             send: Takes the chunk.
-            enough: Asked after each batch; if it says so, the chunk has no more.
+            enough: Asked after each batch; once it says so, nothing more is drawn now.
 
         Returns:
-            Whether it did.
+            Whether there is still something to ask for.
         """
 
     @abc.abstractmethod
@@ -97,8 +92,29 @@ class Demand(abc.ABC):
         raise AssertionError(batch)
 
 
+class _OpenChunk:
+    """Batches of one logical worker that are drawn, and not sent yet.
+
+    Attributes:
+        size: With how many batches it is sent.
+        first_batch: The number of its first batch.
+        batches: The indices of each.
+        positions: The place in the epoch of each one's first sample.
+    """
+
+    __slots__ = ("batches", "first_batch", "positions", "size")
+
+    def __init__(self, size: int, first_batch: int) -> None:
+        self.size = size
+        self.first_batch = first_batch
+        self.batches: list[Any] = []
+        self.positions: list[int] = []
+
+
 class IndexDemand(Demand):
     """The batches of a sampler.
+
+    Invariant: after ``fill`` every batch within torch's run-ahead has been sent.
 
     Args:
         run: What the chunks belong to.
@@ -121,6 +137,7 @@ class IndexDemand(Demand):
         self._patient = patient
         self._first = self._drawn = indices.epoch.batches
         self._exhausted = False
+        self._open: dict[int, _OpenChunk] = {}
 
     @property
     def under_way(self) -> int:
@@ -134,11 +151,6 @@ class IndexDemand(Demand):
         return None if over else self._first + self.delivered
 
     @property
-    def parallel(self) -> int:
-        """Tasks to run at once."""
-        return self._planner.parallel
-
-    @property
     def _remaining(self) -> int | None:
         """How many batches the sampler has left, where it says so."""
         return None if self._length is None else max(1, self._length - self._drawn)
@@ -147,47 +159,64 @@ class IndexDemand(Demand):
         """Draw as far ahead as torch does."""
         most = self._planner.guaranteed
         while not self._exhausted and self.under_way < most:
-            size = self._planner.size(remaining=self._remaining)
-            self._draw(min(size, most - self.under_way), send, lambda: False)
+            self._draw(send)
+        end = self._first + self.delivered + most
+        if self._exhausted or any(chunk.first_batch < end for chunk in self._open.values()):
+            self._send_open(send)
 
     def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
-        """Draw one chunk more than torch would, if costs allow it."""
-        room = self._planner.window - self.under_way
-        # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
-        remaining = self._remaining
-        size = self._planner.size(remaining=remaining)
-        if remaining is not None:
-            size = min(size, remaining - 1)
-        if self._exhausted or size < 1 or room < size:
-            return False
-        self._draw(size, send, enough)
+        """Draw a chunk's worth of batches more than torch would, if costs allow it."""
+        sent = self._planner.chunks_issued
+        while self._planner.chunks_issued == sent:
+            # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
+            if self._exhausted or self._remaining == 1:
+                self._send_open(send)
+                return False
+            if self.under_way >= self._planner.window:
+                return False
+            self._draw(send)
+            if enough():
+                break
         return True
 
-    def _draw(self, size: int, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> None:
-        """Draw the next chunk's indices.
+    def _draw(self, send: Callable[[Chunk], None]) -> None:
+        """Draw the next batch's indices, and send its worker's chunk if that is whole then.
 
         Args:
-            size: Batches, if the sampler has as many.
             send: Takes the chunk.
-            enough: Asked after each; if it says so, the chunk has no more.
         """
-        batches: list[Any] = []
-        positions: list[int] = []
+        remaining = self._remaining
         try:
-            while len(batches) < size:
-                batches.append(next(self._indices))
-                positions.append(self._indices.position)
-                if enough():
-                    break
+            indices = next(self._indices)
         except StopIteration:
             self._exhausted = True
-        finally:  # what was drawn before an error of the sampler is delivered all the same
-            if batches:
-                patient = self._patient and self._planner.settled
-                chunk = Chunk(self._run, 0, self._drawn, batches, positions, patient=patient)
-                self._drawn += len(batches)
-                self._planner.issued()
-                send(chunk)
+            return
+        except BaseException:
+            self._send_open(send)  # what was drawn before is delivered all the same
+            raise
+        worker = self._drawn % self._run.num_workers
+        chunk = self._open.get(worker)
+        if chunk is None:
+            size = self._planner.size(remaining=remaining)
+            chunk = self._open[worker] = _OpenChunk(size, self._drawn)
+        chunk.batches.append(indices)
+        chunk.positions.append(self._indices.position)
+        self._drawn += 1
+        if len(chunk.batches) >= chunk.size:
+            self._send(self._open.pop(worker), send)
+
+    def _send_open(self, send: Callable[[Chunk], None]) -> None:
+        """Send what has been drawn."""
+        while self._open:
+            first = min(self._open, key=lambda worker: self._open[worker].first_batch)
+            self._send(self._open.pop(first), send)
+
+    def _send(self, chunk: _OpenChunk, send: Callable[[Chunk], None]) -> None:
+        patient = self._patient and self._planner.settled
+        self._planner.issued()
+        send(
+            Chunk(self._run, 0, chunk.first_batch, chunk.batches, chunk.positions, patient=patient)
+        )
 
     def deliver(self, entry: Entry) -> None:
         """Take note that a batch is handed out, or an error in its place."""
@@ -238,11 +267,6 @@ class StreamDemand(Demand):
         """Number of the batch whose turn it is; None once there is none."""
         numbers = (self._handed_out[w] * self._workers + w for w in self._open)
         return min(numbers, default=None)
-
-    @property
-    def parallel(self) -> int:
-        """Tasks to run at once: one for every stream."""
-        return self._workers
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Ask every worker for as many batches as torch does."""

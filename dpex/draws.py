@@ -41,7 +41,8 @@ class Draws:
             own: Generators besides the global ones.
         """
         own_states = {name: generator.get_state() for name, generator in own.items()}
-        return cls(*global_states(), own_states)
+        torchs, numpys, pythons = global_states()
+        return cls(torchs, numpys, pythons, own_states)
 
     def give(self, own: Mapping[str, torch.Generator]) -> None:
         """Put the states of the generators that are not global back."""

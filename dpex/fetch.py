@@ -11,7 +11,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
 from dpex.batch_memory import BatchMemory
-from dpex.costs import Costs, noted, spent
+from dpex.binding import Binding, StateWatch
+from dpex.copies import SHARED, Copy, copy_of, hand_over, keep_copy
+from dpex.costs import Costs, count, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
 from dpex.pickling import Pickled, dump
@@ -20,9 +22,7 @@ from dpex.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker import (
     At,
     Cancelled,
-    Copy,
     Run,
-    copy_of,
     initialise,
     leave_worker,
     settle_process,
@@ -49,6 +49,7 @@ class Job:
         finishes: Whether there is no later stage.
         skips_errors: Whether a sample that cannot be read is left out.
         drop_last: Whether a stream's incomplete last batch is left out.
+        pickled_bytes: In a worker: size of what it was unpickled from, without and with buffers.
     """
 
     dataset: Any
@@ -58,11 +59,12 @@ class Job:
     finishes: bool = True
     skips_errors: bool = False
     drop_last: bool = False
+    pickled_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Several consecutive batches, made by one task.
+    """Consecutive batches of one logical worker, made by one task.
 
     Attributes:
         run: The iteration that it belongs to.
@@ -71,7 +73,7 @@ class Chunk:
         batches: The indices of each batch, as the sampler gave them.
         positions: Place in the epoch of each batch's first sample.
         patient: Whether so much is under way before it that its batches may come together.
-        stream: Whether its batches are one worker's, of an ``IterableDataset``.
+        stream: Whether its batches are of an ``IterableDataset``.
         begin: What that stream goes on from in this epoch: how many batches, and the packed state.
     """
 
@@ -86,8 +88,8 @@ class Chunk:
 
     @property
     def stride(self) -> int:
-        """How far its batches' numbers are apart: those of a stream are every num_workers-th."""
-        return self.run.num_workers if self.stream else 1
+        """How far its batches' numbers are apart."""
+        return self.run.num_workers
 
     @property
     def numbers(self) -> range:
@@ -96,9 +98,9 @@ class Chunk:
         return range(self.first_batch, end, self.stride)
 
     @property
-    def worker(self) -> int | None:
-        """Whose stream it is of."""
-        return self.first_batch % self.run.num_workers if self.stream else None
+    def worker(self) -> int:
+        """The logical worker whose batches they are."""
+        return self.first_batch % self.run.num_workers
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,10 @@ def fetch_chunk(
     where: str,
     cancelled: Callable[[], bool],
     *,
+    binding: Binding = Binding.ALWAYS,
+    restarted: bool = False,
     nearly_made: Callable[[], object] | None = None,
+    seen_unchanged: Callable[[bool], object] = lambda _: None,
 ) -> Iterator[tuple[Entry, Costs]]:
     """Make the batches of one chunk.
 
@@ -135,8 +140,12 @@ def fetch_chunk(
         read_job: Makes one more copy of the ``Job``, which nobody else has.
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
+        binding: Whether the chunk's logical worker has a copy of its own here.
+        restarted: Whether another process made earlier batches of that worker, and died.
         nearly_made: Called between samples of the last batch when the rest of them will take some
             milliseconds, most likely: more than once, or never.
+        seen_unchanged: Called after a batch with whether its copy is as it was made, if that has
+            been looked at.
 
     Yields:
         The batch, or the error in its place, and what it cost. A batch that a later stage finishes
@@ -145,17 +154,19 @@ def fetch_chunk(
     run = chunk.run
     settle_process(run)
     key = stream_key(run.base_seed, run.epoch)
-    for place, indices in enumerate(chunk.batches):
-        batch, position = chunk.first_batch + place, chunk.positions[place]
-        worker_id = batch % run.num_workers
+    worker_id = chunk.worker
+    for batch, indices, position in zip(chunk.numbers, chunk.batches, chunk.positions, strict=True):
         at = At("indices", indices)
-        last = place == len(chunk.batches) - 1
+        last = batch == chunk.numbers[-1]
         between = _BetweenSamples(cancelled, nearly_made if last else None)
+        copy = None
         with noted() as costs:
             try:
-                copy = _enter_worker(worker_id, run, read_job)
+                copy = _enter_worker(worker_id, run, read_job, binding, restarted=restarted)
                 failures = Failures(left_out=copy.job.skips_errors)
-                value = _fetch(copy, indices, key, position, between, at, failures)
+                once = binding is Binding.ALWAYS
+                with copy.generators.at_work():
+                    value = _fetch(copy, indices, key, position, between, at, failures, once=once)
                 if not copy.job.finishes:
                     places = failures.places(enumerate(indices)) if failures.samples else None
                     value = Unfinished(run, indices, position, value, places)
@@ -171,6 +182,13 @@ def fetch_chunk(
             finally:
                 leave_worker()
         costs.settle()
+        if copy is not None and copy.watch is not None and _is_to_look(copy.watch, binding):
+            unchanged = copy.watch.look()
+            if not unchanged:
+                # From here on the copy has the state of this worker, and of no other.
+                keep_copy((run.loader, run.generation, worker_id), copy)
+                costs.late_changes += binding is Binding.RELEASED
+            seen_unchanged(unchanged)
         yield entry, costs
         if cancelled():
             return
@@ -209,17 +227,36 @@ class _BetweenSamples:
                 self._nearly_made()
 
 
-def _enter_worker(worker_id: int, run: Run, read_job: Callable[[], Job]) -> Copy[Job]:
-    slot = (run.loader, run.generation, worker_id if run.copy_per_worker else -1)
-    # Of this generation and of the next one.
-    at_least = 2 * (run.num_workers if run.copy_per_worker else 1)
-    copy = copy_of(slot, read_job, run.oldest_generation, at_least)
-    show_worker(worker_id, run, copy.job.dataset)
+def _enter_worker(
+    worker_id: int, run: Run, read_job: Callable[[], Job], binding: Binding, *, restarted: bool
+) -> Copy[Job]:
+    slot = (run.loader, run.generation, worker_id if binding.bound else SHARED)
+    hand_over(slot)
+    copy = copy_of(slot, read_job)
+    job = copy.job
+    if copy.init_error is not None:
+        raise copy.init_error
     if not copy.initialised:
-        if copy.job.worker_init_fn is not None:
-            initialise(worker_id, run.base_seed, copy.job.worker_init_fn)
         copy.initialised = True
+        if binding is not Binding.ALWAYS:
+            copy.watch = StateWatch(job.dataset, job.collate_fn, *job.pickled_bytes)
+        elif restarted:
+            count("restarts")
+        if job.worker_init_fn is not None:
+            show_worker(worker_id, run, job.dataset)
+            try:
+                initialise(worker_id, run.base_seed, job.worker_init_fn, copy.generators)
+            except Exception as error:
+                copy.init_error = error
+                raise
+    show_worker(worker_id, run, job.dataset, owns_generator=copy.generators.owns_torchs)
     return copy
+
+
+def _is_to_look(watch: StateWatch, binding: Binding) -> bool:
+    if binding is Binding.RELEASED:
+        return watch.seen_unchanged and watch.due
+    return binding is Binding.WATCHED
 
 
 def _fetch(
@@ -230,6 +267,8 @@ def _fetch(
     between: _BetweenSamples,
     at: At,
     failures: Failures,
+    *,
+    once: bool,
 ) -> Any:
     """Do what torch's ``_MapDatasetFetcher.fetch`` does, each sample seeded.
 
@@ -241,6 +280,7 @@ def _fetch(
         between: Called between samples.
         at: Kept at the index being read, for error messages.
         failures: Takes what fails, if that is to be left out.
+        once: Whether to read no sample a second time.
     """
     job, dataset = copy.job, copy.job.dataset
     if not job.auto_collation:
@@ -279,7 +319,7 @@ def _fetch(
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples), memory)
 
-    return copy.habits.reproducibly(key, position, attempt)
+    return copy.habits.reproducibly(key, position, attempt, once=once)
 
 
 def _read_at_once(

@@ -6,10 +6,11 @@ Between the two stands the cluster: chunks go in, blocks come back.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
-import weakref
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from dpex.binding import Binding
 from dpex.chunking import ChunkPlanner
 from dpex.demand import Demand, IndexDemand, StreamDemand
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
@@ -31,6 +33,7 @@ from dpex.under_way import Sent, described, joined_streams, lost_error
 from dpex.worker import Run
 
 if TYPE_CHECKING:
+    from dpex.cluster.blocks import Arrival
     from dpex.cluster.session import RemoteRun, Session
     from dpex.dataloader import DpexDataLoader
     from dpex.epochs import SamplerEpochs
@@ -56,6 +59,9 @@ _MOST_LOSSES = 3
 _NO_ROOM = "OutOfDiskError"
 _ROOM_S = 2.0
 _ROOM_TRIES = 6
+# From _note_state to the for loop of the user: _collect, _wait_for_batch, _next_batch, _next_data,
+# __next__, the loop.
+_USERS_LOOP = 7
 # How often a stream's chunk is sent to a task of its own.
 _STREAM_TRIES = 2
 
@@ -99,7 +105,8 @@ class ClusterIter(_BaseDataLoaderIter):
         self._epoch = -1
         self._published_at = time.monotonic()
         self._job_key = job_key
-        self._generation = generations.open(self)
+        self._generation = generations.new()
+        self._restart_noted = False
         self._opening: Callable[[], RemoteRun] | None = None
         self._run: RemoteRun | None = None
         self._reset(loader, first_iter=True)
@@ -124,8 +131,6 @@ class ClusterIter(_BaseDataLoaderIter):
             epoch=self._epoch,
             num_workers=self._num_workers,
             generation=self._generation,
-            oldest_generation=self._generations.oldest,
-            copy_per_worker=self._loader_options.worker_init_fn is not None,
             working_directory=str(Path.cwd()),
             default_dtype=torch.get_default_dtype(),
         )
@@ -161,8 +166,13 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _open_run(self) -> None:
         """Have a run begin; ``_opened`` waits for it."""
+        streams = self._dataset_kind == _DatasetKind.Iterable
+        stateful = streams or self._loader_options.worker_init_fn is not None
         self._opening = self._session.open(
-            self._run_spec, self._job_key, pin_memory=self._pin_memory
+            self._run_spec,
+            self._job_key,
+            binding=Binding.ALWAYS if stateful else Binding.WATCHED,
+            pin_memory=self._pin_memory,
         )
 
     def _opened(self) -> None:
@@ -179,7 +189,6 @@ class ClusterIter(_BaseDataLoaderIter):
     def _shutdown_workers(self) -> None:
         """Stop the iteration; torch's name, which frameworks call."""
         self._end_run()
-        self._generations.close(self)
 
     @property
     def alive(self) -> bool:
@@ -251,14 +260,16 @@ class ClusterIter(_BaseDataLoaderIter):
         *,
         alone: bool = False,
         tries: int = 1,
-        parallel: int | None = None,
+        one_by_one: bool = False,
     ) -> None:
         assert self._run is not None
         try:
             self._run.feed(
                 chunks,
                 alone=alone,
-                parallel=parallel or self._demand.parallel,
+                parallel=self._planner.parallel,
+                starting=self._planner.free_cores,
+                one_by_one=one_by_one,
                 hurried=not self._stash,
             )
         except SerializationError as error:
@@ -302,6 +313,8 @@ class ClusterIter(_BaseDataLoaderIter):
                 # set_epoch() between iter() and the first next(): what was drawn is for another.
                 try:
                     self._sampler_iter = iter(self._index_sampler)
+                    if not self._persistent_workers:
+                        self._generation = self._generations.new()
                     self._begin()
                 except BaseException:  # an interrupt, or Ray has gone: there is no run
                     self._give_up(None)
@@ -416,6 +429,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 transfer_s=arrival.transfer_s,
                 decode_s=arrival.decode_s,
             )
+            self._note_state(arrival, sent.chunk)
             if not sent.missing:
                 del self._waiting[frame.chunk]
         errors = receiver.take_errors()
@@ -430,6 +444,28 @@ class ClusterIter(_BaseDataLoaderIter):
             self._draining = False
             if self._sent > self._errors_came_at:
                 self._errors = []  # the pipeline has worked since
+
+    def _note_state(self, arrival: Arrival, chunk: Chunk) -> None:
+        """Say once where the state of a logical worker is not what torch's would be."""
+        costs, generations = arrival.frame.costs, self._generations
+        batch = min(entry.batch for entry in arrival.batches)
+        if costs.restarts and not self._restart_noted:
+            self._restart_noted = True
+            logger.warning(
+                "the process of logical worker %d has ended: what it kept (generators, counters, "
+                "what worker_init_fn made) begins again with batch %d",
+                chunk.worker,
+                batch,
+            )
+        if costs.late_changes and not generations.change_noted:
+            generations.change_noted = True
+            warnings.warn(
+                f"batch {batch} changed its worker's dataset or collate_fn, which earlier batches "
+                "had not. Until then dpex let any process make any batch, so this state is not "
+                "torch's in this epoch. Pass a worker_init_fn, which may do nothing, to keep every "
+                "logical worker in one process from its first batch on",
+                stacklevel=_USERS_LOOP,
+            )
 
     def _recover(self) -> None:
         """Send lost batches again, each for a task of its own; one that is lost then is an error.
@@ -459,7 +495,6 @@ class ClusterIter(_BaseDataLoaderIter):
             # room where several have not.
             time.sleep(_ROOM_S)
         most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
-        one_by_one = 1 if no_room else None
         again: list[Chunk] = []
         again_alone: list[Sent] = []
         for sent in joined_streams(lost):
@@ -483,9 +518,9 @@ class ClusterIter(_BaseDataLoaderIter):
                 len(again),
                 reason,
             )
-            self._send_again(again, alone=True, parallel=one_by_one)
+            self._send_again(again, alone=True, one_by_one=no_room)
         for sent in again_alone:
-            self._send_again(list(sent.rest()), alone=True, tries=sent.tries, parallel=one_by_one)
+            self._send_again(list(sent.rest()), alone=True, tries=sent.tries, one_by_one=no_room)
 
     def _go_on_elsewhere(self) -> None:
         """Have a new pipeline make the batches under way, where the old one was lost.
@@ -569,33 +604,21 @@ def _length(sampler: Any) -> int | None:
 
 
 class Generations:
-    """Numbers the dataset copies that the iterators of one loader read.
+    """Numbers the copies of the dataset that the iterators of one loader read.
 
     Attributes:
         loader: Identity of the loader.
+        change_noted: Whether the user knows of a copy that changed late.
     """
 
     def __init__(self) -> None:
         self.loader = uuid.uuid4().hex
-        self._next = 0
-        self._open: dict[int, weakref.ref[ClusterIter]] = {}
+        self.change_noted = False
+        self._numbers = itertools.count()
 
-    def open(self, iterator: ClusterIter) -> int:
-        """Return a new generation, in use as long as ``iterator`` lives."""
-        generation = self._next
-        self._next += 1
-        self._open[generation] = weakref.ref(iterator)
-        return generation
-
-    def close(self, iterator: ClusterIter) -> None:
-        """Forget the generation of an iterator that is done."""
-        self._open = {g: ref for g, ref in self._open.items() if ref() is not iterator}
-
-    @property
-    def oldest(self) -> int:
-        """The oldest generation in use."""
-        self._open = {g: ref for g, ref in self._open.items() if ref() is not None}
-        return min(self._open, default=self._next)
+    def new(self) -> int:
+        """Return the number of a new generation of copies."""
+        return next(self._numbers)
 
 
 class _Options:

@@ -8,6 +8,9 @@ Seeding happens before every sample, so it has to be cheap. ``torch.manual_seed`
 accelerator back ends; seeding the CPU generator alone does what a worker needs, unless it has a
 GPU (``seed_cuda``). And a generator
 that samples do not draw from need not be seeded: ``Habits`` finds out which, and keeps watch.
+
+A generator that ``worker_init_fn`` seeded, or drew from, belongs to the logical worker: dpex leaves
+it alone, and it gives what torch's worker would draw (``WorkerGenerators``).
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ import torch
 __all__ = [
     "Habits",
     "OwnSeeds",
+    "WorkerGenerators",
     "begin_sample",
     "generator_states",
     "generators_kept",
@@ -70,9 +74,13 @@ def sample_seed(key: int, position: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits."""
-    for seed_one, _ in _GENERATORS:
-        seed_one(seed)
+    """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits.
+
+    Those that belong to the logical worker at work stay as they are.
+    """
+    for generator, owned in zip(_GENERATORS, _owned, strict=True):
+        if not owned:
+            generator.seed(seed)
 
 
 def seed_cuda(seed: int) -> None:
@@ -187,21 +195,20 @@ def generators_kept(other: torch.Generator | None = None) -> Iterator[None]:
             other.set_state(other_state)
 
 
-def global_states() -> tuple[torch.Tensor, Any, Any]:
+def global_states() -> list[Any]:
     """Return the states of torch's CPU generator, numpy's global one and ``random``."""
-    return torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+    return [generator.state() for generator in _GENERATORS]
 
 
-def set_global_states(states: tuple[torch.Tensor, Any, Any]) -> None:
+def set_global_states(states: Sequence[Any]) -> None:
     """Put back what ``global_states`` returned."""
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    for generator, state in zip(_GENERATORS, states, strict=True):
+        generator.restore(state)
 
 
 def generator_states() -> list[Any]:
     """Return something that differs once a generator was drawn from."""
-    return [state() for _, state in _GENERATORS]
+    return [generator.mark() for generator in _GENERATORS]
 
 
 def _numpy_state() -> bytes:
@@ -211,15 +218,97 @@ def _numpy_state() -> bytes:
     return ctypes.string_at(address, 625 * 4)
 
 
-_GENERATORS: tuple[tuple[Callable[[int], object], Callable[[], Any]], ...] = (
-    (
+class _Generator(NamedTuple):
+    """One global generator.
+
+    Attributes:
+        seed: Seeds it.
+        mark: Returns something that differs once it was drawn from.
+        state: Returns its whole state.
+        restore: Puts such a state back.
+    """
+
+    seed: Callable[[int], object]
+    mark: Callable[[], Any]
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+
+
+_GENERATORS = (
+    _Generator(
         lambda seed: torch.default_generator.manual_seed(seed),
         lambda: torch.default_generator.get_state().numpy().tobytes(),
+        torch.get_rng_state,
+        torch.set_rng_state,
     ),
-    (random.seed, random.getstate),
-    (lambda seed: np.random.seed(seed & 0xFFFFFFFF), _numpy_state),
+    _Generator(
+        lambda seed: np.random.seed(seed & 0xFFFFFFFF),
+        _numpy_state,
+        lambda: np.random.get_state(legacy=True),
+        np.random.set_state,
+    ),
+    _Generator(random.seed, random.getstate, random.getstate, random.setstate),
 )
-"""Of each generator: what seeds it, and what gives its state."""
+_NO_OWNERS = (False,) * len(_GENERATORS)
+_owned: tuple[bool, ...] = _NO_OWNERS
+"""Which generators belong to the logical worker at work."""
+
+
+class WorkerGenerators:
+    """The global generators that belong to one logical worker.
+
+    Source:
+        torch's ``_worker_loop``: seeded once, before ``worker_init_fn``, and never again.
+    """
+
+    def __init__(self) -> None:
+        self._owned = _NO_OWNERS
+        self._states: list[Any] = []
+
+    @property
+    def owns_torchs(self) -> bool:
+        """Whether torch's generator is among them."""
+        return self._owned[0]
+
+    def take(self, before: list[Any]) -> None:
+        """Take the generators that have changed, with their present states.
+
+        Args:
+            before: What ``generator_states`` returned then.
+        """
+        after = generator_states()
+        self._owned = tuple(one != other for one, other in zip(before, after, strict=True))
+        self._states = [g.state() if own else None for g, own in self._each()]
+
+    def go_on_from(self, states: Sequence[Any]) -> None:
+        """Let the global ones stand where they did.
+
+        Args:
+            states: What ``global_states`` returned then.
+        """
+        for (generator, own), state in zip(self._each(), states, strict=True):
+            if own:
+                generator.restore(state)
+
+    def _each(self) -> Iterator[tuple[_Generator, bool]]:
+        return zip(_GENERATORS, self._owned, strict=True)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the block draw from them, and remember where they stand at its end."""
+        global _owned
+        if not any(self._owned):
+            yield
+            return
+        for (generator, own), state in zip(self._each(), self._states, strict=True):
+            if own:
+                generator.restore(state)
+        outer, _owned = _owned, self._owned
+        try:
+            yield
+        finally:
+            _owned = outer
+            self._states = [g.state() if own else None for g, own in self._each()]
 
 
 class Habits:
@@ -244,8 +333,8 @@ class Habits:
         """Begin a batch whose first sample has this seed."""
         seed_generators(seed)
         self._states = [
-            None if drawn else state()
-            for drawn, (_, state) in zip(self._drawn_from, _GENERATORS, strict=True)
+            None if drawn or owned else generator.mark()
+            for drawn, generator, owned in zip(self._drawn_from, _GENERATORS, _owned, strict=True)
         ]
 
     def seed(self, seed: int) -> None:
@@ -254,16 +343,16 @@ class Habits:
             self.check()
             self.begin(seed)
             return
-        for drawn, (seed_one, _) in zip(self._drawn_from, _GENERATORS, strict=True):
+        for drawn, generator in zip(self._drawn_from, _GENERATORS, strict=True):
             if drawn:
-                seed_one(seed)
+                generator.seed(seed)
 
     def check(self) -> bool:
         """Tell whether only those generators were drawn from that every sample was seeded for."""
         found = [
-            drawn or before != state()
-            for drawn, before, (_, state) in zip(
-                self._drawn_from, self._states, _GENERATORS, strict=True
+            drawn or (not owned and before != generator.mark())
+            for drawn, before, generator, owned in zip(
+                self._drawn_from, self._states, _GENERATORS, _owned, strict=True
             )
         ]
         as_known = self._learning or found == self._drawn_from
@@ -277,7 +366,12 @@ class Habits:
         return as_known
 
     def reproducibly(
-        self, key: int, position: int, attempt: Callable[[Callable[[int], None]], T]
+        self,
+        key: int,
+        position: int,
+        attempt: Callable[[Callable[[int], None]], T],
+        *,
+        once: bool = False,
     ) -> T:
         """Make a batch so that it depends on its samples' seeds alone.
 
@@ -286,6 +380,9 @@ class Habits:
             position: Place in the epoch of the batch's first sample.
             attempt: Makes the batch, perhaps more than once. It is given a function to call before
                 every sample, with the sample's place in the batch.
+            once: Whether to make it no second time, which would change the dataset's state twice.
+                A batch that draws from a generator for the first time then draws from the seed of
+                its first sample.
         """
 
         def before_sample(place: int) -> None:
@@ -297,8 +394,8 @@ class Habits:
             try:
                 batch = attempt(before_sample)
             except Exception:
-                if self.end_of_batch():
+                if self.end_of_batch() or once:
                     raise
             else:
-                if self.end_of_batch():
+                if self.end_of_batch() or once:
                     return batch

@@ -12,24 +12,20 @@ that goes on in another process is begun there. A worker that dies is not: not e
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
+from dpex.copies import Copy, Slot, copy_of, find_copy, forget_copy, keep_copy
 from dpex.costs import Costs, count, noted
 from dpex.fetch import Chunk, Job, collate, encode
 from dpex.frame import Entry
-from dpex.seeding import global_states, set_global_states, stream_key
+from dpex.seeding import Habits, global_states, set_global_states, stream_key
 from dpex.states import StreamState
 from dpex.worker import (
     Cancelled,
-    Copy,
     Run,
-    copy_of,
-    forget_copy,
     initialise,
     leave_worker,
     settle_process,
@@ -39,30 +35,27 @@ from dpex.worker import (
 
 __all__ = ["stream_chunk"]
 
-# Streams that a process keeps, as it does copies: of loaders that have gone too.
-_MAX_STREAMS = 8
-
-
-# Loader, generation, epoch, logical worker, base_seed.
-_Key = tuple[str, int, int, int, int]
-
 
 class _Stream:
     """What one logical worker reads in one epoch.
 
     Attributes:
         dataset: The worker's copy of the dataset.
+        epoch: Of which epoch it is: its number, and its base_seed.
         made: How many batches have been read.
         is_fresh: Whether it was begun at its beginning, and not from a state.
+        owns_generator: Whether ``worker_init_fn`` has seeded torch's generator.
         generators: What the global generators are about to draw, while it is not read.
     """
 
-    def __init__(self, copy: Copy[Job]) -> None:
+    def __init__(self, copy: Copy[Job], epoch: tuple[int, int]) -> None:
         job = copy.job
         self.dataset = job.dataset
+        self.epoch = epoch
         self.made = 0
         self.is_fresh = True
-        self.generators: tuple[torch.Tensor, Any, Any] | None = None
+        self.owns_generator = copy.generators.owns_torchs
+        self.generators: Sequence[Any] | None = None
         self._fetcher = _IterableDatasetFetcher(
             job.dataset,
             job.auto_collation,
@@ -103,10 +96,12 @@ class _Stream:
 class _NeverBegun(_Stream):
     """A stream whose beginning failed: it has ended, as torch's has."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: tuple[int, int]) -> None:
         self.dataset = None
+        self.epoch = epoch
         self.made = 0
         self.is_fresh = False
+        self.owns_generator = False
         self.generators = None
 
     state = None
@@ -120,14 +115,13 @@ class _NeverBegun(_Stream):
         raise StopIteration
 
 
-_streams: OrderedDict[_Key, _Stream] = OrderedDict()
-
-
 def stream_chunk(
     chunk: Chunk,
     read_job: Callable[[], Job],
     where: str,
     cancelled: Callable[[], bool],
+    *,
+    restarted: bool = False,
 ) -> Iterator[tuple[Entry, Costs]]:
     """Read the batches of one chunk of a stream.
 
@@ -136,6 +130,7 @@ def stream_chunk(
         read_job: Makes one more copy of the ``Job``, which nobody else has.
         where: Node and process, for error messages.
         cancelled: Asked between batches; once it says so, nothing more is read.
+        restarted: Whether another process read earlier batches of the stream, and died.
 
     Yields:
         The batch, the error in its place, or the stream's end, after which nothing comes; and what
@@ -145,11 +140,12 @@ def stream_chunk(
         torch's ``_worker_loop`` with an ``IterableDataset``.
     """
     run = chunk.run
-    worker_id = chunk.first_batch % run.num_workers
+    worker_id = chunk.worker
     settle_process(run)
-    key = (run.loader, run.generation, run.epoch, worker_id, run.base_seed)
-    stream = _streams.get(key)
-    if stream is not None and not stream.comes_to(chunk):
+    slot = (run.loader, run.generation, worker_id)
+    epoch = (run.epoch, run.base_seed)
+    stream = _stream_in(slot)
+    if stream is not None and not (stream.epoch == epoch and stream.comes_to(chunk)):
         stream = None
     if stream is not None and stream.generators is not None:
         set_global_states(stream.generators)
@@ -158,8 +154,11 @@ def stream_chunk(
             with noted() as costs:
                 try:
                     if stream is None:
-                        stream = _begin(key, run, read_job, chunk.begin)
-                    show_worker(worker_id, run, stream.dataset)
+                        count("restarts", int(restarted))
+                        stream = _begin(slot, run, read_job, chunk.begin)
+                    show_worker(
+                        worker_id, run, stream.dataset, owns_generator=stream.owns_generator
+                    )
                     _read_up_to(number // run.num_workers, stream, request, cancelled)
                     before = costs.samples  # of batches that nobody gets
                     value = encode(stream.read(request))
@@ -171,7 +170,8 @@ def stream_chunk(
                     entry = Entry(number, encode(None), "end")
                 except (Exception, SystemExit):
                     if stream is None:
-                        stream = _streams[key] = _NeverBegun()
+                        stream = _NeverBegun(epoch)
+                        keep_copy(slot, Copy(None, "", Habits(), stream=stream))
                     place = f"batch {number // run.num_workers} of its stream, {where}"
                     error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
                     entry = Entry(number, error, "error")
@@ -199,45 +199,43 @@ def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[
             continue
 
 
+def _stream_in(slot: Slot) -> _Stream | None:
+    copy = find_copy(slot)
+    return None if copy is None else copy.stream
+
+
 def _begin(
-    key: _Key, run: Run, read_job: Callable[[], Job], begin: tuple[int, bytes] | None
+    slot: Slot, run: Run, read_job: Callable[[], Job], begin: tuple[int, bytes] | None
 ) -> _Stream:
     """Begin a worker's stream of an epoch, or go on with it from a state.
 
     What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
     next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
-    again, in another process, is the same.
+    again, in another process, is the same. Generators that ``worker_init_fn`` seeded go on.
     """
-    worker_id = key[3]
-    slot = (run.loader, run.generation, worker_id)
-    before = _streams.get((*slot[:2], run.epoch - 1, worker_id, run.base_seed))
-    if before is not None and not before.is_fresh:
-        before = None  # some datasets begin every epoch where they were once told to stand
-    for other in [k for k in _streams if k[0] == run.loader]:
-        over = other[1] == run.generation and other[3] == worker_id
-        if over or other[1] < run.oldest_generation:
-            del _streams[other]
+    worker_id = slot[2]
+    before = _stream_in(slot)
+    if before is not None and (
+        before.epoch != (run.epoch - 1, run.base_seed)
+        or not before.is_fresh  # some datasets begin every epoch where they were once told to stand
+    ):
+        before = None
     if before is None:
         forget_copy(slot)
-    copy = copy_of(slot, read_job, run.oldest_generation, 2 * run.num_workers)
+    copy = copy_of(slot, read_job)
     show_worker(worker_id, run, copy.job.dataset)
     base_seed = stream_key(run.base_seed, run.epoch) >> 2 if run.epoch else run.base_seed
     init_fn = copy.job.worker_init_fn if before is None else None
-    initialise(worker_id, base_seed, init_fn or _do_nothing)
+    initialise(worker_id, base_seed, init_fn, copy.generators)
+    if before is not None and before.generators is not None:
+        copy.generators.go_on_from(before.generators)
     state = StreamState.unpacked(begin[1]) if begin else None
     if state:
         state.give_dataset(copy.job.dataset)
-    stream = _Stream(copy)
+    stream = copy.stream = _Stream(copy, (run.epoch, run.base_seed))
     if state:
         stream.stand_at(state)
-    _streams[key] = stream
-    while len(_streams) > max(_MAX_STREAMS, 2 * run.num_workers):
-        _streams.popitem(last=False)
     return stream
-
-
-def _do_nothing(_: int) -> None:
-    pass
 
 
 def _collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:

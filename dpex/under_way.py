@@ -18,7 +18,7 @@ def described(chunk: Chunk, batch: int) -> str:
     if chunk.stream:
         workers = chunk.run.num_workers
         return f"batch {batch // workers} of worker {batch % workers}'s stream"
-    return f"dataset indices {chunk.batches[batch - chunk.first_batch]!r}"
+    return f"dataset indices {chunk.batches[(batch - chunk.first_batch) // chunk.stride]!r}"
 
 
 def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:

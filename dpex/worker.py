@@ -1,7 +1,6 @@
 """A worker process: what it must be for the user's code to find what torch's workers offer.
 
-Module-level state on purpose: a Ray worker process imports this module once and keeps it over
-all tasks it runs, so copies of what a loader sent live here, and never in a task's closure.
+Module-level state on purpose: torch and the user's code look for it where torch's workers have it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import ctypes
 import os
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from dpex.errors import SerializationError
 from dpex.pickling import dump
-from dpex.seeding import Habits
+from dpex.seeding import WorkerGenerators, generator_states
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -31,10 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "At",
     "Cancelled",
-    "Copy",
     "Run",
-    "copy_of",
-    "forget_copy",
     "initialise",
     "leave_worker",
     "settle_process",
@@ -42,17 +37,11 @@ __all__ = [
     "wrap_error",
 ]
 
-JobT = TypeVar("JobT")
-
-# Copies that a process keeps: a training and a validation loader, each with an iteration that ends
-# while the next begins, and as many to spare.
-_MAX_COPIES = 8
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 1 << 29
 
-_copies: OrderedDict[tuple[str, int, int], Copy[Any]] = OrderedDict()
 _initial_seed: int | None = None
 
 
@@ -68,9 +57,6 @@ class Run:
         num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
         generation: Which copy of the dataset it reads: a new one for every iteration unless
             workers are persistent.
-        oldest_generation: The oldest one that an open iterator of the loader still reads.
-        copy_per_worker: Whether logical workers of one process have a copy each, because
-            worker_init_fn may make them differ.
         working_directory: The training process's; the workers', where they have it.
         default_dtype: The training process's, and the workers'.
     """
@@ -81,64 +67,12 @@ class Run:
     epoch: int
     num_workers: int
     generation: int
-    oldest_generation: int
-    copy_per_worker: bool
     working_directory: str
     default_dtype: torch.dtype
 
 
-@dataclass
-class Copy(Generic[JobT]):
-    """This process's copy of what a loader sent.
-
-    Attributes:
-        job: The copy itself.
-        habits: Which generators its samples draw from.
-        initialised: Whether ``worker_init_fn`` has been called for it.
-        at_least: How many copies its loader is to keep here.
-    """
-
-    job: JobT
-    habits: Habits
-    initialised: bool = False
-    at_least: int = 0
-
-
 class Cancelled(BaseException):
     """The consumer has gone."""
-
-
-def copy_of(
-    slot: tuple[str, int, int], read_job: Callable[[], JobT], oldest: int, at_least: int
-) -> Copy[JobT]:
-    """Return this process's copy in a slot, made on first use.
-
-    Args:
-        slot: Whose, of which generation, for which logical worker.
-        read_job: Makes one more copy, which nobody else has.
-        oldest: Older generations of the same are no longer in use.
-        at_least: How many copies of this loader are to be kept, if that is more than usual.
-    """
-    copy = _copies.get(slot)
-    if copy is None:
-        habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
-        for stale in [k for k in _copies if k[0] == slot[0] and k[1] < oldest]:
-            del _copies[stale]
-        copy = _copies[slot] = Copy(read_job(), habits or Habits(), at_least=at_least)
-        # Those of two loaders, for training and validation. More may be of loaders that have gone.
-        wanted = sorted({k[0]: c.at_least for k, c in _copies.items()}.values())[-2:]
-        while len(_copies) > max(_MAX_COPIES, sum(wanted)):
-            _copies.popitem(last=False)
-        if "cv2" in sys.modules:
-            # OpenCV's own pool would start a thread per core in every worker.
-            sys.modules["cv2"].setNumThreads(0)
-    _copies.move_to_end(slot)
-    return copy
-
-
-def forget_copy(slot: tuple[str, int, int]) -> None:
-    """Have the next one in a slot made anew."""
-    _copies.pop(slot, None)
 
 
 def settle_process(run: Run) -> None:
@@ -172,27 +106,53 @@ _process_initial_seed = torch.initial_seed
 def _worker_initial_seed() -> int:
     """Return the logical worker's seed, as torch's workers see it.
 
-    The generator itself is seeded anew for every sample, which would show here.
+    dpex seeds the generator itself again for every sample, which would show here.
     """
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
-def show_worker(worker_id: int, run: Run, dataset: Any) -> None:
-    """Be a logical worker, as far as torch and the user's code can see."""
+def show_worker(worker_id: int, run: Run, dataset: Any, *, owns_generator: bool = False) -> None:
+    """Be a logical worker, as far as torch and the user's code can see.
+
+    Args:
+        worker_id: Which one.
+        run: The iteration.
+        dataset: Its copy.
+        owns_generator: Whether torch's generator is the worker's own, so that ``initial_seed`` is
+            what its ``worker_init_fn`` seeded it with.
+    """
     global _initial_seed
-    _initial_seed = seed = run.base_seed + worker_id
+    seed = run.base_seed + worker_id
+    _initial_seed = None if owns_generator else seed
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=run.num_workers, seed=seed, dataset=dataset
     )
 
 
-def initialise(worker_id: int, base_seed: int, worker_init_fn: Callable[[int], None]) -> None:
-    """Call ``worker_init_fn`` with the generators as torch's workers have them then."""
+def initialise(
+    worker_id: int,
+    base_seed: int,
+    worker_init_fn: Callable[[int], None] | None,
+    generators: WorkerGenerators,
+) -> None:
+    """Seed the global generators as torch's worker does, then call ``worker_init_fn``.
+
+    Args:
+        worker_id: Which logical worker.
+        base_seed: What torch draws for its workers' seeds.
+        worker_init_fn: The loader's.
+        generators: Takes those that ``worker_init_fn`` seeds or draws from.
+    """
+    global _initial_seed
     seed = base_seed + worker_id
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(torch_worker._generate_state(base_seed, worker_id))
-    worker_init_fn(worker_id)
+    if worker_init_fn is not None:
+        before = generator_states()
+        _initial_seed = None  # it may seed torch's generator, and ask for its seed then
+        worker_init_fn(worker_id)
+        generators.take(before)
 
 
 def leave_worker() -> None:

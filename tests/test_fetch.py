@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate
 
-from dpex import worker as worker_module
+from dpex import copies
 from dpex.apply import StageJob, apply_stage
+from dpex.binding import Binding
 from dpex.fetch import Chunk, Job, Unfinished, encode, fetch_chunk
 from dpex.frame import Entry
 from dpex.pickling import dump, load
@@ -41,15 +42,18 @@ class Counts:
         return self.reads, self.opened_by
 
 
+BOUND: dict[str, Any] = {"binding": Binding.ALWAYS}
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Any:
     """Leave this process as the test found it: fetch_chunk settles the process it runs in."""
     saved = (torch.get_num_threads(), torch.initial_seed, torch.random.initial_seed)
-    worker_module._copies.clear()
+    copies._copies.clear()
     yield
     torch.set_num_threads(saved[0])
     torch.initial_seed, torch.random.initial_seed = saved[1], saved[2]
-    worker_module._copies.clear()
+    copies._copies.clear()
 
 
 def make_run(**changes: Any) -> Run:
@@ -60,8 +64,6 @@ def make_run(**changes: Any) -> Run:
         "epoch": 0,
         "num_workers": 3,
         "generation": 0,
-        "oldest_generation": 0,
-        "copy_per_worker": False,
         "working_directory": ".",
         "default_dtype": torch.float32,
     }
@@ -75,9 +77,10 @@ def read(
     first_batch: int = 0,
     positions: list[int] | None = None,
     run: Run | None = None,
+    binding: Binding = Binding.RELEASED,
     **job: Any,
 ) -> list[Any]:
-    """Return what ``fetch_chunk`` makes of a chunk: batches and error wrappers."""
+    """Return what ``fetch_chunk`` makes of consecutive batches: batches and error wrappers."""
     values: dict[str, Any] = {
         "collate_fn": list,
         "worker_init_fn": None,
@@ -87,8 +90,12 @@ def read(
     if positions is None:
         sizes = [len(b) if isinstance(b, list) else 1 for b in batches]
         positions = [sum(sizes[:k]) for k in range(len(sizes))]
-    chunk = Chunk(run or make_run(), 0, first_batch, batches, positions)
-    entries = fetch_chunk(chunk, lambda: load(pickled), "node here, pid 1", lambda: False)
+    entries = []
+    for number, (batch, position) in enumerate(zip(batches, positions, strict=True), first_batch):
+        chunk = Chunk(run or make_run(), 0, number, [batch], [position])
+        entries += fetch_chunk(
+            chunk, lambda: load(pickled), "node here, pid 1", lambda: False, binding=binding
+        )
     return [load(entry.value) for entry, _ in entries]
 
 
@@ -151,8 +158,8 @@ def test_default_collate_does_not_use_shared_memory() -> None:
 def test_copies_live_as_long_as_their_generation() -> None:
     assert read(Counts(), [[0], [0]]) == [[(1, None)], [(2, None)]]
     assert read(Counts(), [[0]]) == [[(3, None)]]
-    assert read(Counts(), [[0]], run=make_run(generation=1, oldest_generation=1)) == [[(1, None)]]
-    assert [key[1] for key in worker_module._copies] == [1]
+    assert read(Counts(), [[0]], run=make_run(generation=1)) == [[(1, None)]]
+    assert [key[1] for key in copies._copies] == [1]
 
 
 def test_copies_never_cross_loaders() -> None:
@@ -160,28 +167,17 @@ def test_copies_never_cross_loaders() -> None:
     assert read(Counts(), [[0]], run=make_run(loader="b")) == [[(1, None)]]
 
 
-def test_copies_in_use_outlive_others() -> None:
-    read(Counts(), [[0]], run=make_run(loader="kept"))
-    for turn in range(20):
-        read(Counts(), [[0]], run=make_run(loader=f"other {turn}"))
-        assert read(Counts(), [[0]], run=make_run(loader="kept")) == [[(turn + 2, None)]]
-    assert len(worker_module._copies) <= 8
-
-
-def test_validation_leaves_the_copies_of_training_as_they_are() -> None:
-    def open_for(worker_id: int) -> None:
-        del worker_id
-
-    options: dict[str, Any] = {"worker_init_fn": open_for}
-    train, check = (
-        make_run(loader=name, copy_per_worker=True, num_workers=workers)
-        for name, workers in (("train", 16), ("check", 4))
-    )
-    for turn in range(1, 9):
-        assert read(Counts(), [[0]] * 16, run=train, **options) == [[(turn, None)]] * 16
-        assert read(Counts(), [[0]] * 4, run=check, **options) == [[(turn, None)]] * 4
-        read(Counts(), [[0]], run=make_run(loader=f"gone {turn}"))
-    assert len(worker_module._copies) <= 2 * (16 + 4)
+def test_copies_live_until_their_pipeline_is_released() -> None:
+    for pipeline in ("train", "check"):
+        with copies.kept_for(pipeline):
+            read(Counts(), [[0]] * 16, run=make_run(loader=pipeline, num_workers=16), **BOUND)
+    with copies.kept_for("train"):
+        again = read(Counts(), [[0]] * 16, run=make_run(loader="train", num_workers=16), **BOUND)
+    assert again == [[(2, None)]] * 16
+    copies.release_copies("train")
+    assert {slot[0] for slot in copies._copies} == {"check"}
+    copies.release_copies("check")
+    assert not copies._copies
 
 
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
@@ -192,8 +188,7 @@ def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> N
         assert info.dataset.reads == 0
         info.dataset.opened_by = worker_id
 
-    run = make_run(copy_per_worker=True)
-    batches = read(Counts(), [[0]] * 6, run=run, worker_init_fn=open_for)
+    batches = read(Counts(), [[0]] * 6, worker_init_fn=open_for, **BOUND)
     assert batches == [[(1, 0)], [(1, 1)], [(1, 2)], [(2, 0)], [(2, 1)], [(2, 2)]]
 
 
@@ -225,8 +220,7 @@ def test_worker_init_fn_finds_torch_s_seeds() -> None:
                 )
             ]
         )
-    run = make_run(copy_per_worker=True)
-    assert read(Seen(), [[0], [0]], run=run, worker_init_fn=remember) == seen
+    assert read(Seen(), [[0], [0]], worker_init_fn=remember, **BOUND) == seen
 
 
 def test_an_error_takes_its_batch_s_place_and_the_others_stay() -> None:
@@ -403,7 +397,7 @@ def test_a_stage_with_a_gpu_seeds_cuda(batched: bool, monkeypatch: pytest.Monkey
         entry = Entry(0, encode(came), "batch")
         [(made, _)] = apply_stage(1, [entry], lambda: job, "here", lambda: False, kept=kept)
         assert made.outcome == "batch", load(made.value).exc_msg
-        worker_module._copies.clear()
+        copies._copies.clear()
         return load(made.value)
 
     whole = stage(4, [7, 8, 9, 7])

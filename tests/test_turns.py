@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dpex.binding import Binding
 from dpex.cluster import sharing
 from dpex.cluster import turns as turns_module
 from dpex.cluster.sharing import Round
@@ -15,19 +17,21 @@ from dpex.cluster.turns import Assignment, Others, Turns
 
 Scenario = Callable[[Turns], Awaitable[None]]
 
+BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
-def play(scenario: Scenario, **options: bool) -> None:
+
+def play(scenario: Scenario, **options: Any) -> None:
     async def run() -> None:
         turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None, **options)
-        turns.parallel = 4
+        turns.parallel = turns.starting = 4
         await scenario(turns)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def feed(turns: Turns, *payloads: bytes, alone: bool = False) -> None:
-    for payload in payloads:
-        turns.feed(payload, alone=alone)
+    for worker, payload in enumerate(payloads):
+        turns.feed(payload, worker, alone=alone)
 
 
 def payload_of(assignment: Assignment | None) -> bytes | None:
@@ -297,7 +301,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
         turns.note_others(Others(wait=True, room=0))
         assert await third is not None
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
@@ -330,7 +334,7 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
         turns.feed(b"chunk", alone=False, worker=0)
         assert await second is not None
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamespace) -> None:
@@ -348,7 +352,7 @@ def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamesp
         turns.note_others(None)
         assert await third is not None
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
@@ -359,7 +363,7 @@ def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
         assert await turns.next_chunk("a", 0, 0) is not None
         assert await turns.next_chunk("a", 1, 1) is not None
 
-    play(scenario, holds_resources=True)
+    play(scenario, **BOUND, holds_resources=True)
 
 
 def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
@@ -369,9 +373,9 @@ def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
         turns.release()
         turns.drop()  # the next iteration begins before its task has ended
         turns.feed(b"1", alone=False, worker=1)
-        assert (await turns.next_chunk("b", 0, 0)) == Assignment(b"1", 0)
+        assert (await turns.next_chunk("b", 0, 0)) == Assignment(b"1", 0, Binding.ALWAYS)
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +423,7 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
         assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
         assert payload_of(await turns.next_chunk("a", 2, 2)) == b"0c"
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
@@ -440,7 +444,7 @@ def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
         assert payload_of(await turns.next_chunk("d", 0, 0)) == b"1b again"
         assert await turns.next_chunk("d", 1, 1) is None
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
@@ -452,7 +456,7 @@ def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
         turns.release()
         assert await turns.next_chunk("slow", 1, 1) is None
 
-    play(scenario)
+    play(scenario, **BOUND)
 
 
 def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
@@ -465,4 +469,4 @@ def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
         assert turns.wanted(0) == 1
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
 
-    play(scenario)
+    play(scenario, **BOUND)

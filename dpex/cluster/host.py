@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.forkserver import inheritance
+from dpex.cluster.limits import IdleCores
 from dpex.cluster.private import LentBlocks, StandingExecution, tune_host_process
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
 from dpex.cluster.stages import NAMESPACE, Pipeline, build, store_job, turn
@@ -51,9 +52,14 @@ class Reply:
 
 
 class _Lane:
-    """One pipeline, as the host keeps it."""
+    """One pipeline, as the host keeps it.
+
+    Attributes:
+        job_key: Digest of the job that its workers read.
+    """
 
     def __init__(self, pipeline: Pipeline, run: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.job_key = pipeline.job_key
         self._loop = loop
         self._lock = threading.Lock()
         self._blocks: deque[tuple[ray.ObjectRef, int]] = deque()
@@ -69,6 +75,10 @@ class _Lane:
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
             claims_cpus=pipeline.claims_cpus,
             choosy="fallback_strategy" in pipeline.options,
+            num_workers=pipeline.num_workers,
+            binding=pipeline.binding,
+            persistent=pipeline.persistent,
+            idle=None if pipeline.claims_cpus else IdleCores().any,
         )
         self._serve(run)
         self.execution = StandingExecution(
@@ -91,14 +101,12 @@ class _Lane:
         self.run = run
         self.turns.begin(in_run=run is not None)
         self._first_chunk = self.turns.fed
-        self._early: dict[int, tuple[bytes, int | None, bool]] = {}
+        self._early: dict[int, tuple[bytes, int, bool]] = {}
         self._blocks.clear()
         self._errors.clear()
         self.changed.set()
 
-    def feed(
-        self, number: int, payloads: list[bytes], workers: list[int | None], *, alone: bool
-    ) -> None:
+    def feed(self, number: int, payloads: list[bytes], workers: list[int], *, alone: bool) -> None:
         """Append chunks, the first one being the run's ``number``-th.
 
         Calls of an async actor may overtake one another; chunks must not.
@@ -106,7 +114,7 @@ class _Lane:
         chunks = zip(payloads, workers, strict=True)
         self._early.update((at, (*chunk, alone)) for at, chunk in enumerate(chunks, number))
         while (chunk := self._early.pop(self.turns.fed - self._first_chunk, None)) is not None:
-            self.turns.feed(chunk[0], worker=chunk[1], alone=chunk[2])
+            self.turns.feed(chunk[0], chunk[1], alone=chunk[2])
 
     def news(self) -> Reply | None:
         """Return what is new since the last call, or None."""
@@ -162,13 +170,14 @@ class _Recent(OrderedDict[str, None]):
 class _Host:
     """The actor's class.
 
-    ``take``, ``over`` and ``next_chunk`` wait for what they tell, ``begin`` and ``close`` for some
-    seconds that nothing is at work; the other methods are short.
+    ``take``, ``over``, ``closed`` and ``next_chunk`` wait for what they tell, ``begin`` and
+    ``close`` for some seconds that nothing is at work; the other methods are short.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[str, asyncio.Future[_Lane]] = {}
         self._closed = _Recent()
+        self._closing: dict[str, asyncio.Event] = {}
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
         self._round = Round(free_cpus)
@@ -180,6 +189,9 @@ class _Host:
         if lane_key not in self._lanes:
             self._lanes[lane_key] = asyncio.get_running_loop().create_future()
         return self._lanes[lane_key]
+
+    def _opened(self) -> list[_Lane]:
+        return [o.result() for o in self._lanes.values() if o.done() and not o.exception()]
 
     async def open(self, lane_key: str, pipeline: Pipeline, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
@@ -219,9 +231,11 @@ class _Host:
         number: int,
         payloads: list[bytes],
         *,
-        workers: list[int | None],
+        workers: list[int],
         alone: bool,
         parallel: int,
+        starting: int,
+        one_by_one: bool,
         hurried: bool,
     ) -> None:
         """Append chunks to a run.
@@ -231,26 +245,40 @@ class _Host:
             run: The run that the chunks belong to; ignored if it was given up.
             number: Number of the first of these chunks in the run.
             payloads: Pickled chunks.
-            workers: Whose stream each is of; None where any task can make it.
+            workers: The logical worker of each.
             alone: Whether each is to have a task of its own.
-            parallel: Number of tasks to run at once.
+            parallel: Number of tasks to run at once, if logical workers are not bound.
+            starting: Number of tasks to start at once, if they are.
+            one_by_one: Whether one task is to run at a time.
             hurried: Whether the training loop waits, so that it pays to look often.
         """
         if lane_key in self._closed:
             return
         lane = await self._opening(lane_key)
         if lane.run == run:
-            lane.turns.parallel = parallel
+            lane.turns.parallel, lane.turns.starting = parallel, starting
+            lane.turns.one_by_one = one_by_one
             lane.execution.hurried = hurried
             lane.feed(number, payloads, workers, alone=alone)
 
     async def next_chunk(
-        self, lane_key: str, turn: str, place: int, blocks: int
+        self, lane_key: str, turn: str, place: int, blocks: int, unchanged: bool | None
     ) -> Assignment | None:
-        """Answer a task that asks for its next chunk; see ``Turns.next_chunk``."""
+        """Answer a task that asks for its next chunk.
+
+        Args:
+            lane_key: Its lane.
+            turn: See ``Turns.next_chunk``.
+            place: See there.
+            blocks: See there.
+            unchanged: Whether its last batch has left the copy as it was; None if not looked at.
+        """
         if lane_key in self._closed:
             return None
-        return await (await self._opening(lane_key)).turns.next_chunk(turn, place, blocks)
+        turns = (await self._opening(lane_key)).turns
+        if unchanged is not None:
+            turns.note_state(turn, unchanged)
+        return await turns.next_chunk(turn, place, blocks)
 
     async def take(self, lane_key: str, run: str) -> Reply:
         """Wait for news of a run; one that was given up has ended."""
@@ -285,9 +313,16 @@ class _Host:
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             await lane.over.wait()
 
+    async def closed(self, lane_key: str) -> None:
+        """Answer when a pipeline is closed: then nobody needs what workers keep for it."""
+        if lane_key not in self._closed:
+            await self._closing.setdefault(lane_key, asyncio.Event()).wait()
+
     async def close(self, lane_key: str) -> None:
         """End a pipeline; one that is still to be opened never is."""
         self._closed.add(lane_key)
+        if lane_key in self._closing:
+            self._closing.pop(lane_key).set()
         if lane_key not in self._lanes:
             return
         try:
@@ -298,6 +333,9 @@ class _Host:
             self._lanes.pop(lane_key, None)
         lane.begin(None)
         lane.turns.close()
+        still_read = {other.job_key for other in self._opened()}
+        if lane.job_key not in still_read:
+            self._stored_jobs.pop(lane.job_key, None)
         # Ending waits for the executor's thread.
         await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
 
@@ -310,7 +348,7 @@ class _Host:
         loop = asyncio.get_running_loop()
         name = ray.get_runtime_context().get_actor_name()
         while True:
-            opened = [o.result() for o in self._lanes.values() if o.done() and not o.exception()]
+            opened = self._opened()
             waits = any(lane.turns.waits for lane in opened)
             if waits or any(lane.turns.in_run for lane in opened):
                 others = await loop.run_in_executor(None, ask_others, name, waits)

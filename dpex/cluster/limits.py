@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_memory", "usable_cores", "usable_memory"]
+__all__ = ["IdleCores", "free_memory", "usable_cores", "usable_memory"]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
+# Shorter spans of time say little: the kernel counts in hundredths of a second.
+_SPAN_S = 0.3
 
 
 def usable_cores() -> int:
@@ -74,3 +77,36 @@ def _numbers(file: Path) -> dict[str, int]:
     """Read lines of a name, a number and perhaps a unit."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
+
+
+class IdleCores:
+    """Tells whether the host's processors have time to spare.
+
+    Source:
+        ``/proc/stat``, whose fourth and fifth numbers count idle time. Where there is none, every
+        processor counts as idle.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._read()
+        self._idle = False
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        try:
+            fields = (_PROC / "stat").read_text().partition("\n")[0].split()
+            ticks = sum(map(int, fields[4:6]))
+        except (OSError, ValueError):
+            return time.monotonic(), math.inf
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")
+
+    def any(self) -> bool:
+        """Tell whether half a processor or more was idle lately."""
+        now, idle_s = self._read()
+        before, idle_before_s = self._before
+        if math.isinf(idle_s):
+            return True
+        if now - before >= _SPAN_S:
+            self._idle = idle_s - idle_before_s >= (now - before) / 2
+            self._before = now, idle_s
+        return self._idle

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dpex.binding import Binding
 from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
 from dpex.cluster.embedded import free_cores, settled
@@ -133,7 +134,9 @@ class Session:
         connection: This process's Ray.
         worker_options: Ray options of one worker.
         fork_workers: Whether workers may be forks, where there is a server for them.
-        num_workers: How many workers a later stage has, unless it says so.
+        num_workers: How many logical workers there are, and how many workers a later stage has,
+            unless it says so.
+        persistent: Whether logical workers outlive an iteration.
     """
 
     _warned_of_size = False
@@ -143,11 +146,13 @@ class Session:
         connection: Connection,
         *,
         num_workers: int,
+        persistent: bool,
         worker_options: dict[str, Any] | None,
         fork_workers: bool,
     ) -> None:
         self._connection = connection
         self._num_workers = num_workers
+        self._persistent = persistent
         self._options = dict(worker_options or {})
         if self._connection.runtime_env:
             own = dict(self._options.get("runtime_env") or {})
@@ -277,12 +282,15 @@ class Session:
             self._start()
             return bool(self._nodes.answered(self._host.actor.inherits.remote(key)))
 
-    def open(self, run: Run, job_key: str, *, pin_memory: bool) -> Callable[[], RemoteRun]:
+    def open(
+        self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
+    ) -> Callable[[], RemoteRun]:
         """Have an iteration begin.
 
         Args:
             run: The iteration.
             job_key: What ``store`` returned.
+            binding: Whether logical workers are bound to processes, to begin with.
             pin_memory: Whether batches go to page-locked memory.
 
         Returns:
@@ -296,6 +304,9 @@ class Session:
             job_key,
             self._host.name,
             claims_cpus=self.claims_cpus,
+            num_workers=self._num_workers,
+            binding=binding,
+            persistent=self._persistent,
             options=self._options,
             later=self._stored.later,
         )
@@ -500,7 +511,7 @@ class RemoteRun:
         if self._receiver is not None:
             self._receiver.join(timeout)
 
-    def feed(self, chunks: Sequence[Chunk], *, alone: bool, parallel: int, hurried: bool) -> None:
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
         """Send chunks; see ``_Host.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self._host.actor.feed.remote(
@@ -510,8 +521,7 @@ class RemoteRun:
             payloads,
             workers=[chunk.worker for chunk in chunks],
             alone=alone,
-            parallel=parallel,
-            hurried=hurried,
+            **how,
         )
         # No sooner: while its reader starts, the first chunk is on its way.
         _ = self.receiver

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import pickle
 import sys
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import ray
 
+from dpex.binding import Binding
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.private import limit_to_concurrency, private_mappings
+from dpex.cluster.releasing import be_ready, release_later
+from dpex.copies import kept_for, release_copies
 from dpex.memory import shared_memory
 
 if TYPE_CHECKING:
@@ -66,15 +69,14 @@ _MAX_RETRIES = 3
 # Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
 # for such a task where its configuration does not say how much memory a node has.
 _NO_MEMORY = {"memory": 0}
-# Pickled datasets that a process keeps a view of, one each for training and validation.
-_MAX_JOBS = 2
-
 HOST_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 """What Ray says of a host that is no more; the latter where it was killed for want of memory."""
 
 # Which copy of an inherited job uses the very memory that was inherited.
 _borrowers: dict[str, weakref.ref[Job]] = {}
-_stored_jobs: OrderedDict[str, Pickled] = OrderedDict()
+_stored_jobs: dict[str, Pickled] = {}
+# The pipelines that this process keeps something for, each with the jobs that it reads.
+_jobs_of: dict[str, set[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,9 @@ class Pipeline:
         host_name: Name of the host actor, asked whether a chunk is still wanted.
         lane_key: The lane that its tasks belong to.
         claims_cpus: Whether its tasks share the CPUs with others'.
+        num_workers: How many logical workers there are.
+        binding: Whether they are bound to processes, to begin with.
+        persistent: Whether they outlive an iteration.
         options: Ray options of one worker.
         later: The stages after the first one.
     """
@@ -118,6 +123,9 @@ class Pipeline:
     host_name: str
     lane_key: str = ""
     claims_cpus: bool = False
+    num_workers: int = 1
+    binding: Binding = Binding.WATCHED
+    persistent: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     later: tuple[LaterStage, ...] = ()
 
@@ -213,18 +221,20 @@ def make_batches(
     asking = _Asking(host_name, lane_key)
     interest = _interest(host_name, lane_key)
     read_job = functools.partial(_read_job, job, job_key, host_name)
+    _release_when_closed(host_name, lane_key, job_key)
     while (assignment := asking.answer()) is not None:
         chunk = pickle.loads(assignment.payload)
         interest.in_run(chunk.run.key)
-        # A stream that is far enough ahead waits for the others, which may need its CPU.
-        asking.keeps_cpu = not chunk.stream
+        # A bound worker that is far enough ahead waits for the others, which may need its CPU.
+        asking.keeps_cpu = not assignment.binding.bound
         for _ in range(assignment.skipped_blocks):
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.blocks += 1
             yield FrameWriter("", 0).table()
-        for table in _make_chunk(chunk, read_job, interest.lost, asking, again=assignment.again):
-            asking.blocks += 1
-            yield table
+        with kept_for(lane_key):
+            for table in _make_chunk(chunk, assignment, read_job, interest.lost, asking):
+                asking.blocks += 1
+                yield table
 
 
 def transform_batches(
@@ -259,10 +269,12 @@ def transform_batches(
     if frame.run:  # not a block in place of one that had arrived
         interest.in_run(frame.run)
     read_job = functools.partial(_read_job, job, job_key, host_name)
+    _release_when_closed(host_name, lane_key, job_key)
     writer = FrameWriter(frame.run, frame.chunk, frame.costs)
-    batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
-    for entry, costs in batches:
-        writer.add(entry, costs)
+    with kept_for(lane_key):
+        batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
+        for entry, costs in batches:
+            writer.add(entry, costs)
     yield writer.table()
 
 
@@ -282,6 +294,7 @@ class _Asking:
     Attributes:
         blocks: How many blocks the task has made.
         keeps_cpu: Whether it keeps its CPU while it waits for an answer.
+        unchanged: Whether the last batch has left its copy as it was; None if not looked at.
     """
 
     def __init__(self, host_name: str, lane_key: str) -> None:
@@ -291,6 +304,7 @@ class _Asking:
         self._place = 0
         self.blocks = 0
         self.keeps_cpu = True
+        self.unchanged: bool | None = None
         self._answer: ray.ObjectRef | None = None
 
     def ask(self, coming: int = 0) -> None:
@@ -302,8 +316,9 @@ class _Asking:
         if self._answer is None:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 self._answer = _host(self._host_name).next_chunk.remote(
-                    self._lane_key, self._turn, self._place, self.blocks + coming
+                    self._lane_key, self._turn, self._place, self.blocks + coming, self.unchanged
                 )
+                self.unchanged = None
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host.
@@ -341,11 +356,10 @@ class _Asking:
 
 def _make_chunk(
     chunk: Chunk,
+    assignment: Assignment,
     read_job: Callable[[], Job],
     cancelled: Callable[[], bool],
     asking: _Asking,
-    *,
-    again: bool,
 ) -> Iterator[pa.Table]:
     """Yield a chunk's blocks, and ask for the next chunk when the last one is about to come."""
     from dpex.costs import Costs
@@ -353,14 +367,30 @@ def _make_chunk(
     from dpex.frame import FrameWriter
     from dpex.stream import stream_chunk
 
+    again, binding = assignment.again, assignment.binding
     writer = FrameWriter(chunk.run.key, chunk.number, Costs(retries=int(again)))
     opened = time.monotonic()
     # The last batch comes in one block, with others or alone.
     ask = functools.partial(asking.ask, coming=1)
+    restarted = assignment.restarted
     if chunk.stream:
-        batches = stream_chunk(chunk, read_job, _here(), cancelled)
+        batches = stream_chunk(chunk, read_job, _here(), cancelled, restarted=restarted)
     else:
-        batches = fetch_chunk(chunk, read_job, _here(), cancelled, nearly_made=ask)
+
+        def note_state(unchanged: bool) -> None:
+            asking.unchanged = unchanged
+
+        batches = fetch_chunk(
+            chunk,
+            read_job,
+            _here(),
+            cancelled,
+            binding=binding,
+            restarted=restarted,
+            # A watched worker asks when it knows whether it has to be bound.
+            nearly_made=None if binding is Binding.WATCHED else ask,
+            seen_unchanged=note_state,
+        )
     remaining = len(chunk.batches)
     if again:
         # Ray drops as many blocks of this attempt as it had got of the one that failed: with a
@@ -401,7 +431,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
                 # is not copied by writing to it.
                 return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
 
-            copy = load(inherited, own)
+            copy = _with_size(load(inherited, own), inherited)
             _borrowers[job_key] = weakref.ref(copy)
             return copy
     pickled = _stored_jobs.get(job_key)
@@ -412,9 +442,6 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
         # What the script can import a worker of its host can, as with torch's spawned workers.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
         pickled = _stored_jobs[job_key] = Pickled(*content)
-        while len(_stored_jobs) > _MAX_JOBS:
-            _stored_jobs.popitem(last=False)
-
     buffers = pickled.buffers
     mapped = dict(zip(map(id, buffers), private_mappings(buffers), strict=True))
 
@@ -422,13 +449,48 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
         own = mapped[id(view)]
         return own_copy(view) if own is None else own
 
-    return load(pickled, take)
+    return _with_size(load(pickled, take), pickled)
+
+
+def _with_size(job: Any, pickled: Pickled) -> Any:
+    """Tell a ``Job`` how large its pickle was."""
+    if hasattr(job, "pickled_bytes"):
+        return replace(job, pickled_bytes=(len(pickled.head), pickled.size_bytes))
+    return job
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:
     """Put a pickled job where workers of all nodes find it."""
     search_path = [str(Path(path).resolve()) for path in sys.path]
     return ray.put((search_path, pickled.head, pickled.buffers, *pickled.slots))
+
+
+def _release_when_closed(host_name: str, lane_key: str, job_key: str) -> None:
+    """Drop what this process keeps for a pipeline as soon as the host has closed it, or has died.
+
+    The process may have no task then. So a call waits at the host, one for each pipeline.
+    """
+    if lane_key in _jobs_of:
+        _jobs_of[lane_key].add(job_key)
+        return
+    try:
+        closed = _host(host_name).closed.remote(lane_key).future()
+    except (ValueError, ray.exceptions.RayError):  # there is no host, and so nothing to make
+        return
+    _jobs_of[lane_key] = {job_key}
+    be_ready()
+    closed.add_done_callback(lambda _: release_later(functools.partial(_release, lane_key)))
+
+
+def _release(lane_key: str) -> None:
+    from dpex.pickling import give_back_memory
+
+    release_copies(lane_key)
+    gone = _jobs_of.pop(lane_key, set())
+    for job_key in gone.difference(*_jobs_of.values()):
+        _stored_jobs.pop(job_key, None)
+    gc.collect()
+    give_back_memory()
 
 
 def _here() -> str:

@@ -3,8 +3,9 @@
 Starting a task costs Ray some ten milliseconds in which a worker does nothing; asking for the next
 chunk costs one. So a task goes on as long as there are chunks, and waits a while for more.
 
-A stream can only be read on in the process that has it: a turn that was given a chunk of a logical
-worker's stream gets that worker's chunks and no others, and waits for them while the run lasts.
+A bound logical worker lives in one process. The turn that was given its first chunk gets that
+worker's chunks and no others, and waits for them while the iterator lives (``binding.py``). Streams
+are always bound.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from dpex.binding import Binding
 
 __all__ = ["Assignment", "Others", "Turns"]
 
@@ -38,6 +41,10 @@ _KEPT_CHUNKS = 2
 # One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
+# Where no task has asked for so long, samples wait for something, perhaps for one another. Then all
+# logical workers begin: sooner on a machine with a processor to spare, as others' work may be long.
+_STUCK_IDLE_S = 1.0
+_STUCK_S = 3.0
 # A task that has not begun for so long asks for what no node has.
 _HOPELESS_S = 60.0
 # Ray starts a task again for ever that it has killed because memory was short, after longer and
@@ -54,13 +61,17 @@ class Assignment:
     Attributes:
         payload: The pickled chunk.
         place: How many chunks come before it in the turn.
+        binding: Whether its logical worker lives in this process.
         again: Whether the task has been given it before, and died.
+        restarted: Whether its logical worker lived in another process before.
         skipped_blocks: How many blocks the chunks made that the task need not make again.
     """
 
     payload: bytes
     place: int
+    binding: Binding = Binding.RELEASED
     again: bool = False
+    restarted: bool = False
     skipped_blocks: int = 0
 
 
@@ -83,12 +94,12 @@ class _Waiting:
 
     Attributes:
         payload: The pickled chunk.
-        worker: Whose stream it is of; None where any task can make it.
+        worker: The logical worker whose batches it has.
         alone: Whether its task may make no other.
     """
 
     payload: bytes
-    worker: int | None
+    worker: int
     alone: bool
 
 
@@ -103,7 +114,9 @@ class _Turn:
         given: How many chunks it was given in all.
         run: In which iteration it was given the last one.
         alone: Whether the last one was to be made alone.
-        worker: Whose stream it reads.
+        worker: The logical worker that lives in its process; None if none is bound to it.
+        last_worker: The logical worker whose chunk it was given last.
+        restarted: Whether the worker that it is bound to lived in another process before.
         starts: How often it was started since it was given the last chunk.
         over: Whether it is to get no more.
         news: Done when a chunk, or the end, has come for the task that waits.
@@ -116,6 +129,8 @@ class _Turn:
     run: int = 0
     alone: bool = False
     worker: int | None = None
+    last_worker: int = 0
+    restarted: bool = False
     starts: int = 0
     over: bool = False
     news: asyncio.Future[None] | None = None
@@ -130,9 +145,15 @@ class Turns:
         holds_resources: Whether a task that waits keeps others from running.
         claims_cpus: Whether others may wait for the CPUs of these tasks.
         choosy: Whether tasks prefer some nodes to others.
+        num_workers: How many logical workers there are.
+        binding: Whether they are bound to processes, to begin with.
+        persistent: Whether they outlive an iteration.
+        idle: Tells whether the machine has a processor to spare; None where Ray counts them.
 
     Attributes:
-        parallel: Number of tasks that may be at work at once.
+        parallel: Number of tasks that may be at work at once, if no logical worker is bound.
+        starting: Number of tasks that may be about to begin at once, if they are bound.
+        one_by_one: Whether one task at a time is to work.
         in_run: Whether an iteration goes on.
     """
 
@@ -144,16 +165,30 @@ class Turns:
         holds_resources: bool = False,
         claims_cpus: bool = False,
         choosy: bool = False,
+        num_workers: int = 1,
+        binding: Binding = Binding.RELEASED,
+        persistent: bool = False,
+        idle: Callable[[], bool] | None = None,
     ) -> None:
         self._loop = loop
         # A task that goes on after it has waited has its CPU again, free or not.
         self._between_runs_s = _IDLE_S if holds_resources or claims_cpus else _BETWEEN_RUNS_S
+        self._num_workers = num_workers
+        self._binding = binding
+        self._persistent = persistent
+        self._idle_machine = idle
         self._turn_s = _SHARED_TURN_S if claims_cpus else _TURN_S
         self._on_wanted = on_wanted
         # Of what the executor's thread reads or writes too.
         self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
-        self._streams = False
+        # Logical workers that have had a process, in this iteration or as long as they persist.
+        self._placed: set[int] = set()
+        # When a task last asked, and whether any has come back for a second chunk.
+        self._asked_at = math.inf
+        self._warm = False
+        # Whether samples of this iteration have waited for something.
+        self._stuck = False
         self._releasing = False
         self._holds_resources = holds_resources
         self._fed = 0
@@ -168,7 +203,8 @@ class Turns:
         self._choosy = choosy
         # Until when the CPU of each task that has ended lately is taken for one in use.
         self._freed: deque[float] = deque()
-        self.parallel = 1
+        self.parallel = self.starting = 1
+        self.one_by_one = False
         self.in_run = True
         self._others: Others | None = None
         self._waited_for_since = math.inf
@@ -177,21 +213,51 @@ class Turns:
         """Note that an iteration begins, or that there is none."""
         with self._lock:
             self._run += in_run
+            self._stuck = False
+            if in_run and not self._persistent:
+                self._unbind()
         self.in_run = in_run
 
-    def feed(self, payload: bytes, *, alone: bool, worker: int | None = None) -> None:
+    def _unbind(self) -> None:
+        """Let every logical worker begin in any process: on a new copy."""
+        self._placed.clear()
+        for turn in self._turns.values():
+            turn.worker = None
+
+    @property
+    def _bound(self) -> bool:
+        return self._binding.bound
+
+    def note_state(self, name: str, unchanged: bool) -> None:
+        """Note whether a batch has left its copy as it was.
+
+        Args:
+            name: Of the turn that made it.
+            unchanged: Whether it has.
+        """
+        with self._lock:
+            if self._binding is Binding.WATCHED:
+                self._binding = Binding.RELEASED if unchanged else Binding.ALWAYS
+                if unchanged:
+                    self._unbind()
+            elif self._binding is Binding.RELEASED and not unchanged:
+                self._binding = Binding.ALWAYS
+                turn = self._turns[name]
+                turn.worker = turn.last_worker  # whose state its process has now
+            self._hand_out()
+
+    def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
         """Append a chunk.
 
         Args:
             payload: The pickled chunk.
+            worker: The logical worker whose batches it has.
             alone: Whether its task may make no other: it has killed one before, perhaps.
-            worker: Whose stream it is of, if it is of one.
         """
         with self._lock:
             self._fed += 1
-            self._streams = worker is not None
-            if self._releasing and self._streams:
-                return  # lost with its stream; the reader sends it again
+            if self._releasing and self._bound:
+                return  # lost with its worker; the reader sends it again
             self._waiting.append(_Waiting(payload, worker, alone))
             self._hand_out()
             wanted = bool(self._waiting)
@@ -234,6 +300,8 @@ class Turns:
             MemoryError: It was started too often for one chunk.
         """
         with self._lock:
+            self._asked_at = time.monotonic()
+            self._warm = self._warm or place > 0
             turn = self._turns.get(name)
             if turn is None:
                 turn = self._turns[name] = _Turn(time.monotonic())
@@ -246,7 +314,14 @@ class Turns:
                 place = turn.given - len(turn.chunks) + kept
                 skipped = max(0, turn.blocks[kept] - blocks)
                 turn.blocks[kept] = max(turn.blocks[kept], blocks)
-                return Assignment(turn.chunks[kept], place, again=True, skipped_blocks=skipped)
+                return Assignment(
+                    turn.chunks[kept],
+                    place,
+                    self._binding,
+                    again=True,
+                    restarted=turn.worker is not None,
+                    skipped_blocks=skipped,
+                )
             if turn.over or self._advance(turn):
                 self._tell(turn)  # an attempt before this one may have waited
             else:
@@ -256,7 +331,7 @@ class Turns:
         if place == turn.given:
             return None
         turn.blocks[-1] = max(turn.blocks[-1], blocks)
-        return Assignment(turn.chunks[-1], place)
+        return Assignment(turn.chunks[-1], place, self._binding, restarted=turn.restarted)
 
     def _count_start(self, turn: _Turn, place: int) -> None:
         turn.starts += place == 0
@@ -271,9 +346,11 @@ class Turns:
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
             if self.in_run:
-                # A stream that ends its turn may have to be read from its beginning again.
+                # With its turn a logical worker's state would end.
                 patient = turn.worker is not None and not self._holds_resources
                 patience_s = math.inf if patient else _IDLE_S
+            elif turn.worker is not None and self._persistent and not self._holds_resources:
+                patience_s = math.inf
             else:
                 patience_s = self._between_runs_s
             with self._lock:
@@ -292,7 +369,7 @@ class Turns:
             # Another task takes some ten milliseconds to start, for which the first batch of an
             # iteration is not to wait: this one stays for it.
             late = turn.run == self._run and bool(self._waiting)
-        if self._closed or turn.alone or late or self._active > self.parallel:
+        if self._closed or turn.alone or late or self._active > self._most_tasks:
             turn.over = True
         elif (place := self._place_for(turn)) is not None:
             chunk = self._waiting[place]
@@ -306,7 +383,12 @@ class Turns:
                 turn.run = self._run
                 turn.starts = 0
                 turn.alone = chunk.alone
-                turn.worker = chunk.worker
+                turn.last_worker = chunk.worker
+                turn.restarted = False
+                if self._bound and turn.worker is None:
+                    turn.worker = chunk.worker
+                    turn.restarted = chunk.worker in self._placed
+                    self._placed.add(chunk.worker)
         elif self._releasing:
             turn.over = True
         else:
@@ -317,22 +399,40 @@ class Turns:
         """Return the place of the first waiting chunk that a turn may be given."""
         if self._held_back(turn):
             return None
-        owned = self._owned_streams() if self._streams and turn.worker is None else ()
+        if not self._bound:
+            return 0 if self._waiting else None
+        taken = self._bound_workers() if turn.worker is None else ()
         for place, chunk in enumerate(self._waiting):
-            if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in owned):
+            if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in taken):
                 return place
         return None
 
     def _held_back(self, turn: _Turn) -> bool:
-        """Tell whether a turn with a stream leaves its CPU to another trainer's task."""
+        """Tell whether a turn with a logical worker leaves its CPU to another trainer's task."""
         waited_for_s = time.monotonic() - self._waited_for_since
         # What holds other resources is not patient: its turn would end, and another one begin.
         if turn.worker is None or self._holds_resources or waited_for_s < 0:
             return False
         return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
-    def _owned_streams(self) -> set[int]:
-        """Return the workers whose streams a turn has."""
+    @property
+    def _most_tasks(self) -> int:
+        """How many tasks may be at work at once."""
+        if self.one_by_one:
+            return 1
+        # The first batches are to wait for nothing: what all workers take to start, for example.
+        all_at_once = self._stuck or (self._warm and self._bound)
+        return self._num_workers if all_at_once else self.parallel
+
+    def _is_stuck(self) -> bool:
+        """Tell whether tasks wait for something that other logical workers may have to do."""
+        quiet_s = time.monotonic() - self._asked_at
+        if not self._waiting or quiet_s < _STUCK_IDLE_S:
+            return False
+        return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
+
+    def _bound_workers(self) -> set[int]:
+        """Return the logical workers that live in a turn's process."""
         turns = self._turns.values()
         return {turn.worker for turn in turns if turn.worker is not None and not turn.over}
 
@@ -367,12 +467,12 @@ class Turns:
     def release(self) -> None:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
-            if self._streams:
-                # Its stream's chunks would wait for it. Until all tasks have ended, which is when
-                # the reader knows what is lost, no stream goes on; those that have not begun do.
+            if self._bound:
+                # Its worker's chunks would wait for it. Until all tasks have ended, which is when
+                # the reader knows what is lost, no worker goes on; those that have not begun do.
                 self._releasing = any(not turn.over for turn in self._turns.values())
-                owned = self._owned_streams()
-                kept = (c for c in self._waiting if c.alone and c.worker not in owned)
+                taken = self._bound_workers()
+                kept = (c for c in self._waiting if c.alone and c.worker not in taken)
                 self._waiting = deque(kept)
             while self._idle:
                 _, turn = self._idle.popitem()
@@ -402,14 +502,17 @@ class Turns:
                     self._waiting.popleft()
                 self._started = self._begun
             not_begun = self._started - self._begun
+            self._stuck = self._stuck or self._is_stuck()
             wanted = len(self._waiting)
-            if self._streams:
-                wanted = len({chunk.worker for chunk in self._waiting} - self._owned_streams())
+            if self._bound:
+                wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
+                # Processes that start all at once would all be late; batches are needed in order.
+                wanted = min(wanted, self.starting)
             elif self._others is not None:
                 # With one running already it would have to start another process.
                 next_one = not active and not self._others.wait
                 wanted = min(wanted, max(self._others.room, int(next_one)))
-            room = self.parallel - active
+            room = self._most_tasks - active
             if self._choosy:
                 room -= self._not_known_free(ended)
             return max(0, min(room, wanted - not_begun))
@@ -428,8 +531,8 @@ class Turns:
         Args:
             active: As for ``wanted``.
         """
-        if self._streams:
-            return active < self.parallel
+        if self._bound:
+            return active < self._most_tasks
         room = self.parallel if self._others is None or not active else self._others.room
         not_begun = self._started - self._begun
         return active < self.parallel and not self._idle and not_begun < room

@@ -1,0 +1,88 @@
+"""When a logical worker needs a worker process of its own.
+
+torch makes all batches of a logical worker in one process, on one copy of the dataset. That matters
+only if the copy changes: a counter, a generator, an open file. While a copy is what it was when it
+was made, any process may make any batch, and no sample can tell.
+
+The rule: a loader begins bound. If it has no ``worker_init_fn`` and its dataset and ``collate_fn``
+pickle to the same bytes after a batch as before, dpex releases it.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import Any
+
+from dpex.pickling import dump
+
+__all__ = ["Binding", "StateWatch"]
+
+# Pickling and hashing as much takes about 10 ms. A larger copy stays bound.
+_MOST_STREAM_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+# The share of a worker's time that looks take, once its loader is released.
+_LOOKING_SHARE = 0.01
+
+
+class Binding(enum.Enum):
+    """Which worker processes may make a logical worker's batches."""
+
+    ALWAYS = "always"
+    """The one that made its first batch."""
+
+    WATCHED = "watched"
+    """The same, until a batch has left its copy unchanged."""
+
+    RELEASED = "released"
+    """Any process, on a copy that all logical workers share there."""
+
+    @property
+    def bound(self) -> bool:
+        """Whether each logical worker has a process and a copy of its own."""
+        return self is not Binding.RELEASED
+
+
+class StateWatch:
+    """Looks whether making batches changes a copy.
+
+    A change shows in the copy's pickle. State that the pickle leaves out does not show: globals of
+    a module, and what ``__getstate__`` drops.
+
+    Args:
+        dataset: The copy's dataset.
+        collate_fn: The copy's ``collate_fn``.
+        stream_bytes: Size of the pickle stream that the copy was made from.
+        all_bytes: The same with its buffers.
+
+    Attributes:
+        seen_unchanged: Whether the last look found the copy as it was made.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
+        self._state = (dataset, collate_fn)
+        self._next_look = 0.0
+        watchable = stream_bytes <= _MOST_STREAM_BYTES and all_bytes <= _MOST_BYTES
+        self._digest = self._take() if watchable else None
+        self.seen_unchanged = self._digest is not None
+
+    def _take(self) -> str | None:
+        started = time.perf_counter()
+        try:
+            return dump(self._state, "state").digest
+        except Exception:  # an open file, say, which no other process could have
+            return None
+        finally:
+            ended = time.perf_counter()
+            self._next_look = ended + (ended - started) / _LOOKING_SHARE
+
+    @property
+    def due(self) -> bool:
+        """Whether a look takes a small share of the time since the last one."""
+        return time.perf_counter() >= self._next_look
+
+    def look(self) -> bool:
+        """Tell whether the copy is still as it was made; False also if dpex cannot know."""
+        if self.seen_unchanged:
+            self.seen_unchanged = self._take() == self._digest
+        return self.seen_unchanged
