@@ -54,6 +54,7 @@ class Copy(Generic[JobT]):
         watch: Looks whether batches change it, where that matters.
         initialised: Whether ``worker_init_fn`` has been called for it.
         init_error: What ``worker_init_fn`` raised.
+        restarted: Whether another process had this logical worker before.
         stream: What its logical worker reads in this epoch, of an ``IterableDataset``.
     """
 
@@ -64,6 +65,7 @@ class Copy(Generic[JobT]):
     watch: StateWatch | None = None
     initialised: bool = False
     init_error: Exception | None = None
+    restarted: bool = False
     stream: Any = None
 
 

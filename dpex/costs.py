@@ -29,7 +29,7 @@ class Costs:
         cache_hits: Samples that were found in a cache.
         cache_misses: Samples that were made for one.
         retries: Chunks that were given to a second process, because the first one died.
-        restarts: Logical workers whose state began again, because their process died.
+        after_restart: Batches of a logical worker whose first process has ended.
         late_changes: Copies that a batch changed after dpex had released their loader.
     """
 
@@ -43,7 +43,7 @@ class Costs:
     cache_hits: int = 0
     cache_misses: int = 0
     retries: int = 0
-    restarts: int = 0
+    after_restart: int = 0
     late_changes: int = 0
 
     def add(self, other: Costs) -> None:

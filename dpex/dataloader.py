@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +39,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
+# An epoch that begins this much later than torch's is worth a word.
+_SLOW_PICKLING_S = 1.0
 _WORKER_OPTIONS = {
     "accelerator_type",
     "fallback_strategy",
@@ -159,6 +162,7 @@ class DpexDataLoader(DataLoader[T_co]):
         self._progress = Progress()
         self._meter = Meter()
         self._accelerate_knows: bool | None = None
+        self._pickled_slowly = False
         super().__init__(
             dataset,
             batch_size,
@@ -225,7 +229,10 @@ class DpexDataLoader(DataLoader[T_co]):
 
         @functools.cache
         def pickle_job() -> Pickled:
-            return dump(job, "loader")
+            started = time.monotonic()
+            pickled = dump(job, "loader")
+            self._note_pickling(time.monotonic() - started)
+            return pickled
 
         state = self._cluster
         if state is None or not state.session.alive:
@@ -244,6 +251,23 @@ class DpexDataLoader(DataLoader[T_co]):
         return ClusterIter(
             self, job_key, state.session, state.planner, state.generations, state.epochs
         )
+
+    def _note_pickling(self, seconds: float) -> None:
+        """Warn once, from the second epoch on, if every ``iter()`` takes long to pickle a dataset.
+
+        Only pickling it again shows whether the dataset has changed since the last epoch.
+        """
+        if seconds < _SLOW_PICKLING_S or self.persistent_workers:
+            return
+        if self._pickled_slowly:
+            _warn_once(
+                "pickling",
+                f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
+                "because it may have changed since the last one. Pass persistent_workers=True to "
+                "pickle it once, or keep the data in a numpy array, an Arrow table or a file",
+                stacklevel=8,
+            )
+        self._pickled_slowly = True
 
     def _jobs(self) -> tuple[Job, list[StagePlan]]:
         return divide(
@@ -386,10 +410,10 @@ class _ClusterState:
 _warned: set[str] = set()
 
 
-def _warn_once(key: str, text: str) -> None:
+def _warn_once(key: str, text: str, stacklevel: int = 3) -> None:
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 def _check_options(

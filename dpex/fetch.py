@@ -240,8 +240,7 @@ def _enter_worker(
         copy.initialised = True
         if binding is not Binding.ALWAYS:
             copy.watch = StateWatch(job.dataset, job.collate_fn, *job.pickled_bytes)
-        elif restarted:
-            count("restarts")
+        copy.restarted = restarted
         if job.worker_init_fn is not None:
             show_worker(worker_id, run, job.dataset)
             try:
@@ -250,6 +249,8 @@ def _enter_worker(
                 copy.init_error = error
                 raise
     show_worker(worker_id, run, job.dataset, owns_generator=copy.generators.owns_torchs)
+    if binding is Binding.ALWAYS:
+        count("after_restart", int(copy.restarted))
     return copy
 
 

@@ -408,7 +408,10 @@ class ClusterIter(_BaseDataLoaderIter):
             self._losses = 0
             frame = arrival.frame
             sent = self._waiting.get(frame.chunk)
-            if frame.run != self._run_spec.key or sent is None:
+            if frame.run != self._run_spec.key:
+                continue
+            self._note_state(arrival)
+            if sent is None:
                 continue
             for entry in arrival.batches:
                 if entry.outcome == "end":
@@ -429,7 +432,6 @@ class ClusterIter(_BaseDataLoaderIter):
                 transfer_s=arrival.transfer_s,
                 decode_s=arrival.decode_s,
             )
-            self._note_state(arrival, sent.chunk)
             if not sent.missing:
                 del self._waiting[frame.chunk]
         errors = receiver.take_errors()
@@ -445,16 +447,18 @@ class ClusterIter(_BaseDataLoaderIter):
             if self._sent > self._errors_came_at:
                 self._errors = []  # the pipeline has worked since
 
-    def _note_state(self, arrival: Arrival, chunk: Chunk) -> None:
+    def _note_state(self, arrival: Arrival) -> None:
         """Say once where the state of a logical worker is not what torch's would be."""
         costs, generations = arrival.frame.costs, self._generations
+        if not (costs.after_restart or costs.late_changes):
+            return
         batch = min(entry.batch for entry in arrival.batches)
-        if costs.restarts and not self._restart_noted:
+        if costs.after_restart and not self._restart_noted:
             self._restart_noted = True
             logger.warning(
                 "the process of logical worker %d has ended: what it kept (generators, counters, "
                 "what worker_init_fn made) begins again with batch %d",
-                chunk.worker,
+                batch % self._num_workers,
                 batch,
             )
         if costs.late_changes and not generations.change_noted:

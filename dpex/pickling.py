@@ -255,6 +255,8 @@ def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
     _Pickler(file, buffers).dump(obj)
+    if file.tell() >= _LARGE_STREAM_BYTES:
+        give_back_memory()
     slots = buffers.slots
     return Pickled(
         file.getvalue(), buffers.kept, frozenset(slots["tensor"]), frozenset(slots["image"])
@@ -288,10 +290,10 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
 
 
 def give_back_memory() -> None:
-    """Have the C library keep nothing of what it has free.
+    """Return the memory that the C library has free to the kernel.
 
-    Unpickling millions of objects takes a table of them all, which is larger than anything that
-    comes after it.
+    Pickling and unpickling millions of objects take a table of them all, which is larger than
+    anything that comes after it.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc

@@ -120,8 +120,6 @@ def stream_chunk(
     read_job: Callable[[], Job],
     where: str,
     cancelled: Callable[[], bool],
-    *,
-    restarted: bool = False,
 ) -> Iterator[tuple[Entry, Costs]]:
     """Read the batches of one chunk of a stream.
 
@@ -130,7 +128,6 @@ def stream_chunk(
         read_job: Makes one more copy of the ``Job``, which nobody else has.
         where: Node and process, for error messages.
         cancelled: Asked between batches; once it says so, nothing more is read.
-        restarted: Whether another process read earlier batches of the stream, and died.
 
     Yields:
         The batch, the error in its place, or the stream's end, after which nothing comes; and what
@@ -154,7 +151,6 @@ def stream_chunk(
             with noted() as costs:
                 try:
                     if stream is None:
-                        count("restarts", int(restarted))
                         stream = _begin(slot, run, read_job, chunk.begin)
                     show_worker(
                         worker_id, run, stream.dataset, owns_generator=stream.owns_generator

@@ -372,9 +372,8 @@ def _make_chunk(
     opened = time.monotonic()
     # The last batch comes in one block, with others or alone.
     ask = functools.partial(asking.ask, coming=1)
-    restarted = assignment.restarted
     if chunk.stream:
-        batches = stream_chunk(chunk, read_job, _here(), cancelled, restarted=restarted)
+        batches = stream_chunk(chunk, read_job, _here(), cancelled)
     else:
 
         def note_state(unchanged: bool) -> None:
@@ -386,7 +385,7 @@ def _make_chunk(
             _here(),
             cancelled,
             binding=binding,
-            restarted=restarted,
+            restarted=assignment.restarted,
             # A watched worker asks when it knows whether it has to be bound.
             nearly_made=None if binding is Binding.WATCHED else ask,
             seen_unchanged=note_state,

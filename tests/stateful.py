@@ -1,0 +1,222 @@
+"""Loaders whose workers keep something, each kind as the arguments of torch's ``DataLoader``."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+LENGTH = 60
+BATCH_SIZE = 4
+SEED = 20_000
+_drawn_from: Any = None
+
+
+def _info() -> Any:
+    info = get_worker_info()
+    assert info is not None
+    return info
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is i."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Counts(Numbers):
+    """Sample i tells how many its copy has read."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen += 1
+        return index, self.seen
+
+    def collate(self, samples: list[Any]) -> Any:
+        self.seen += 100
+        return samples
+
+
+class SeenBefore(Numbers):
+    """Sample i tells which samples its copy has read before."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        self.cache[index % 7] = index
+        return index, sorted(self.cache.values())
+
+
+class Owns(Numbers):
+    """Sample i is drawn from a generator of the dataset's own."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.draw()
+
+
+class SeedsLazily(Numbers):
+    """As numpy's documentation has it: a generator for each worker, made when it is needed."""
+
+    generator: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.generator is None:
+            self.generator = np.random.default_rng(_info().seed)
+        return index, self.generator.random()
+
+
+class Draws(Numbers):
+    """Sample i is drawn from the three global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+class SaysSeed(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.initial_seed(), _info().seed == torch.initial_seed()
+
+
+class DrawsFromModule(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, _drawn_from.random()
+
+
+class Stream(IterableDataset[Any]):
+    """Counts its passes and draws from what ``worker_init_fn`` seeded."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for place in range(10):
+            yield _info().id, place, self.passes, float(np.random.rand())
+
+
+class CountsBatches:
+    """A ``collate_fn`` for several scales: every third batch of a worker is larger."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.batches += 1
+        return samples, 320 + 32 * (self.batches // 3)
+
+
+def seed_own(_: int) -> None:
+    _info().dataset.draw = np.random.default_rng(_info().seed).random
+
+
+def seed_globals(worker_id: int) -> None:
+    """As Lightning's and transformers' functions do."""
+    torch.manual_seed(SEED + worker_id)
+    np.random.seed(SEED + worker_id)
+    random.seed(SEED + worker_id)
+
+
+def seed_torch(_: int) -> None:
+    torch.manual_seed(SEED)
+
+
+def seed_numpy(_: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+def draw_once(_: int) -> None:
+    _info().dataset.draw = functools.partial(_shifted, random.random())
+
+
+def _shifted(by: float) -> float:
+    return by + random.random()
+
+
+def seed_module(_: int) -> None:
+    global _drawn_from
+    _drawn_from = random.Random(_info().seed)
+
+
+def log_start(worker_id: int, *, place: str) -> None:
+    with Path(place, f"log{worker_id}").open("a") as log:
+        log.write("begun\n")
+
+
+def fail_in_first(worker_id: int) -> None:
+    if worker_id == 0:
+        raise ValueError("worker 0 cannot begin")
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "counter of the dataset": lambda: {"dataset": Counts()},
+    "counter of collate_fn": lambda: {"dataset": Numbers(), "collate_fn": CountsBatches()},
+    "collate_fn is a method": lambda: _with_method(Counts()),
+    "cache of the dataset": lambda: {"dataset": SeenBefore()},
+    "numpy generator": lambda: {"dataset": Owns(np.random.default_rng(5).random)},
+    "python generator": lambda: {"dataset": Owns(random.Random(5).random)},
+    "torch generator": lambda: {"dataset": OwnsTorch()},
+    "generator from the worker's seed": lambda: {"dataset": SeedsLazily()},
+    "generator from worker_init_fn": lambda: {"dataset": Owns(float), "worker_init_fn": seed_own},
+    "worker_init_fn seeds all": lambda: {"dataset": Draws(), "worker_init_fn": seed_globals},
+    "worker_init_fn seeds torch": lambda: {"dataset": SaysSeed(), "worker_init_fn": seed_torch},
+    "worker_init_fn draws": lambda: {"dataset": Owns(float), "worker_init_fn": draw_once},
+    "worker_init_fn sets a global": lambda: {
+        "dataset": DrawsFromModule(),
+        "worker_init_fn": seed_module,
+    },
+    "stream": lambda: {"dataset": Stream(), "worker_init_fn": seed_numpy},
+}
+"""By name: the arguments of a loader, made anew for every loader."""
+
+
+class OwnsTorch(Numbers):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand((), generator=self.generator))
+
+
+def _with_method(dataset: Counts) -> dict[str, Any]:
+    return {"dataset": dataset, "collate_fn": dataset.collate}
+
+
+def epochs(
+    kind: str, make: Callable[..., Iterable[Any]] = DataLoader, *, workers: int, persistent: bool
+) -> list[Any]:
+    """Read two epochs of a loader of one kind.
+
+    Args:
+        kind: One of ``KINDS``.
+        make: Takes the arguments of torch's ``DataLoader``.
+        workers: Its ``num_workers``.
+        persistent: Its ``persistent_workers``.
+
+    Returns:
+        For each epoch its batches.
+    """
+    arguments = {"collate_fn": list, **KINDS[kind]()}
+    loader = make(
+        **arguments,
+        batch_size=BATCH_SIZE,
+        num_workers=workers,
+        persistent_workers=persistent,
+        generator=torch.Generator().manual_seed(3),
+    )
+    return [list(loader) for _ in range(2)]
