@@ -14,9 +14,8 @@ from benchmarks.workloads import JpegFiles, make_jpegs
 FOLDER = Path("build/bench-data/jpeg")
 
 
-def main() -> None:
-    options = arguments(__doc__, "jpeg")
-    case = Case(
+def case() -> Case:
+    return Case(
         "jpeg",
         "JPEG files of 500x375, decoded and augmented, batch 64",
         JpegFiles(make_jpegs(FOLDER.resolve())),
@@ -27,7 +26,11 @@ def main() -> None:
         goal_of_limit=0.9,
         goal_first_batch_ms=30.0,
     )
-    print(table([compare(case, options)]))
+
+
+def main() -> None:
+    options = arguments(__doc__, "jpeg")
+    print(table([compare(case(), options)]))
 
 
 if __name__ == "__main__":

@@ -15,20 +15,23 @@ BATCH_SIZE = 50
 BATCHES_PER_WORKER = 20
 
 
+def case(workers: int) -> Case:
+    return Case(
+        f"latency, {workers} workers",
+        f"samples that sleep {SLEEP_S * 1e3:.0f} ms, batch {BATCH_SIZE}, {workers} workers",
+        SleepingSamples(workers * BATCHES_PER_WORKER * BATCH_SIZE, SLEEP_S),
+        batch_size=BATCH_SIZE,
+        goals_over={"torch": 0.98},
+    )
+
+
 def main() -> None:
     options = arguments(__doc__, "latency")
     record = describe_machine("latency")
     parts = {}
     for workers in WORKERS:
         options.workers = workers
-        case = Case(
-            f"latency, {workers} workers",
-            f"samples that sleep {SLEEP_S * 1e3:.0f} ms, batch {BATCH_SIZE}, {workers} workers",
-            SleepingSamples(workers * BATCHES_PER_WORKER * BATCH_SIZE, SLEEP_S),
-            batch_size=BATCH_SIZE,
-            goals_over={"torch": 0.98},
-        )
-        parts[f"{workers} workers"] = measure_apart(case, options)
+        parts[f"{workers} workers"] = measure_apart(case(workers), options)
     record["parts"] = parts
     record["goals"] = [goal for part in parts.values() for goal in part.pop("goals")]
     write(record, options.out)

@@ -10,9 +10,8 @@ from benchmarks.throughput import compare
 from benchmarks.workloads import SameTensor
 
 
-def main() -> None:
-    options = arguments(__doc__, "null")
-    case = Case(
+def case() -> Case:
+    return Case(
         "null",
         "one (3, 224, 224) tensor, batch 64",
         SameTensor(),
@@ -23,7 +22,11 @@ def main() -> None:
         goals_over={"torch": 1.0},
         goal_first_batch_ms=30.0,
     )
-    print(table([compare(case, options)]))
+
+
+def main() -> None:
+    options = arguments(__doc__, "null")
+    print(table([compare(case(), options)]))
 
 
 if __name__ == "__main__":

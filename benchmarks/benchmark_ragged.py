@@ -10,9 +10,8 @@ from benchmarks.throughput import compare
 from benchmarks.workloads import TokenLists, pad
 
 
-def main() -> None:
-    options = arguments(__doc__, "ragged")
-    case = Case(
+def case() -> Case:
+    return Case(
         "ragged",
         "lists of 16 to 512 tokens, padded, batch 64",
         TokenLists(),
@@ -23,7 +22,11 @@ def main() -> None:
         goals_over={"torch": 1.0},
         goal_first_batch_ms=30.0,
     )
-    print(table([compare(case, options)]))
+
+
+def main() -> None:
+    options = arguments(__doc__, "ragged")
+    print(table([compare(case(), options)]))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from benchmarks.throughput import compare
 from benchmarks.workloads import TinyImages
 
 
-def main() -> None:
-    options = arguments(__doc__, "tiny")
-    case = Case(
+def case() -> Case:
+    return Case(
         "tiny",
         "28x28 images through PIL and ToTensor, batch 100",
         TinyImages(),
@@ -22,7 +21,11 @@ def main() -> None:
         goals_over={"torch": 1.0, "rpc": 1.0, "raydata": 10.0},
         goal_first_batch_ms=30.0,
     )
-    print(table([compare(case, options)]))
+
+
+def main() -> None:
+    options = arguments(__doc__, "tiny")
+    print(table([compare(case(), options)]))
 
 
 if __name__ == "__main__":

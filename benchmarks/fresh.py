@@ -12,12 +12,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 MARK = "DPEX_BENCHMARK_RUN"
 STARTED_S = "DPEX_BENCHMARK_STARTED_S"
+TREE = "DPEX_BENCHMARK_TREE"
 RUN_TIMEOUT_S = 300
 END_TIMEOUT_S = 60
 
@@ -27,6 +29,7 @@ def run_fresh(
     *,
     timeout_s: float = RUN_TIMEOUT_S,
     ranks: int = 1,
+    tree: Path | None = None,
     **arguments: Any,
 ) -> Any:
     """Call a function in a fresh interpreter, and wait for the end of everything that it started.
@@ -36,6 +39,8 @@ def run_fresh(
             in it, it should import no more than they need.
         timeout_s: How long it may take.
         ranks: In how many interpreters, which torchrun starts if there are several.
+        tree: Directory whose ``dpex`` and ``benchmarks`` the interpreter and its workers import, and
+            their working directory; this process's own if None.
         arguments: What JSON can carry.
 
     Returns:
@@ -59,9 +64,12 @@ def run_fresh(
         MARK: mark,
         STARTED_S: repr(time.monotonic()),
     }
+    if tree is not None:
+        environment |= {"PYTHONPATH": str(tree), TREE: str(tree)}
     done = subprocess.run(
         [*command, json.dumps(arguments)],
         env=environment,
+        cwd=tree,
         stdout=subprocess.PIPE,
         timeout=timeout_s,
         check=True,
@@ -92,6 +100,21 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return [processes[pid] for pid in found]
 
 
+def check_origin() -> None:
+    """Check that this fresh interpreter has imported the tree that it was started for.
+
+    Raises:
+        RuntimeError: A module comes from elsewhere.
+    """
+    tree = os.environ.get(TREE)
+    for name in ("dpex", "benchmarks"):
+        origin = getattr(sys.modules.get(name), "__file__", None)
+        if tree and origin and not Path(origin).is_relative_to(tree):
+            raise RuntimeError(f"{name} must be imported from {tree}, was imported from {origin}")
+
+
 if __name__ == "__main__":
     module, name, arguments = sys.argv[1:]
-    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(arguments))))
+    returned = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    check_origin()
+    print(json.dumps(returned))

@@ -77,6 +77,7 @@ class Case:
         batch_size: In samples.
         shuffle: Whether the order is random; every peer gets the same permutations.
         collate_fn: Of every peer that collates; torch's default if None.
+        worker_init_fn: Of every peer that takes torch's arguments.
         inline_batches: How many batches the single process takes that gives the limit; it needs
             fewer to be exact, since it starts nothing. 0 leaves it out.
         peers: All that make sense here, in the order of their turns.
@@ -92,6 +93,7 @@ class Case:
     batch_size: int
     shuffle: bool = True
     collate_fn: Callable[[list[Any]], Any] | None = None
+    worker_init_fn: Callable[[int], None] | None = None
     inline_batches: int = 0
     peers: tuple[str, ...] = ("torch", "dpex")
     goals_over: Mapping[str, float] = field(default_factory=dict)
@@ -130,6 +132,7 @@ def make_loader(
     sampler: Iterable[int] | None = None,
     shuffle: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> DataLoader[Any]:
     """Make a loader that takes torch's arguments; nothing starts yet.
 
@@ -142,6 +145,7 @@ def make_loader(
         sampler: The order of indices, instead of ``shuffle``.
         shuffle: Whether the order is random, from a generator seeded alike for every peer.
         collate_fn: torch's default if None.
+        worker_init_fn: Called in each worker; ``"inline"`` has none.
 
     Returns:
         The loader.
@@ -158,7 +162,11 @@ def make_loader(
     }
     if peer == "inline":
         return DataLoader(dataset, **options)
-    options |= {"num_workers": num_workers, "persistent_workers": True}
+    options |= {
+        "num_workers": num_workers,
+        "persistent_workers": True,
+        "worker_init_fn": worker_init_fn,
+    }
     if peer == "torch":
         return DataLoader(dataset, multiprocessing_context="fork", **options)
     if peer == "spawn":

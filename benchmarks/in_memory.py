@@ -1,4 +1,7 @@
-"""Datasets that lie in memory, and what a loader over one makes of it; ``memory`` runs it."""
+"""Datasets that lie in memory, and the memory that a loader over one takes.
+
+``memory`` and ``worker_init`` measure it.
+"""
 
 import os
 import time
@@ -7,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from benchmarks.fresh import own_processes
 from benchmarks.harness import make_loader
@@ -18,6 +21,7 @@ SAMPLES = 8_192
 BATCH_SIZE = 32
 # Samples that wait keep every worker of eight on two cores at work.
 SLEEP_S = 0.002
+FEATURES = 4_096
 MAX_EPOCHS = 8
 MORE_EPOCHS = 2
 
@@ -27,11 +31,14 @@ Sample = tuple[Any, int]
 class InMemory(Dataset[Sample]):
     """Some rows, read in turn; with each comes the number of the process that read it."""
 
+    samples = SAMPLES
+    sleep_s = SLEEP_S
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, index: int) -> Sample:
-        time.sleep(SLEEP_S)
+        time.sleep(self.sleep_s)
         return self.read(index), os.getpid()
 
     def read(self, index: int) -> Any:
@@ -99,15 +106,47 @@ class ObjectRows(InMemory):
         return len(path) + label
 
 
-KINDS: dict[str, type[ArrayRows | TensorRows | ArrowRows | ObjectRows]] = {
+class SeededTexts(InMemory):
+    """A list of strings, and a random generator that belongs to the dataset.
+
+    Args:
+        rows: How many strings.
+        samples: Length of an epoch.
+        sleep_s: Time that a sample waits, beside its processor time.
+    """
+
+    def __init__(self, rows: int, samples: int = SAMPLES, sleep_s: float = SLEEP_S) -> None:
+        self.rows = [f"train/{row % 1_000:04d}/{row:08d}.jpg" for row in range(rows)]
+        self.samples = samples
+        self.sleep_s = sleep_s
+        self.generator = np.random.default_rng(0)
+
+    def read(self, index: int) -> Any:
+        text = self.rows[index * (len(self.rows) // self.samples) % len(self.rows)]
+        codes = np.frombuffer(text.encode(), dtype=np.uint8)
+        features = self.generator.standard_normal(FEATURES, dtype=np.float32)
+        features[: len(codes)] += codes
+        return features
+
+
+def seed_dataset(worker_id: int) -> None:
+    """Seed the generator of the worker's dataset; a ``worker_init_fn``."""
+    info: Any = get_worker_info()
+    info.dataset.generator = np.random.default_rng(info.seed)
+
+
+KINDS: dict[str, type[ArrayRows | TensorRows | ArrowRows | ObjectRows | SeededTexts]] = {
     "array": ArrayRows,
     "tensor": TensorRows,
     "arrow": ArrowRows,
     "objects": ObjectRows,
+    "texts": SeededTexts,
 }
 
 
-def measure(kind: str, rows: int, peer: str, workers: int) -> dict[str, Any]:
+def measure(
+    kind: str, rows: int, peer: str, workers: int, worker_init: bool = False
+) -> dict[str, Any]:
     """Read a dataset until every worker has delivered, and weigh all processes.
 
     Args:
@@ -115,14 +154,21 @@ def measure(kind: str, rows: int, peer: str, workers: int) -> dict[str, Any]:
         rows: How many the dataset has.
         peer: As ``make_loader`` takes it.
         workers: Number of workers.
+        worker_init: Whether the loader has :func:`seed_dataset`; ``kind`` must be ``"texts"``.
 
     Returns:
         ``epochs`` that it took, ``readers`` (worker processes that delivered), the memory of all
-        ``processes``, and with dpex ``stored_bytes``, what Ray's object store holds then and
-        after ``MORE_EPOCHS``.
+        ``processes``, and of all ``processes_later``, after ``MORE_EPOCHS``; with dpex also
+        ``stored_bytes``, what Ray's object store holds at both moments.
     """
     torch.set_num_threads(1)
-    loader = make_loader(peer, KINDS[kind](rows), batch_size=BATCH_SIZE, num_workers=workers)
+    loader = make_loader(
+        peer,
+        KINDS[kind](rows),
+        batch_size=BATCH_SIZE,
+        num_workers=workers,
+        worker_init_fn=seed_dataset if worker_init else None,
+    )
     readers: set[int] = set()
     epochs = 0
     while len(readers) < workers and epochs < MAX_EPOCHS:
@@ -130,17 +176,18 @@ def measure(kind: str, rows: int, peer: str, workers: int) -> dict[str, Any]:
             readers.update(pids.tolist())
         epochs += 1
     weights = [weigh(process, readers) for process in own_processes()]
-    stored_bytes = []
+    stored_bytes = [object_store_bytes()] if peer == "dpex" else []
+    for _ in range(MORE_EPOCHS):
+        for _ in loader:
+            pass
+    weights_later = [weigh(process, readers) for process in own_processes()]
     if peer == "dpex":
-        stored_bytes.append(object_store_bytes())
-        for _ in range(MORE_EPOCHS):
-            for _ in loader:
-                pass
         stored_bytes.append(object_store_bytes())
     return {
         "epochs": epochs,
         "readers": len(readers),
         "processes": weights,
+        "processes_later": weights_later,
         "stored_bytes": stored_bytes,
     }
 

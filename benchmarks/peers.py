@@ -124,6 +124,7 @@ class Loader:
             num_workers=num_workers,
             sampler=sampler(case),
             collate_fn=case.collate_fn,
+            worker_init_fn=case.worker_init_fn,
         )
 
     def epoch(self) -> Epoch:
