@@ -19,6 +19,9 @@ BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# What `make bench-against` compares: a revision and the cases.
+REV ?= HEAD
+AGAINST ?=
 SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -75,6 +78,11 @@ bench-all: BENCH_OUT = benchmarks/results
 bench-all: BENCH_ARGS = --all-peers
 bench-all: $(addprefix bench-,$(BENCH_ALL)) ## Every benchmark and peer, then the report in docs/ (an hour and a half)
 	$(RUN) -m benchmarks.report
+
+.PHONY: bench-against
+bench-against: $(VENV)/.installed-bench ## Compare with another revision (REV=HEAD~1 AGAINST="tiny cold")
+	$(RUN) -m benchmarks.against $(REV) $(if $(AGAINST),--cases $(AGAINST)) \
+		--out $(BENCH_OUT)/against.json $(BENCH_ARGS)
 
 # One case: `make bench-jpeg`. Never two at once, also under `make -j`.
 .PHONY: $(addprefix bench-,$(BENCH_ALL))

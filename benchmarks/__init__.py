@@ -8,6 +8,8 @@ Files:
     harness.py            the command line, the clock, the JSON record, the tables
     goals.py              what a figure is held to, and whether it gets there
     commands.py           the command that made each record
+    against.py            the working tree beside another revision; ``make bench-against``
+    verdicts.py           what the figures of two revisions say of each other
     peers.py              the loaders that dpex is compared with
     throughput.py         all peers in turn over one workload
     nodes.py              Ray nodes of this machine, and samples that wait
@@ -38,4 +40,5 @@ Files:
     benchmark_transport.py  batches of 38 MB beside a plain copy
     benchmark_uint8.py    bytes that normalising late saves
     benchmark_widen.py    the first batch as ``num_workers`` grows
+    benchmark_worker_init.py  rate and memory with a ``worker_init_fn`` and without
 """

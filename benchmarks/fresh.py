@@ -39,8 +39,8 @@ def run_fresh(
             in it, it should import no more than they need.
         timeout_s: How long it may take.
         ranks: In how many interpreters, which torchrun starts if there are several.
-        tree: Directory whose ``dpex`` and ``benchmarks`` the interpreter and its workers import, and
-            their working directory; this process's own if None.
+        tree: Directory whose ``dpex`` and ``benchmarks`` the interpreter and its workers import;
+            it is their working directory too. None changes nothing.
         arguments: What JSON can carry.
 
     Returns:
