@@ -240,9 +240,9 @@ def comparisons() -> dict[str, Comparison]:
     """Return how each case is measured, by its name."""
     return {
         **{name: Comparison(partial(throughput_turn, name)) for name in THROUGHPUT},
-        # Their first round fills the page cache.
+        # The first round fills the page cache.
         "cold": Comparison(cold_turn, warm_ups=1),
-        "widen": Comparison(widen_turn, warm_ups=1),
+        "widen": Comparison(widen_turn),
         "memory": Comparison(memory_turn),
     }
 
