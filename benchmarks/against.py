@@ -172,26 +172,33 @@ def git(*words: str) -> str:
 def two_trees(revision: str) -> Iterator[dict[Side, Path]]:
     """Make a tree for each side, and remove both at the end.
 
-    Both have the working tree's ``benchmarks``, and its ``build``, where the data lies.
-    The new side is a copy, so that nobody's edits change it in the middle of a run.
+    A tree has its side's ``dpex``, the working tree's ``benchmarks``, and a link to the working
+    tree's ``build``, where the data lies. All code is copied: edits during the run change nothing.
 
     Args:
         revision: Of the old side.
     """
     with tempfile.TemporaryDirectory(prefix="dpex-against-") as folder:
         trees: dict[Side, Path] = {"old": Path(folder, "old"), "new": Path(folder, "new")}
-        # An interrupted "add" removes what it has made.
-        git("worktree", "add", "--quiet", "--detach", str(trees["old"]), revision)
-        try:
-            shutil.rmtree(trees["old"] / "benchmarks", ignore_errors=True)
-            copy(ROOT / "dpex", trees["new"] / "dpex")
-            (ROOT / "build").mkdir(exist_ok=True)
-            for tree in trees.values():
-                copy(ROOT / "benchmarks", tree / "benchmarks")
-                (tree / "build").symlink_to(ROOT / "build")
-            yield trees
-        finally:
-            git("worktree", "remove", "--force", str(trees["old"]))
+        with worktree(revision, Path(folder, "worktree")) as checkout:
+            copy(checkout / "dpex", trees["old"] / "dpex")
+        copy(ROOT / "dpex", trees["new"] / "dpex")
+        (ROOT / "build").mkdir(exist_ok=True)
+        for tree in trees.values():
+            copy(ROOT / "benchmarks", tree / "benchmarks")
+            (tree / "build").symlink_to(ROOT / "build")
+        yield trees
+
+
+@contextmanager
+def worktree(revision: str, path: Path) -> Iterator[Path]:
+    """Check a revision out into a git worktree, and remove it at the end."""
+    # An interrupted "add" removes what it has made.
+    git("worktree", "add", "--quiet", "--detach", str(path), revision)
+    try:
+        yield path
+    finally:
+        git("worktree", "remove", "--force", str(path))
 
 
 def copy(source: Path, target: Path) -> None:
@@ -395,12 +402,12 @@ def report(record: Mapping[str, Any]) -> str:
     loads = " and ".join(f"{record[key][0]:.1f}" for key in ("load_before", "load_after"))
     busiest = statistics.median(case["load_before"][0] for case in record["cases"].values())
     caption = (
-        f"Old is {old}, new is the working tree at {new}. Each side has {record['rounds']} rounds, "
+        f"Old is {old}, new is the working tree at {new}. Each side has {record['rounds']} round(s), "
         "which alternate. A ratio compares the two turns of one round. "
         'A figure is "worse" only if its new median lies outside of the range of the old rounds, '
         'on the bad side; it is "better" on the good side, and "within" otherwise. '
-        f"With equal code, chance makes {chance_of_worse(record['rounds']):.0%} of the figures "
-        f'"worse". The load average was {loads} before and after the run, {busiest:.1f} at the '
+        f"With equal code, chance makes at most {chance_of_worse(record['rounds']):.0%} of the "
+        f'figures "worse". The load average was {loads} before and after the run, {busiest:.1f} at the '
         f"start of the median case. The run took {record['seconds'] / 60:.0f} minutes on "
         f"{record['cores']} cores ({record['cpu']})."
     )
