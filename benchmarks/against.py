@@ -402,13 +402,13 @@ def report(record: Mapping[str, Any]) -> str:
     loads = " and ".join(f"{record[key][0]:.1f}" for key in ("load_before", "load_after"))
     busiest = statistics.median(case["load_before"][0] for case in record["cases"].values())
     caption = (
-        f"Old is {old}, new is the working tree at {new}. Each side has {record['rounds']} round(s), "
-        "which alternate. A ratio compares the two turns of one round. "
+        f"Old is {old}, new is the working tree at {new}. Each side has {record['rounds']} "
+        "round(s), which alternate. A ratio compares the two turns of one round. "
         'A figure is "worse" only if its new median lies outside of the range of the old rounds, '
         'on the bad side; it is "better" on the good side, and "within" otherwise. '
         f"With equal code, chance makes at most {chance_of_worse(record['rounds']):.0%} of the "
-        f'figures "worse". The load average was {loads} before and after the run, {busiest:.1f} at the '
-        f"start of the median case. The run took {record['seconds'] / 60:.0f} minutes on "
+        f'figures "worse". The load average was {loads} before and after the run, {busiest:.1f} at '
+        f"the start of the median case. The run took {record['seconds'] / 60:.0f} minutes on "
         f"{record['cores']} cores ({record['cpu']})."
     )
     return "\n".join([*rows, "", caption])
