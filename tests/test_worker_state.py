@@ -235,6 +235,42 @@ def test_a_global_counts_in_its_process_and_needs_a_worker_init_fn_to_be_one_wor
         assert [b - a for a, b in itertools.pairwise(found)] == [1] * (len(found) - 1)
 
 
+class CountsUnseen(Counts):
+    """Leaves its counter out of its pickle."""
+
+    def __getstate__(self) -> Any:
+        return {"seen": 0}
+
+
+@on_shared_ray
+def test_state_that_a_pickle_leaves_out_needs_a_worker_init_fn() -> None:
+    arguments: dict[str, Any] = {"batch_size": 1, "num_workers": 3, "collate_fn": list}
+    free = [s for batch in distributed(CountsUnseen(), **arguments) for s in batch]
+    assert [index for index, _ in free] == list(range(LENGTH))
+    arguments["worker_init_fn"] = _nothing
+    expected = list(DataLoader(CountsUnseen(), multiprocessing_context="fork", **arguments))
+    assert list(distributed(CountsUnseen(), **arguments)) == expected
+
+
+class Meets(Numbers):
+    """Batch k waits until all workers have begun their first one."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __getitem__(self, index: int) -> Any:
+        (self.place / f"{_id()}").touch()
+        wait_until(lambda: len(list(self.place.iterdir())) == 6, 60, "the others")
+        return index
+
+
+@on_shared_ray
+@pytest.mark.parametrize("init", [None, _nothing])
+def test_samples_may_wait_for_those_of_other_workers(tmp_path: Path, init: Any) -> None:
+    loader = distributed(Meets(tmp_path), batch_size=1, num_workers=6, worker_init_fn=init)
+    assert [int(batch) for batch in loader] == list(range(LENGTH))
+
+
 @functools.lru_cache
 def _squared(index: int) -> int:
     return index * index
