@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from dpex.errors import ChunkLostError
 from dpex.fetch import Chunk
@@ -81,17 +80,19 @@ class Sent:
 
 def joined_streams(lost: Iterable[Sent]) -> list[Sent]:
     """Make one chunk of those that go on with the same stream."""
-    joined: dict[Any, Sent] = {}
+    joined: list[Sent] = []
+    streams: dict[int, int] = {}
     for sent in lost:
         chunk = sent.chunk
-        before = joined.get(chunk.worker) if chunk.stream else None
-        if before is None:
-            joined[chunk.number if chunk.worker is None else chunk.worker] = sent
-        else:
-            batches = [*before.chunk.batches, *chunk.batches]
-            positions = [*before.chunk.positions, *chunk.positions]
-            whole = replace(before.chunk, batches=batches, positions=positions)
-            missing = before.missing | sent.missing
-            joined[chunk.worker] = Sent(whole, before.alone, before.tries)
-            joined[chunk.worker].missing = missing
-    return list(joined.values())
+        place = streams.get(chunk.worker) if chunk.stream else None
+        if place is None:
+            streams[chunk.worker] = len(joined)
+            joined.append(sent)
+            continue
+        before = joined[place]
+        batches = [*before.chunk.batches, *chunk.batches]
+        positions = [*before.chunk.positions, *chunk.positions]
+        whole = replace(before.chunk, batches=batches, positions=positions)
+        joined[place] = Sent(whole, before.alone, before.tries)
+        joined[place].missing = before.missing | sent.missing
+    return joined

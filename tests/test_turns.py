@@ -470,3 +470,120 @@ def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
 
     play(scenario, **BOUND)
+
+
+# --- logical workers that are bound ---------------------------------------------------------------
+
+WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
+
+
+def test_workers_are_released_once_a_batch_has_left_its_copy_unchanged() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1", b"2", b"3")
+        first = await turns.next_chunk("a", 0, 0)
+        assert first == Assignment(b"0", 0, Binding.WATCHED)
+        turns.note_state("a", unchanged=True)
+        assert await turns.next_chunk("a", 1, 1) == Assignment(b"1", 1, Binding.RELEASED)
+        assert await turns.next_chunk("b", 0, 0) == Assignment(b"2", 0, Binding.RELEASED)
+
+    play(scenario, **WATCHED)
+
+
+def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a", b"2a")
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
+        turns.note_state("a", unchanged=False)
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1a"
+        turns.note_state("b", unchanged=True)  # which says nothing of other samples
+        feed(turns, b"0b")
+        assert await waiting == Assignment(b"0b", 1, Binding.ALWAYS)
+
+    play(scenario, **WATCHED)
+
+
+def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a")
+        await turns.next_chunk("a", 0, 0)
+        turns.note_state("a", unchanged=True)
+        await turns.next_chunk("a", 1, 1)
+        turns.note_state("a", unchanged=False)
+        feed(turns, b"0b", b"1b")
+        assert await turns.next_chunk("a", 2, 2) == Assignment(b"1b", 2, Binding.ALWAYS)
+        assert await turns.next_chunk("b", 0, 0) == Assignment(b"0b", 0, Binding.ALWAYS)
+
+    play(scenario, **WATCHED)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0", b"1")
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        turns.begin(in_run=False)
+        turns.begin(in_run=True)
+        turns.feed(b"1 of the next epoch", 1, alone=False)
+        given = await asyncio.wait_for(turns.next_chunk("b", 1, 1), 5)
+        assert payload_of(given) == b"1 of the next epoch"
+        feed(turns, b"0 of the next epoch")
+        found = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
+        await asyncio.sleep(0)
+        assert found.done() is not persistent
+        if persistent:
+            assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0 of the next epoch"
+            found.cancel()
+
+    play(scenario, **BOUND, persistent=persistent)
+
+
+def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a")
+        await turns.next_chunk("a", 0, 0)
+        turns.all_ended()
+        feed(turns, b"0b", b"1b")
+        assert await turns.next_chunk("b", 0, 0) == Assignment(
+            b"0b", 0, Binding.ALWAYS, restarted=True
+        )
+        assert await turns.next_chunk("c", 0, 0) == Assignment(b"1b", 0, Binding.ALWAYS)
+
+    play(scenario, **BOUND)
+
+
+def test_where_tasks_hold_what_others_need_a_process_has_several_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "_IDLE_S", 0.01)
+
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a")
+        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
+        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"1a"
+        feed(turns, b"0b", b"1b")
+        assert payload_of(await turns.next_chunk("a", 2, 2)) == b"0b"
+        assert payload_of(await turns.next_chunk("a", 3, 3)) == b"1b"
+
+    play(scenario, **BOUND, holds_resources=True)
+
+
+def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.parallel = turns.starting = 2
+        feed(turns, b"0", b"1", b"2", b"3")
+        assert turns.wanted(0) == 2
+        turns.started(2)
+        for name in "ab":
+            await turns.next_chunk(name, 0, 0)
+        assert turns.wanted(2) == 0
+        clock.now += turns_module._STUCK_IDLE_S
+        assert turns.wanted(2) == 0, "no processor is idle"
+        clock.now += turns_module._STUCK_S
+        assert turns.wanted(2) == 2
+        turns.started(2)
+        for name in "cd":
+            assert await turns.next_chunk(name, 0, 0) is not None
+
+    play(scenario, **WATCHED, idle=lambda: False)

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,13 @@ class _Lane:
         job_key: Digest of the job that its workers read.
     """
 
-    def __init__(self, pipeline: Pipeline, run: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        run: str,
+        loop: asyncio.AbstractEventLoop,
+        somebody_waits: Callable[[], bool],
+    ) -> None:
         self.job_key = pipeline.job_key
         self._loop = loop
         self._lock = threading.Lock()
@@ -79,6 +86,7 @@ class _Lane:
             binding=pipeline.binding,
             persistent=pipeline.persistent,
             idle=None if pipeline.claims_cpus else IdleCores().any,
+            somebody_waits=somebody_waits,
         )
         self._serve(run)
         self.execution = StandingExecution(
@@ -190,6 +198,10 @@ class _Host:
             self._lanes[lane_key] = asyncio.get_running_loop().create_future()
         return self._lanes[lane_key]
 
+    def _somebody_waits(self) -> bool:
+        """Tell whether tasks of a pipeline of this process have not begun."""
+        return any(lane.turns.waits for lane in self._opened())
+
     def _opened(self) -> list[_Lane]:
         return [o.result() for o in self._lanes.values() if o.done() and not o.exception()]
 
@@ -201,7 +213,9 @@ class _Host:
         opening = self._opening(lane_key)
         try:
             # Planning takes some ten milliseconds, in which other lanes must be served.
-            opening.set_result(await loop.run_in_executor(None, _Lane, pipeline, run, loop))
+            opening.set_result(
+                await loop.run_in_executor(None, _Lane, pipeline, run, loop, self._somebody_waits)
+            )
             if pipeline.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:

@@ -114,9 +114,9 @@ class _Turn:
         given: How many chunks it was given in all.
         run: In which iteration it was given the last one.
         alone: Whether the last one was to be made alone.
-        worker: The logical worker that lives in its process; None if none is bound to it.
+        workers: The logical workers that are bound to its process.
         last_worker: The logical worker whose chunk it was given last.
-        restarted: Whether the worker that it is bound to lived in another process before.
+        restarted: Whether the worker that it was bound to last was bound to another one before.
         starts: How often it was started since it was given the last chunk.
         over: Whether it is to get no more.
         news: Done when a chunk, or the end, has come for the task that waits.
@@ -128,7 +128,7 @@ class _Turn:
     given: int = 0
     run: int = 0
     alone: bool = False
-    worker: int | None = None
+    workers: set[int] = field(default_factory=set)
     last_worker: int = 0
     restarted: bool = False
     starts: int = 0
@@ -149,6 +149,7 @@ class Turns:
         binding: Whether they are bound to processes, to begin with.
         persistent: Whether they outlive an iteration.
         idle: Tells whether the machine has a processor to spare; None where Ray counts them.
+        somebody_waits: Tells whether other tasks may wait for what these hold.
 
     Attributes:
         parallel: Number of tasks that may be at work at once, if no logical worker is bound.
@@ -169,6 +170,7 @@ class Turns:
         binding: Binding = Binding.RELEASED,
         persistent: bool = False,
         idle: Callable[[], bool] | None = None,
+        somebody_waits: Callable[[], bool] = lambda: True,
     ) -> None:
         self._loop = loop
         # A task that goes on after it has waited has its CPU again, free or not.
@@ -177,6 +179,7 @@ class Turns:
         self._binding = binding
         self._persistent = persistent
         self._idle_machine = idle
+        self._somebody_waits = somebody_waits
         self._turn_s = _SHARED_TURN_S if claims_cpus else _TURN_S
         self._on_wanted = on_wanted
         # Of what the executor's thread reads or writes too.
@@ -222,7 +225,7 @@ class Turns:
         """Let every logical worker begin in any process: on a new copy."""
         self._placed.clear()
         for turn in self._turns.values():
-            turn.worker = None
+            turn.workers.clear()
 
     @property
     def _bound(self) -> bool:
@@ -243,7 +246,7 @@ class Turns:
             elif self._binding is Binding.RELEASED and not unchanged:
                 self._binding = Binding.ALWAYS
                 turn = self._turns[name]
-                turn.worker = turn.last_worker  # whose state its process has now
+                turn.workers.add(turn.last_worker)  # whose state its process has now
             self._hand_out()
 
     def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
@@ -319,7 +322,7 @@ class Turns:
                     place,
                     self._binding,
                     again=True,
-                    restarted=turn.worker is not None,
+                    restarted=bool(turn.workers),
                     skipped_blocks=skipped,
                 )
             if turn.over or self._advance(turn):
@@ -345,26 +348,51 @@ class Turns:
         idle_since = time.monotonic()
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
-            if self.in_run:
-                # With its turn a logical worker's state would end.
-                patient = turn.worker is not None and not self._holds_resources
-                patience_s = math.inf if patient else _IDLE_S
-            elif turn.worker is not None and self._persistent and not self._holds_resources:
-                patience_s = math.inf
-            else:
-                patience_s = self._between_runs_s
             with self._lock:
-                if name in self._idle and time.monotonic() - idle_since >= patience_s:
-                    del self._idle[name]
+                waited_s = time.monotonic() - idle_since
+                if name not in self._idle or waited_s < self._patience_s(turn):
+                    continue
+                if not self._adopt(turn):
                     turn.over = True
-                    self._tell(turn)
+                del self._idle[name]
+                self._tell(turn)
+
+    def _patience_s(self, turn: _Turn) -> float:
+        """Return how long a turn waits for its next chunk, or for the next iteration."""
+        # With its turn the state of its logical workers would end.
+        keeps_state = bool(turn.workers) and (self.in_run or self._persistent)
+        if keeps_state and not self._holds_resources:
+            return math.inf
+        others_wait = self._others is not None and self._others.wait
+        if keeps_state and self.in_run and not (others_wait or self._somebody_waits()):
+            return math.inf
+        return _IDLE_S if self.in_run else self._between_runs_s
+
+    def _adopt(self, turn: _Turn) -> bool:
+        """Give a turn the chunk of a logical worker that has no process, and may get none.
+
+        Tasks hold what others would need to begin. So a process gets one worker more.
+        """
+        if not (self.in_run and turn.workers):
+            return False
+        taken = self._bound_workers()
+        free = next((chunk.worker for chunk in self._waiting if chunk.worker not in taken), None)
+        if free is None:
+            return False
+        self._bind(turn, free)
+        return self._advance(turn)
+
+    def _bind(self, turn: _Turn, worker: int) -> None:
+        turn.workers.add(worker)
+        turn.restarted = worker in self._placed
+        self._placed.add(worker)
 
     def _advance(self, turn: _Turn) -> bool:
         """Give a turn the next chunk, or end it; False if it has to wait for either."""
         waited_for = time.monotonic() >= self._waited_for_since
         turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
         late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
-        late = late and turn.worker is None
+        late = late and not turn.workers
         if late and not waited_for:
             # Another task takes some ten milliseconds to start, for which the first batch of an
             # iteration is not to wait: this one stays for it.
@@ -383,12 +411,9 @@ class Turns:
                 turn.run = self._run
                 turn.starts = 0
                 turn.alone = chunk.alone
+                if self._bound and chunk.worker not in turn.workers:
+                    self._bind(turn, chunk.worker)
                 turn.last_worker = chunk.worker
-                turn.restarted = False
-                if self._bound and turn.worker is None:
-                    turn.worker = chunk.worker
-                    turn.restarted = chunk.worker in self._placed
-                    self._placed.add(chunk.worker)
         elif self._releasing:
             turn.over = True
         else:
@@ -401,9 +426,9 @@ class Turns:
             return None
         if not self._bound:
             return 0 if self._waiting else None
-        taken = self._bound_workers() if turn.worker is None else ()
+        taken = self._bound_workers() if not turn.workers else ()
         for place, chunk in enumerate(self._waiting):
-            if chunk.worker == turn.worker or (turn.worker is None and chunk.worker not in taken):
+            if chunk.worker in turn.workers or not (turn.workers or chunk.worker in taken):
                 return place
         return None
 
@@ -411,7 +436,7 @@ class Turns:
         """Tell whether a turn with a logical worker leaves its CPU to another trainer's task."""
         waited_for_s = time.monotonic() - self._waited_for_since
         # What holds other resources is not patient: its turn would end, and another one begin.
-        if turn.worker is None or self._holds_resources or waited_for_s < 0:
+        if not turn.workers or self._holds_resources or waited_for_s < 0:
             return False
         return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
@@ -433,8 +458,8 @@ class Turns:
 
     def _bound_workers(self) -> set[int]:
         """Return the logical workers that live in a turn's process."""
-        turns = self._turns.values()
-        return {turn.worker for turn in turns if turn.worker is not None and not turn.over}
+        workers: set[int] = set()
+        return workers.union(*(t.workers for t in self._turns.values() if not t.over))
 
     def _tell(self, turn: _Turn) -> None:
         if turn.news is not None and not turn.news.done():
