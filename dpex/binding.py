@@ -70,7 +70,7 @@ class StateWatch:
         started = time.perf_counter()
         try:
             return dump(self._state, "state").digest
-        except Exception:  # an open file, say, which no other process could have
+        except Exception:  # an open file, say, which no other process can have
             return None
         finally:
             ended = time.perf_counter()
@@ -82,7 +82,11 @@ class StateWatch:
         return time.perf_counter() >= self._next_look
 
     def look(self) -> bool:
-        """Tell whether the copy is still as it was made; False also if dpex cannot know."""
+        """Compare the copy with what it was.
+
+        Returns:
+            Whether it is unchanged; False also if dpex cannot watch it.
+        """
         if self.seen_unchanged:
             self.seen_unchanged = self._take() == self._digest
         return self.seen_unchanged

@@ -76,7 +76,7 @@ def sample_seed(key: int, position: int) -> int:
 def seed_generators(seed: int) -> None:
     """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits.
 
-    Those that belong to the logical worker at work stay as they are.
+    Generators that belong to the logical worker at work stay as they are.
     """
     for generator, owned in zip(_GENERATORS, _owned, strict=True):
         if not owned:
@@ -281,7 +281,7 @@ class WorkerGenerators:
         self._states = [g.state() if own else None for g, own in self._each()]
 
     def go_on_from(self, states: Sequence[Any]) -> None:
-        """Let the global ones stand where they did.
+        """Restore them from an earlier state of all global generators.
 
         Args:
             states: What ``global_states`` returned then.
@@ -295,7 +295,7 @@ class WorkerGenerators:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Let the block draw from them, and remember where they stand at its end."""
+        """Draw from them inside the block, and keep their states for the next one."""
         global _owned
         if not any(self._owned):
             yield

@@ -199,7 +199,7 @@ class _Host:
         return self._lanes[lane_key]
 
     def _somebody_waits(self) -> bool:
-        """Tell whether tasks of a pipeline of this process have not begun."""
+        """Return whether a pipeline of this process has tasks that wait to begin."""
         return any(lane.turns.waits for lane in self._opened())
 
     def _opened(self) -> list[_Lane]:

@@ -80,7 +80,7 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 class IdleCores:
-    """Tells whether the host's processors have time to spare.
+    """Measures whether the host's processors have time to spare.
 
     Source:
         ``/proc/stat``, whose fourth and fifth numbers count idle time. Where there is none, every
@@ -101,7 +101,7 @@ class IdleCores:
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")
 
     def any(self) -> bool:
-        """Tell whether half a processor or more was idle lately."""
+        """Return whether half a processor or more was idle in the last measured span."""
         now, idle_s = self._read()
         before, idle_before_s = self._before
         if math.isinf(idle_s):

@@ -41,8 +41,8 @@ _KEPT_CHUNKS = 2
 # One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
-# Where no task has asked for so long, samples wait for something, perhaps for one another. Then all
-# logical workers begin: sooner on a machine with a processor to spare, as others' work may be long.
+# If no task asks for so long, samples may wait for those of logical workers that have not started.
+# Without an idle processor the samples may also be long, so dpex waits longer before it starts more.
 _STUCK_IDLE_S = 1.0
 _STUCK_S = 3.0
 # A task that has not begun for so long asks for what no node has.
@@ -222,7 +222,7 @@ class Turns:
         self.in_run = in_run
 
     def _unbind(self) -> None:
-        """Let every logical worker begin in any process: on a new copy."""
+        """Forget which process each logical worker is bound to: it begins again, on a new copy."""
         self._placed.clear()
         for turn in self._turns.values():
             turn.workers.clear()
@@ -369,9 +369,9 @@ class Turns:
         return _IDLE_S if self.in_run else self._between_runs_s
 
     def _adopt(self, turn: _Turn) -> bool:
-        """Give a turn the chunk of a logical worker that has no process, and may get none.
+        """Bind one more logical worker to a turn, and give it that worker's chunk.
 
-        Tasks hold what others would need to begin. So a process gets one worker more.
+        The tasks hold resources that a further task would need, so that worker may get no process.
         """
         if not (self.in_run and turn.workers):
             return False
@@ -433,7 +433,7 @@ class Turns:
         return None
 
     def _held_back(self, turn: _Turn) -> bool:
-        """Tell whether a turn with a logical worker leaves its CPU to another trainer's task."""
+        """Return whether a bound turn leaves its CPU to a task of another training process."""
         waited_for_s = time.monotonic() - self._waited_for_since
         # What holds other resources is not patient: its turn would end, and another one begin.
         if not turn.workers or self._holds_resources or waited_for_s < 0:
@@ -445,12 +445,12 @@ class Turns:
         """How many tasks may be at work at once."""
         if self.one_by_one:
             return 1
-        # The first batches are to wait for nothing: what all workers take to start, for example.
+        # More processes that start at once would delay the first batch.
         all_at_once = self._stuck or (self._warm and self._bound)
         return self._num_workers if all_at_once else self.parallel
 
     def _is_stuck(self) -> bool:
-        """Tell whether tasks wait for something that other logical workers may have to do."""
+        """Return whether samples may wait for those of logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
         if not self._waiting or quiet_s < _STUCK_IDLE_S:
             return False
@@ -493,8 +493,8 @@ class Turns:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
             if self._bound:
-                # Its worker's chunks would wait for it. Until all tasks have ended, which is when
-                # the reader knows what is lost, no worker goes on; those that have not begun do.
+                # The chunks of its worker would wait for it for ever. The reader knows what is lost
+                # when no task runs, so bound turns end. Workers without a turn can still begin.
                 self._releasing = any(not turn.over for turn in self._turns.values())
                 taken = self._bound_workers()
                 kept = (c for c in self._waiting if c.alone and c.worker not in taken)
@@ -531,7 +531,7 @@ class Turns:
             wanted = len(self._waiting)
             if self._bound:
                 wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
-                # Processes that start all at once would all be late; batches are needed in order.
+                # Batches are needed in order: fewer processes that start at once are ready sooner.
                 wanted = min(wanted, self.starting)
             elif self._others is not None:
                 # With one running already it would have to start another process.
