@@ -42,7 +42,7 @@ _KEPT_CHUNKS = 2
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
 # If no task asks for so long, samples may wait for those of logical workers that have not started.
-# Without an idle processor the samples may also be long, so dpex waits longer before it starts more.
+# Without an idle processor they may also just be long, so dpex waits longer before it starts more.
 _STUCK_IDLE_S = 1.0
 _STUCK_S = 3.0
 # A task that has not begun for so long asks for what no node has.
