@@ -14,12 +14,13 @@ import enum
 import time
 from typing import Any
 
+from dpex.mappings import Readers
 from dpex.pickling import dump
 
 __all__ = ["Binding", "StateWatch"]
 
-# Pickling and hashing as much takes about 10 ms. A larger copy stays bound.
-_MOST_STREAM_BYTES = 1 << 20
+# Pickling and hashing as much takes some tens of milliseconds. A larger copy stays bound.
+_MOST_STREAM_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
 # The share of a worker's time that looks take, once its loader is released.
 _LOOKING_SHARE = 0.01
@@ -69,7 +70,8 @@ class StateWatch:
     def _take(self) -> str | None:
         started = time.perf_counter()
         try:
-            return dump(self._state, "state").digest
+            # What other processes share is no worker's own state, so its content does not count.
+            return dump(self._state, "state", Readers(same_host=True)).digest
         except Exception:  # an open file, say, which no other process can have
             return None
         finally:

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
+from dpex.cluster import forkserver
 from dpex.cluster.connect import connect, parse_address
 from dpex.epochs import SamplerEpochs
 from dpex.indices import Indices, Source
 from dpex.iterator import ClusterIter, Generations
 from dpex.jobs import StagePlan, divide
+from dpex.mappings import Readers
 from dpex.pickling import Pickled, dump
 from dpex.plain import PlainIter, plain_iterator
 from dpex.progress import Progress
@@ -227,16 +229,13 @@ class DpexDataLoader(DataLoader[T_co]):
 
         job, later = self._jobs()
 
-        @functools.cache
-        def pickle_job() -> Pickled:
-            started = time.monotonic()
-            pickled = dump(job, "loader")
-            self._note_pickling(time.monotonic() - started)
-            return pickled
-
+        pickle_job = functools.cache(functools.partial(self._pickle, job))
         state = self._cluster
         if state is None or not state.session.alive:
-            connection = connect(self.head_address, bequest=pickle_job if self._forks else None)
+            connection = connect(
+                self.head_address,
+                bequest=functools.partial(pickle_job, True) if self._forks else None,
+            )
             from dpex.cluster.session import Session  # loads Ray
 
             session = Session(
@@ -247,7 +246,9 @@ class DpexDataLoader(DataLoader[T_co]):
                 persistent=self.persistent_workers,
             )
             state = self._cluster = _ClusterState(self, session)
-        job_key = state.session.store(pickle_job, later)
+        job_key = state.session.store(
+            pickle_job, [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
+        )
         return ClusterIter(
             self, job_key, state.session, state.planner, state.generations, state.epochs
         )
@@ -268,6 +269,14 @@ class DpexDataLoader(DataLoader[T_co]):
                 stacklevel=8,
             )
         self._pickled_slowly = True
+
+    def _pickle(self, job: Any, same_host: bool) -> Pickled:
+        parent = forkserver.fork_parent() if self._forks else None
+        readers = Readers(same_host, parent, read_once=not self.persistent_workers)
+        started = time.monotonic()
+        pickled = dump(job, "loader", readers)
+        self._note_pickling(time.monotonic() - started)
+        return pickled
 
     def _jobs(self) -> tuple[Job, list[StagePlan]]:
         return divide(

@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Span", "address_of", "from_files", "shared_memory", "spans"]
 
+# Bounds, permissions, offset, device, inode and path.
+_LINE = re.compile(r"^(\w+)-(\w+) .(.).(.) (\w+) ([\w:]+) (\d+) *(.*)$", re.ASCII | re.MULTILINE)
 
-@dataclass(frozen=True)
-class Span:
+
+class Span(NamedTuple):
     """One mapping: a line of ``/proc/self/maps``.
 
     Attributes:
         start: Its first address.
         end: The address behind its last.
+        writable: Whether the process may write to it.
         shared: Whether what is written to it is seen by whoever else maps it.
         offset: Where in the file it begins, in bytes.
         device: Of the file, ``"major:minor"``, both hexadecimal.
         inode: Of the file; 0 if there is none.
+        path: Of the file, with ``" (deleted)"`` behind it if it has no name any more.
     """
 
     start: int
     end: int
+    writable: bool
     shared: bool
     offset: int
     device: str
     inode: int
+    path: str
+
+    @property
+    def file(self) -> tuple[str, int]:
+        """The file's identity."""
+        return self.device, self.inode
 
 
-def spans() -> list[Span]:
-    """Read the mappings of this process."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, permissions, offset, device, inode, *_ = line.split(maxsplit=5)
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        shared = permissions.endswith("s")
-        found.append(Span(start, end, shared, int(offset, 16), device, int(inode)))
-    return found
+def spans(pid: int | None = None) -> list[Span]:
+    """Read the mappings of a process, in the order of their addresses.
+
+    Args:
+        pid: The process; by default this one.
+
+    Raises:
+        OSError: There is no ``/proc``, or no such process, or it belongs to another user.
+    """
+    text = os.fsdecode(Path("/proc", str(pid or "self"), "maps").read_bytes())
+    return [
+        Span(
+            int(start, 16),
+            int(end, 16),
+            writable == "w",
+            shared == "s",
+            int(offset, 16),
+            device,
+            int(inode),
+            path.replace("\\012", "\n"),
+        )
+        for start, end, writable, shared, offset, device, inode, path in _LINE.findall(text)
+    ]
 
 
 def address_of(array: Any) -> int:

@@ -13,6 +13,7 @@ import io
 import pickle
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 import xxhash
 
 from dpex.errors import SerializationError
+from dpex.mappings import Mappings, Readers, UnsharedMemoryError
 
 __all__ = [
     "Pickled",
@@ -154,12 +156,19 @@ class _Buffers:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the bytes of plain CPU tensors and of PIL's images out of band."""
 
-    def __init__(self, file: io.BytesIO, buffers: _Buffers) -> None:
+    def __init__(
+        self, file: io.BytesIO, buffers: _Buffers, mappings: Mappings | None = None
+    ) -> None:
         self._buffers = buffers
+        self._mappings = mappings
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce exact, strided CPU tensors, mapped arrays, images and code; leave the rest."""
+        if self._mappings is not None:
+            reduced = self._mappings.reduce(obj)
+            if reduced is not None:
+                return reduced
         kind = type(obj)
         if kind is CodeType:
             return self._reduce_code(obj)
@@ -218,12 +227,14 @@ def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename
     return build(*parts).replace(co_filename=filename)
 
 
-def dump(obj: Any, what: str) -> Pickled:
+def dump(obj: Any, what: str, readers: Readers | None = None) -> Pickled:
     """Pickle ``obj``, its arrays out of band.
 
     Args:
         obj: Anything cloudpickle takes; classes and functions of ``__main__`` go by value.
         what: What ``obj`` is to the user (``"dataset"``); the root of the path in an error.
+        readers: The processes that will unpickle it. Given them, the pickle refers to mapped files
+            and shared memory; by default it holds all content.
 
     Raises:
         SerializationError: Something in ``obj`` cannot be pickled; names its path.
@@ -231,30 +242,51 @@ def dump(obj: Any, what: str) -> Pickled:
     Source:
         PEP 574 (pickle protocol 5, out-of-band data).
     """
-    return _dump_or_explain(obj, what, _OUT_OF_BAND_BYTES)
+    return _dump_or_explain(obj, what, _OUT_OF_BAND_BYTES, readers)
 
 
 def dump_in_band(obj: Any, what: str) -> bytes:
     """Pickle ``obj`` in one piece, as ``dump`` does otherwise; ``pickle.loads`` reads it."""
-    return _dump_or_explain(obj, what, float("inf")).head
+    return _dump_or_explain(obj, what, float("inf"), None).head
 
 
-def _dump_or_explain(obj: Any, what: str, out_of_band_bytes: float) -> Pickled:
+def _dump_or_explain(
+    obj: Any, what: str, out_of_band_bytes: float, readers: Readers | None
+) -> Pickled:
+    mappings = Mappings(readers) if readers is not None else None
     try:
-        return _dump(obj, out_of_band_bytes)
+        pickled = _dump(obj, out_of_band_bytes, mappings)
+        if mappings is not None and not mappings.hold:
+            # Another thread has unmapped a file, and its addresses may have been reused.
+            mappings = Mappings(cast(Readers, readers))
+            pickled = _dump(obj, out_of_band_bytes, mappings)
     except Exception as error:
-        path = _unpicklable_path(obj, what)
+        path, cause = _unpicklable(obj, what, mappings, error)
+        if isinstance(cause, UnsharedMemoryError):
+            raise SerializationError(f"{path} cannot be shared with workers: {cause}") from error
         raise SerializationError(
             f"{path} cannot be sent between processes: {type(error).__name__}: {error}. "
             "Create it where it is used (a dataset: at the first __getitem__), or leave it out "
             "of __getstate__"
         ) from error
+    for copied in mappings.copied if mappings is not None else ():
+        path = _path_to(copied, obj, what) or f"{what} (a {type(copied).__qualname__} in it)"
+        warnings.warn(
+            f"{path} is in memory that this process shares with others, but workers read a copy, "
+            "which iter() makes",
+            stacklevel=2,
+        )
+    return pickled
 
 
-def _dump(obj: Any, out_of_band_bytes: float = _OUT_OF_BAND_BYTES) -> Pickled:
+def _dump(
+    obj: Any,
+    out_of_band_bytes: float = _OUT_OF_BAND_BYTES,
+    mappings: Mappings | None = None,
+) -> Pickled:
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
-    _Pickler(file, buffers).dump(obj)
+    _Pickler(file, buffers, mappings).dump(obj)
     if file.tell() >= _LARGE_STREAM_BYTES:
         give_back_memory()
     slots = buffers.slots
@@ -311,15 +343,31 @@ def own_copy(buffer: Bytes) -> Bytes:
     return own
 
 
-def _unpicklable_path(obj: Any, path: str, depth: int = 0) -> str:
-    """Follow attributes and items down to the smallest part that cannot be pickled."""
+def _unpicklable(
+    obj: Any, path: str, mappings: Mappings | None, error: Exception, depth: int = 0
+) -> tuple[str, Exception]:
+    """Follow attributes and items down to the smallest part that cannot be pickled.
+
+    Returns:
+        Its path and type, and its error.
+    """
     if depth < 8:
         for step, part in _parts(obj):
             try:
-                _dump(part)
-            except Exception:
-                return _unpicklable_path(part, path + step, depth + 1)
-    return f"{path} (of type {type(obj).__module__}.{type(obj).__qualname__})"
+                _dump(part, mappings=mappings)
+            except Exception as cause:
+                return _unpicklable(part, path + step, mappings, cause, depth + 1)
+    return f"{path} (of type {type(obj).__module__}.{type(obj).__qualname__})", error
+
+
+def _path_to(wanted: Any, obj: Any, path: str, depth: int = 0) -> str | None:
+    """Return the path of an object inside of another one, if it is found."""
+    if obj is wanted:
+        return path
+    if depth >= 8:
+        return None
+    paths = (_path_to(wanted, part, path + step, depth + 1) for step, part in _parts(obj))
+    return next(filter(None, paths), None)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -333,6 +381,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, (list, tuple, set, frozenset)):
         for position, value in enumerate(obj):
             yield f"[{position}]", value
+    elif type(obj).__module__.startswith(("ctypes", "multiprocessing.")):
+        return  # its parts are not the user's
     elif hasattr(obj, "__dict__") and not isinstance(obj, (type, ModuleType)):
         # An object that says itself what travels is taken at its word.
         state = obj.__getstate__() if hasattr(type(obj), "__getstate__") else obj.__dict__

@@ -126,7 +126,7 @@ class Shares:
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        self.numbers += 1
+        self.numbers[index] += 1
         return index
 
 

@@ -87,8 +87,8 @@ def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
 
 
 @pytest.mark.extended
-def test_memory_that_the_trainer_shares_is_not_written_to() -> None:
-    assert outcomes_of("shared_memory") == [[list(range(8)), 0.0]]
+def test_workers_write_to_memory_that_the_training_process_shares() -> None:
+    assert outcomes_of("shared_memory") == [[list(range(8)), 8.0]]
 
 
 @pytest.mark.extended

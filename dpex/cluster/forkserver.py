@@ -40,7 +40,7 @@ from dpex.cluster.embedded import hold, load_ray
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["address", "in_use", "inheritance"]
+__all__ = ["address", "fork_parent", "in_use", "inheritance"]
 
 logger = logging.getLogger("dpex")
 
@@ -58,6 +58,7 @@ inheritance: dict[str, Pickled] = {}
 the trainer's own memory, of which this process has whatever it writes to for itself."""
 
 _address: str | None = None
+_pid: int | None = None
 
 
 def address(bequest: Callable[[], Pickled]) -> str | None:
@@ -71,7 +72,7 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
         process cannot be forked any more: Ray is loaded, whose settings a fork would inherit as
         they are and whose threads it would lack.
     """
-    global _address
+    global _address, _pid
     if _address is None and _can_fork():
         job = bequest()
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
@@ -92,13 +93,18 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
                 _serve(listener, our_life, token)
             os.close(our_life)
             hold(alive_end)
-        _address = f"{name}/{token}"
+        _address, _pid = f"{name}/{token}", pid
     return _address
 
 
 def in_use() -> bool:
     """Tell whether this process has forked a server."""
     return _address is not None
+
+
+def fork_parent() -> int | None:
+    """Return the process that workers are forked from: the server, or this one before its fork."""
+    return _pid or (os.getpid() if _can_fork() else None)
 
 
 def _can_fork() -> bool:
@@ -111,8 +117,8 @@ def _can_fork() -> bool:
 
 
 def _forget_in_child() -> None:
-    global _address
-    _address = None
+    global _address, _pid
+    _address = _pid = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

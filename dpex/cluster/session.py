@@ -30,12 +30,11 @@ from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
 from dpex.memory_pool import MemoryPool
-from dpex.pickling import Pickled, dump, dump_in_band, local_modules_by_value
+from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
 from dpex.worker import Run
 
 if TYPE_CHECKING:
     from dpex.cluster.blocks import Receiver
-    from dpex.jobs import StagePlan
     from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
 
@@ -188,12 +187,16 @@ class Session:
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 
-    def store(self, pickle_job: Callable[[], Pickled], later: Sequence[StagePlan] = ()) -> str:
+    def store(
+        self,
+        pickle_job: Callable[[bool], Pickled],
+        later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
+    ) -> str:
         """Put a loader's jobs where workers find them, unless the same bytes are there already.
 
         Args:
-            pickle_job: Pickles a ``Job``.
-            later: The stages after it.
+            pickle_job: Pickles a ``Job``; is told whether all workers run on this host.
+            later: The stages after it, each with a function that pickles its ``StageJob``.
 
         Returns:
             The digest of the job's bytes.
@@ -206,16 +209,18 @@ class Session:
         # A node of another host has not the files beside the user's script.
         here_only = self._connection.single_host
         with contextlib.nullcontext() if here_only else local_modules_by_value():
-            pickled = pickle_job()
-            pickled_stages = [dump(plan.job, "loader") for plan in later]
+            pickled = pickle_job(here_only)
+            pickled_stages = [pickle_stage(here_only) for _, pickle_stage in later]
         key = pickled.digest
         known = self._stored
         if known is None or known.key != key:
             known = self._place(key, pickled)
         if [stage.job_key for stage in known.later] != [job.digest for job in pickled_stages]:
             stages = [
-                self._later(number, plan.stage, job)
-                for number, (plan, job) in enumerate(zip(later, pickled_stages, strict=True), 1)
+                self._later(number, stage, job)
+                for number, ((stage, _), job) in enumerate(
+                    zip(later, pickled_stages, strict=True), 1
+                )
             ]
             known = replace(known, later=tuple(stages))
         self._stored = known

@@ -1,0 +1,601 @@
+"""Mapped files and shared memory reach workers as mappings, not by content."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from cluster_programs import PROGRAM_SECONDS, run_program, wait_until, workplace
+from cluster_programs.clusters import Cluster
+from cluster_programs.seeing import hiding
+from torch.utils.data import DataLoader, Dataset
+
+from dpex import DpexDataLoader
+from dpex.errors import NodeDataError, SerializationError
+from dpex.mappings import Readers
+from dpex.pickling import Pickled, dump, load
+from dpex.transforms import MappedDataset, Stage
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+HERE = Readers(same_host=True)
+ELSEWHERE = Readers(same_host=False)
+PROGRAM = Path(__file__).with_name("mappings_program.py")
+ROWS, COLUMNS = 1 << 10, 1 << 8
+# A reference to a file, and what is said of the view.
+REFERENCE_BYTES = 3_000
+
+READ_ELSEWHERE = """
+import pickle, sys
+from dpex.pickling import load
+found = load(pickle.load(sys.stdin.buffer))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Numbers that count up."""
+    path = tmp_path / "numbers"
+    np.arange(ROWS * COLUMNS, dtype=np.int64).tofile(path)
+    return path
+
+
+@pytest.fixture
+def unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody open what is mapped but has no descriptor, as for users other than root."""
+    real = os.open
+
+    def checked(path: Any, *arguments: Any, **options: Any) -> int:
+        if "map_files" in str(path):
+            raise PermissionError(path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", checked)
+
+
+def sent(obj: Any, readers: Readers = HERE) -> Any:
+    """What a reader gets of an object; fails if it is sent by content."""
+    pickled = dump(obj, "x", readers)
+    assert pickled.size_bytes < REFERENCE_BYTES
+    return load(pickled)
+
+
+def run_elsewhere(pickled: Pickled, code: str) -> str:
+    """Unpickle in another process and run a few lines there; returns what they print."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ELSEWHERE + code],
+        input=pickle.dumps(pickled),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda a: a,
+    "rows": lambda a: a[7:90],
+    "columns": lambda a: a[:, 3:100:2],
+    "one element": lambda a: a[5, 6:7].reshape(()),
+    "transposed": lambda a: a.T if isinstance(a, np.ndarray) else a.t(),
+    "other dtype": lambda a: a.view(np.int32 if isinstance(a, np.ndarray) else torch.int32),
+}
+ARRAY_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "backwards": lambda a: a[::-1, ::-3],
+    "repeated": lambda a: np.broadcast_to(a[3], (5, COLUMNS)),
+    "structured": lambda a: a.view([("id", "<i4"), ("value", "<f4")]),
+    "field": lambda a: a.view([("id", "<i4"), ("value", "<f4")])["value"],
+    "records": lambda a: a.view([("id", "<i4"), ("value", "<f4")]).view(np.recarray),
+    "fixed": lambda a: np.lib.stride_tricks.as_strided(a, writeable=False),
+    "plain": np.asarray,
+}
+
+
+@pytest.mark.parametrize("view", [*VIEWS, *ARRAY_VIEWS])
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_views_of_a_mapped_file_are_views_of_it_again(file: Path, view: str, mode: Any) -> None:
+    mapped = np.memmap(file, np.int64, mode, shape=(ROWS, COLUMNS))
+    array = {**VIEWS, **ARRAY_VIEWS}[view](mapped)
+    found = sent(array)
+    assert type(found) is type(array)
+    assert (found.dtype, found.shape, found.strides) == (array.dtype, array.shape, array.strides)
+    assert found.flags.writeable == array.flags.writeable
+    assert found.tobytes() == array.tobytes()
+    if view == "whole":
+        assert (found.filename, found.mode, found.offset) == (mapped.filename, mode, 0)
+        found.flush()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_views_of_a_mapped_tensor_are_views_of_it_again(
+    file: Path, view: str, shared: bool
+) -> None:
+    size = ROWS * COLUMNS
+    mapped = torch.from_file(str(file), shared=shared, size=size, dtype=torch.int64)
+    tensor = VIEWS[view](mapped.view(ROWS, COLUMNS))
+    found = sent(tensor)
+    assert (found.dtype, found.shape, found.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_tensor_on_an_array_on_a_file(file: Path, mode: Any) -> None:
+    tensor = torch.from_numpy(np.memmap(file, np.int64, mode)[9:])
+    assert torch.equal(sent(tensor), tensor)
+
+
+def test_what_is_written_reaches_the_file(file: Path) -> None:
+    array = np.memmap(file, np.int64, "r+")
+    tensor = torch.from_file(str(file), shared=True, size=array.size, dtype=torch.int64)
+    pickled = dump({"array": array[2:], "tensor": tensor}, "x", HERE)
+    run_elsewhere(pickled, "found['array'][0] = -1; found['tensor'][5] = -2")
+    assert (tensor[2], array[5]) == (-1, -2)
+    assert np.fromfile(file, np.int64, 6).tolist() == [0, 1, -1, 3, 4, -2]
+    array[0] = 99
+    assert run_elsewhere(pickled, "print(int(found['tensor'][0]))") == "99\n"
+    assert pickled.digest == dump({"array": array[2:], "tensor": tensor}, "x", HERE).digest
+
+
+def test_attributes_that_view_one_mapping_share_it(file: Path) -> None:
+    for memory in (
+        np.memmap(file, np.int64, "c"),
+        torch.from_file(str(file), shared=False, size=ROWS * COLUMNS, dtype=torch.int64),
+        torch.zeros(ROWS).share_memory_(),
+    ):
+        first, second = sent([memory[1:], memory[:9]])
+        first[0] = 77
+        assert second[1] == 77
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_a_private_mapping_is_the_reader_s_own(file: Path, kind: str) -> None:
+    mapped: Any = np.memmap(file, np.int64, "c")
+    if kind == "tensor":
+        mapped = torch.from_file(str(file), shared=False, size=mapped.size, dtype=torch.int64)
+    pickled = dump(mapped, "x", HERE)
+    first, second = load(pickled), load(pickled)
+    first[0] = -1
+    assert (second[0], mapped[0], np.fromfile(file, np.int64, 1)[0]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_what_was_written_to_a_private_mapping_is_sent(file: Path, kind: str) -> None:
+    mapped: Any = np.memmap(file, np.int64, "c")
+    if kind == "tensor":
+        mapped = torch.from_file(str(file), shared=False, size=mapped.size, dtype=torch.int64)
+    before = dump(mapped, "x", HERE)
+    mapped[3] = -3
+    pickled = dump(mapped, "x", HERE)
+    assert pickled.digest != before.digest
+    assert load(pickled)[:5].tolist() == [0, 1, 2, -3, 4]
+
+
+def test_a_file_larger_than_the_memory_is_neither_read_nor_sent(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as opened:
+        opened.truncate(1 << 38)
+    mapped = [np.memmap(path, np.uint16, mode) for mode in ("r", "r+")]
+    mapped[1][-1] = 7
+    pickled = dump(mapped, "x", HERE)
+    assert pickled.size_bytes < REFERENCE_BYTES
+    assert pickled.digest
+    assert [array[-1] for array in load(pickled)] == [7, 7]
+
+
+def test_small_and_empty_ones(tmp_path: Path) -> None:
+    np.arange(3).tofile(tmp_path / "small")
+    small = np.memmap(tmp_path / "small", np.int64, "r+")
+    found = sent(small)
+    small[1] = 8
+    assert found.tolist() == [0, 8, 2]
+    assert sent([small[:0], torch.zeros(0, 3).share_memory_()])[0].shape == (0,)
+
+
+def test_a_file_without_a_name_and_one_in_its_place(file: Path) -> None:
+    mapped = np.memmap(file, np.int64, "r+")
+    size = ROWS * COLUMNS
+    tensor = torch.from_file(str(file), shared=False, size=size, dtype=torch.int64)
+    before = dump(mapped, "x", HERE)
+    without_descriptor = dump(tensor, "x", HERE)
+    file.with_name("new").write_bytes(bytes(mapped.nbytes))
+    file.with_name("new").replace(file)
+    mapped[0] = 5
+    assert run_elsewhere(before, "print(found[:2].tolist())") == "[5, 1]\n"
+    assert sent(mapped)[:2].tolist() == [5, 1]
+    del mapped
+    assert run_elsewhere(dump(tensor, "x", HERE), "print(found[:2].tolist())") == "[5, 1]\n"
+    with pytest.raises(NodeDataError, match=f"{file}.*another file has its path"):
+        load(without_descriptor)
+
+
+def test_a_file_that_became_shorter_is_not_mapped(file: Path) -> None:
+    pickled = dump(np.memmap(file, np.int64, "r"), "x", HERE)
+    os.truncate(file, 100)
+    with pytest.raises(NodeDataError, match="the file here has 100 bytes"):
+        load(pickled)
+
+
+def test_another_node_maps_its_own_file_of_the_same_size(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = dump(np.memmap(file, np.int64, "r"), "x", ELSEWHERE)
+    monkeypatch.setattr("dpex.mapped_files.host_identity", lambda: "another")
+    content = file.read_bytes()
+    file.with_name("copy").write_bytes(content)
+    file.with_name("copy").replace(file)
+    assert load(pickled)[7] == 7
+    file.write_bytes(content + b"more")
+    with pytest.raises(NodeDataError, match=f"{file}.*has {len(content) + 4:,} bytes"):
+        load(pickled)
+    file.unlink()
+    with pytest.raises(NodeDataError, match=f"{file}.* on node {os.uname().nodename}.*No such"):
+        load(pickled)
+
+
+def test_tables_on_a_mapped_file(tmp_path: Path) -> None:
+    names = [f"name {row}" for row in range(1 << 16)]
+    table = pa.table({"row": np.arange(1 << 16), "name": names})
+    with pa.ipc.new_file(tmp_path / "table", table.schema) as writer:
+        writer.write_table(table, max_chunksize=1 << 12)
+    mapped = pa.ipc.open_file(pa.memory_map(str(tmp_path / "table"))).read_all()
+    pickled = dump(mapped.slice(100), "x", HERE)
+    assert pickled.size_bytes < table.nbytes // 10
+    assert load(pickled).equals(table.slice(100))
+
+
+class Noted(torch.Tensor):
+    pass
+
+
+def test_tensors_of_other_kinds_in_shared_memory() -> None:
+    tensor = torch.zeros(4, requires_grad=True).share_memory_()
+    parameter = torch.nn.Parameter(torch.zeros(4)).share_memory_()
+    noted = torch.zeros(4).share_memory_().as_subclass(Noted)
+    storage = torch.zeros(4).share_memory_().untyped_storage()
+    found = sent([tensor, parameter, noted, storage])
+    for ours, theirs in zip(found, (tensor, parameter, noted, storage), strict=True):
+        assert type(ours) is type(theirs)
+        assert ours.is_shared(), "torch does not copy it when it is to be shared"
+        assert getattr(ours, "requires_grad", None) == getattr(theirs, "requires_grad", None)
+    found[3].fill_(1)
+    with torch.no_grad():
+        for ours in found[:3]:
+            ours += 1
+    assert [theirs.sum().item() for theirs in (tensor, parameter, noted)] == [4, 4, 4]
+    assert storage.tolist() == [1] * 16
+
+
+def shared_objects() -> dict[str, Any]:
+    return {
+        "Array": multiprocessing.Array(ctypes.c_float, 6),
+        "RawArray": multiprocessing.RawArray(ctypes.c_double * 2, 3),
+        "Value": multiprocessing.Value("i", 5),
+        "RawValue": multiprocessing.RawValue(ctypes.c_short, 6),
+        "spawn": multiprocessing.get_context("spawn").Value("i", 7),
+        "Event": multiprocessing.Event(),
+        "Barrier": multiprocessing.Barrier(2),
+        "Condition": multiprocessing.Condition(),
+        "Semaphore": multiprocessing.Semaphore(2),
+    }
+
+
+USE_OBJECTS = """
+found["Array"][1] = found["RawArray"][2][1] = 9
+for name in ("Value", "RawValue", "spawn"):
+    found[name].value += 10
+found["Event"].wait()
+found["Semaphore"].acquire()
+with found["Condition"]:
+    found["Condition"].notify()
+found["Barrier"].wait()
+"""
+
+
+def test_objects_of_multiprocessing_are_shared_with_processes_that_are_no_forks() -> None:
+    here = shared_objects()
+    pickled = dump(here, "x", HERE)
+    user = threading.Thread(target=run_elsewhere, args=(pickled, USE_OBJECTS))
+    with here["Condition"]:
+        user.start()
+        here["Event"].set()
+        assert here["Condition"].wait(60)
+    here["Barrier"].wait(60)
+    user.join()
+    assert here["Array"][:] == [0, 9, 0, 0, 0, 0]
+    assert [list(row) for row in here["RawArray"]] == [[0, 0], [0, 0], [0, 9]]
+    assert [here[name].value for name in ("Value", "RawValue", "spawn")] == [15, 16, 17]
+    assert here["Semaphore"].acquire(block=False)
+    assert not here["Semaphore"].acquire(block=False), "the other process has it"
+
+
+@pytest.mark.usefixtures("unprivileged")
+def test_a_lock_without_a_name_is_one_lock_for_both() -> None:
+    lock, counter = multiprocessing.Lock(), multiprocessing.Value("i", 0)
+    found, counted = sent([lock, counter])
+    for one, other in ((lock, found), (found, lock), (counter.get_lock(), counted.get_lock())):
+        assert one.acquire(block=False)
+        assert not other.acquire(block=False)
+        one.release()
+    again, _ = sent([lock, counter])
+    with lock:
+        assert not again.acquire(block=False)
+
+
+@pytest.mark.usefixtures("unprivileged")
+def test_a_lock_that_a_thread_waits_for_is_not_moved() -> None:
+    lock = multiprocessing.Lock()
+    lock.acquire()
+    waiter = threading.Thread(target=lock.acquire)
+    waiter.start()
+    count = (ctypes.c_uint32 * 2).from_address(lock._semlock.handle)  # type: ignore[attr-defined]
+    wait_until(lambda: count[1], 20, "a waiting thread")
+    with pytest.raises(SerializationError, match=r"x\['lock'\].*get_context\('spawn'\)"):
+        dump({"lock": lock}, "x", HERE)
+    lock.release()
+    waiter.join(20)
+    assert not waiter.is_alive()
+
+
+@pytest.mark.usefixtures("unprivileged")
+def test_a_lock_that_a_child_has_inherited_stays_that_child_s() -> None:
+    lock = multiprocessing.get_context("fork").Lock()
+    our_end, its_end = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=its_end.recv)
+    child.start()
+    try:
+        with pytest.raises(SerializationError, match=r"x \(of type multiprocessing.*Lock\)"):
+            dump(lock, "x", HERE)
+        # A fork of that child inherits it too.
+        assert dump(lock, "x", Readers(same_host=True, fork_parent=child.pid))
+    finally:
+        our_end.send("end")
+        child.join(20)
+    assert sent(lock).acquire(block=False)
+
+
+def test_mmap_and_shared_memory(file: Path) -> None:
+    shared = SharedMemory(create=True, size=100)
+    try:
+        view = np.ndarray((10,), np.uint8, shared.buf)
+        with file.open("r+b") as opened:
+            mapped = mmap.mmap(opened.fileno(), 5_000, offset=mmap.PAGESIZE)
+        mapped.seek(6)
+        found, found_view, found_map = sent([shared, view, mapped])
+        found.buf[1], found_view[2], found_map[3] = 1, 2, 3
+        assert (found.name, found.size) == (shared.name, shared.size)
+        assert (found_map.tell(), len(found_map), mapped[3]) == (6, 5_000, 3)
+        assert view.tolist() == [0, 1, 2, *[0] * 7]
+        del view, found_view
+        found.close()
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.inner = [attributes]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3).share_memory_(),
+        lambda: np.frombuffer(multiprocessing.RawArray("d", 3)),
+        lambda: multiprocessing.Array("d", 3),
+        lambda: multiprocessing.RawValue("d"),
+        lambda: multiprocessing.Lock(),
+        lambda: np.frombuffer(mmap.mmap(-1, 4096), np.uint8),
+    ],
+)
+def test_other_nodes_cannot_write_to_shared_memory(make: Callable[[], Any]) -> None:
+    with pytest.raises(SerializationError, match=r"^x\.inner\[0\]\['memory'\] \(of type .*nodes"):
+        dump(Holder(memory=make()), "x", ELSEWHERE)
+
+
+def test_other_nodes_read_a_copy_of_shared_memory_that_is_only_readable() -> None:
+    array = np.frombuffer(multiprocessing.RawArray("d", [1, 2, 3]))
+    array.flags.writeable = False
+    with pytest.warns(UserWarning, match=r"^x\.inner\[0\]\['memory'\] is in memory"):
+        pickled = dump(Holder(memory=array), "x", ELSEWHERE)
+    assert load(pickled).inner[0]["memory"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("unprivileged")
+def test_memory_that_nobody_can_open_is_inherited_or_refused() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
+    with pytest.raises(SerializationError, match="no name and no descriptor"):
+        dump(memory, "x", HERE)
+    # This process stands for its fork.
+    found = sent(memory, Readers(same_host=True, fork_parent=os.getpid()))
+    found[5000] = 3
+    assert memory[5000] == 3
+
+
+def test_batches_and_systems_without_proc_have_content(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = [np.memmap(file, np.int64, "r+"), torch.zeros(1 << 12).share_memory_()]
+    for readers in (None, HERE):
+        if readers is not None:
+            monkeypatch.setattr("dpex.mappings.spans", _no_proc)
+        array, tensor = load(dump(batch, "x", readers))
+        array[0], tensor[0] = 5, 5
+        assert (batch[0][0], batch[1][0]) == (0, 0)
+
+
+def _no_proc(*_: Any) -> Any:
+    raise FileNotFoundError("/proc/self/maps")
+
+
+# --- with workers ---------------------------------------------------------------------------------
+
+
+class Cache(Dataset[torch.Tensor]):
+    """Samples that are made in the first epoch, and read from shared memory in the next."""
+
+    def __init__(self, file: Path) -> None:
+        self.made = torch.zeros(12, dtype=torch.bool).share_memory_()
+        self.rows = np.frombuffer(multiprocessing.RawArray("d", 12 * 8)).reshape(12, 8)
+        self.numbers = np.memmap(file, np.int64, "r").reshape(ROWS, COLUMNS)
+        self.reads = multiprocessing.Value("i", 0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.made[index]:
+            self.rows[index] = self.numbers[index, :8]
+            self.made[index] = True
+            with self.reads.get_lock():
+                self.reads.value += 1
+        return self.rows[index], self.numbers[index]
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_fill_a_cache_as_torch_s_do(
+    file: Path, persistent: bool, assert_same: Callable[[Any, Any], None]
+) -> None:
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
+    dataset, theirs = Cache(file), Cache(file)
+    expected = DataLoader(theirs, multiprocessing_context="fork", **options)
+    with DpexDataLoader(dataset, distribute_mode=True, **options) as loader:
+        for _ in range(2):
+            assert_same([*loader], [*expected])
+            assert dataset.made.all()
+            assert dataset.reads.value == theirs.reads.value == 12
+
+
+class Counting:
+    """A transform that counts what it has transformed."""
+
+    def __init__(self) -> None:
+        self.count = multiprocessing.Value("i", 0)
+
+    def __call__(self, sample: int) -> int:
+        with self.count.get_lock():
+            self.count.value += 1
+        return sample
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_later_stage_shares_memory_too() -> None:
+    counting = Counting()
+    dataset = MappedDataset(range(20), [Stage(counting)])
+    with DpexDataLoader(dataset, 5, num_workers=2, distribute_mode=True) as loader:
+        for _ in range(2):
+            assert len([*loader]) == 4
+    assert counting.count.value == 40
+
+
+@pytest.mark.parametrize("strategy", sorted(torch.multiprocessing.get_all_sharing_strategies()))
+def test_both_of_torch_s_ways_to_share(strategy: str) -> None:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        tensor = torch.zeros(3).share_memory_()
+        found = sent(tensor)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    found[1] = 5
+    assert tensor.tolist() == [0, 5, 0]
+    with pytest.raises(SerializationError, match="nodes"):
+        dump(tensor, "x", ELSEWHERE)
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_batches_on_a_mapped_file_are_the_training_loop_s_own(file: Path) -> None:
+    class Rows(Dataset[Any]):
+        def __init__(self) -> None:
+            self.rows = np.memmap(file, np.int64, "r+").reshape(ROWS, COLUMNS)
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return self.rows[index]
+
+    for batch in DpexDataLoader(Rows(), 1, num_workers=1, distribute_mode=True, collate_fn=list):
+        assert batch[0].flags.writeable
+        batch[0][:] = -1
+    assert np.fromfile(file, np.int64, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["forked", "spawned"])
+def test_memory_is_shared_as_with_torch_s_forks(kind: str) -> None:
+    with workplace() as place:
+        done = run_program(PROGRAM, kind, place=place, seconds=PROGRAM_SECONDS)
+        assert done.returncode == 0, done.stderr
+        torchs, ours = json.loads(done.stdout)
+        assert ours == torchs
+
+
+def outcomes(cluster: Cluster, file: Path) -> Any:
+    arguments = ("cluster", cluster.address, str(file))
+    options: dict[str, Any] = {"place": cluster.place, "seconds": PROGRAM_SECONDS}
+    done = run_program(PROGRAM, *arguments, **options, **cluster.variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+def test_nodes_map_files_and_refuse_memory() -> None:
+    with workplace() as place:
+        file = place / "files" / "numbers"
+        file.parent.mkdir()
+        np.arange(ROWS * COLUMNS, dtype=np.int64).tofile(file)
+        cluster = Cluster(place)
+        cluster.add("--num-cpus=2", "--node-ip-address=127.0.0.2")
+        found = outcomes(cluster, file)
+    second = ROWS * COLUMNS // 8
+    assert found["mapped"] == [[[0, 1], [second, second + 1]], []]
+    assert found["tensor"].startswith("SerializationError: loader.dataset.rows (of type torch.Te")
+    assert found["fixed"][0] == [0, 0]
+    assert found["fixed"][1][0].startswith("loader.dataset.rows is in memory that")
+    assert len(found["stream"][0]) == 2
+    assert found["stream"][1] == []
+    assert "persistent_workers=False" in found["persistent stream"]
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+def test_a_node_without_the_file_names_itself_and_the_file() -> None:
+    with workplace() as place:
+        file = place / "files" / "numbers"
+        file.parent.mkdir()
+        np.arange(ROWS * COLUMNS, dtype=np.int64).tofile(file)
+        cluster = Cluster(place)
+        cluster._start(
+            *(f"--address={cluster.address}", "--num-cpus=2", "--node-ip-address=127.0.0.2"),
+            under=hiding(file.parent),
+        )
+        error = outcomes(cluster, file)["mapped"]
+        assert error.startswith("NodeDataError: ")
+        assert "node 127.0.0.2" in error
+        assert str(file) in error
+        assert "No such file" in error
