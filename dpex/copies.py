@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dpex.binding import StateWatch
 
 __all__ = [
-    "SHARED",
     "Copy",
+    "SHARED",
     "Slot",
     "copy_of",
     "find_copy",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import random
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,18 @@ class CountsBatches:
         return samples, 320 + 32 * (self.batches // 3)
 
 
+class SharedCache(Numbers):
+    """Sample i is what an earlier epoch wrote for it, into memory that processes share."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __getitem__(self, index: int) -> Any:
+        found = int(self.memory[index])
+        self.memory[index] = index + 1
+        return index, found
+
+
 def seed_own(_: int) -> None:
     _info().dataset.draw = np.random.default_rng(_info().seed).random
 
@@ -180,6 +194,8 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
         "dataset": DrawsFromModule(),
         "worker_init_fn": seed_module,
     },
+    "shared tensor": lambda: {"dataset": SharedCache(torch.zeros(LENGTH).share_memory_())},
+    "mapped file": lambda: {"dataset": SharedCache(mapped_file())},
     "stream": lambda: {"dataset": Stream(), "worker_init_fn": seed_numpy},
 }
 """By name: the arguments of a loader, made anew for every loader."""
@@ -191,6 +207,13 @@ class OwnsTorch(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         return index, float(torch.rand((), generator=self.generator))
+
+
+def mapped_file() -> Any:
+    """Return an array on a new file, which goes with the process."""
+    place = tempfile.TemporaryDirectory()
+    atexit.register(place.cleanup)
+    return np.memmap(Path(place.name, "numbers"), np.int64, "w+", shape=LENGTH)
 
 
 def _with_method(dataset: Counts) -> dict[str, Any]:
