@@ -184,11 +184,12 @@ def fetch_chunk(
         costs.settle()
         if copy is not None and copy.watch is not None and _is_to_look(copy.watch, binding):
             unchanged = copy.watch.look()
+            seen_unchanged(unchanged)
             if not unchanged:
                 # From here on the copy has the state of this worker, and of no other.
                 keep_copy((run.loader, run.generation, worker_id), copy)
                 costs.late_changes += binding is Binding.RELEASED
-            seen_unchanged(unchanged)
+                binding = Binding.ALWAYS
         yield entry, costs
         if cancelled():
             return

@@ -180,6 +180,45 @@ def test_copies_live_until_their_pipeline_is_released() -> None:
     assert not copies._copies
 
 
+def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
+    class CountsFrom2(Counts):
+        def __getitem__(self, index: int) -> tuple[int, int | None]:
+            if index >= 2:
+                self.reads += 1
+            return self.reads, index
+
+    seen: list[bool] = []
+
+    def made(dataset: Any, chunks: dict[int, list[int]], binding: Binding) -> list[Any]:
+        pickled = dump(Job(dataset, list, None, True), "loader")
+        entries = []
+        for first, indices in chunks.items():
+            chunk = Chunk(make_run(), 0, first, [[i] for i in indices], [0] * len(indices))
+            entries += fetch_chunk(
+                chunk,
+                lambda: load(pickled),
+                "here",
+                lambda: False,
+                binding=binding,
+                seen_unchanged=seen.append,
+            )
+        return [load(entry.value)[0][0] for entry, _ in entries]
+
+    dataset = CountsFrom2()
+    assert made(dataset, {0: [0, 0]}, Binding.WATCHED) == [0, 0]
+    assert seen == [True, True]
+    # Released, all workers share the copy; a look at each batch would take too long.
+    assert made(dataset, {1: [1], 2: [1]}, Binding.RELEASED) == [0, 0]
+    assert len(copies._copies) == 1
+    [copy] = copies._copies.values()
+    assert copy.watch is not None
+    copy.watch._next_look = 0.0
+    assert made(dataset, {1: [2, 3, 4]}, Binding.RELEASED) == [1, 2, 3]
+    assert seen == [True, True, False]
+    assert [slot[2] for slot in copies._copies] == [1]
+    assert made(dataset, {1: [5], 0: [6]}, Binding.ALWAYS) == [4, 1]
+
+
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
     def open_for(worker_id: int) -> None:
         info = get_worker_info()
