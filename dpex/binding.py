@@ -62,9 +62,9 @@ class StateWatch:
 
     def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
         self._state = (dataset, collate_fn)
-        self._next_look = 0.0
         watchable = stream_bytes <= _MOST_STREAM_BYTES and all_bytes <= _MOST_BYTES
         self._digest = self._take() if watchable else None
+        self._next_look = 0.0  # at its first batch
         self.seen_unchanged = self._digest is not None
 
     def _take(self) -> str | None:

@@ -19,6 +19,8 @@ _CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
 # From one round of chunks to the next, one for each logical worker, they grow by this factor.
 _GROWTH = 4
+# Where fewer tasks than logical workers are at work, chunks are shorter, down to this share.
+_LEAST_CHUNK_SHARE = 0.1
 # Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
 _GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
 # However small a batch is: indices are drawn and kept for every one that is under way.
@@ -124,6 +126,8 @@ class ChunkPlanner:
         else:
             sizes.append(int(grown * (1 + (_GROWTH - 1) * spread)))
             seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _CHUNKS_PER_SECOND))
+            # A round of chunks, one for each logical worker, is not to take the fewer tasks longer.
+            seconds *= max(_LEAST_CHUNK_SHARE, parallel / workers)
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:

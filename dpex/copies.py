@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpex.seeding import Habits, WorkerGenerators
@@ -39,6 +41,8 @@ SHARED = -1
 """In a slot: whatever logical worker it is, as long as none changes the copy."""
 
 _copies: dict[Slot, Copy[Any]] = {}
+# Of the copies: a thread of its own releases them, at any time.
+_lock = threading.RLock()
 _pipeline = ""
 
 
@@ -54,7 +58,8 @@ class Copy(Generic[JobT]):
         watch: Looks whether batches change it, where that matters.
         initialised: Whether ``worker_init_fn`` has been called for it.
         init_error: What ``worker_init_fn`` raised.
-        restarted: Whether another process had this logical worker before.
+        init_traceback: Its traceback at that time, which grows with every ``raise``.
+        restarted: Whether its logical worker was bound to another task before.
         stream: What its logical worker reads in this epoch, of an ``IterableDataset``.
     """
 
@@ -64,7 +69,8 @@ class Copy(Generic[JobT]):
     generators: WorkerGenerators = field(default_factory=WorkerGenerators)
     watch: StateWatch | None = None
     initialised: bool = False
-    init_error: Exception | None = None
+    init_error: BaseException | None = None
+    init_traceback: TracebackType | None = None
     restarted: bool = False
     stream: Any = None
 
@@ -87,20 +93,21 @@ def copy_of(slot: Slot, read_job: Callable[[], JobT]) -> Copy[JobT]:
     before a new copy is made.
 
     Args:
-        slot: Whose it is.
+        slot: The loader, the generation and the logical worker that the copy belongs to.
         read_job: Makes one more copy, which nobody else has.
     """
     copy = _copies.get(slot)
     if copy is None:
-        habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
-        for stale, other in list(_copies.items()):
-            if stale[0] == slot[0] and stale[1] != slot[1] and other.pipeline == _pipeline:
-                del _copies[stale]
-        copy = _copies[slot] = Copy(read_job(), _pipeline, habits or Habits())
+        with _lock:
+            habits = next((c.habits for k, c in _copies.items() if k[0] == slot[0]), None)
+            for stale in [k for k, c in _copies.items() if k[0] == slot[0] and k[1] != slot[1]]:
+                if _copies[stale].pipeline == _pipeline:
+                    del _copies[stale]
+        copy = Copy(read_job(), _pipeline, habits or Habits())
         if "cv2" in sys.modules:
             # OpenCV's own pool would start a thread per core in every worker.
             sys.modules["cv2"].setNumThreads(0)
-    copy.pipeline = _pipeline
+    keep_copy(slot, copy)
     return copy
 
 
@@ -110,10 +117,13 @@ def find_copy(slot: Slot) -> Copy[Any] | None:
 
 
 def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
-    """Put a copy into a slot, and into no other."""
-    for other in [k for k, c in _copies.items() if c is copy]:
-        del _copies[other]
-    _copies[slot] = copy
+    """Put a copy into a slot, and into no other, for the pipeline at work."""
+    with _lock:
+        if _copies.get(slot) is not copy:
+            for other in [k for k, c in _copies.items() if c is copy]:
+                del _copies[other]
+            _copies[slot] = copy
+        copy.pipeline = _pipeline
 
 
 def hand_over(slot: Slot) -> None:
@@ -124,20 +134,27 @@ def hand_over(slot: Slot) -> None:
     """
     if slot in _copies:
         return
-    for other, copy in _copies.items():
-        may_go = other[:2] == slot[:2] and SHARED in (slot[2], other[2])
-        if may_go and copy.watch is not None and copy.watch.seen_unchanged:
+    with _lock:
+        found = [
+            copy
+            for other, copy in _copies.items()
+            if other[:2] == slot[:2] and SHARED in (slot[2], other[2])
+        ]
+    for copy in found:
+        if copy.watch is not None and copy.watch.look():
             keep_copy(slot, copy)
             return
 
 
 def forget_copy(slot: Slot) -> None:
     """Drop the copy in a slot, so that the next one there is a new one."""
-    _copies.pop(slot, None)
+    with _lock:
+        _copies.pop(slot, None)
 
 
 def release_copies(pipeline: str) -> None:
     """Drop the copies that this process keeps for a pipeline."""
-    for slot, copy in list(_copies.items()):
-        if copy.pipeline == pipeline:
-            _copies.pop(slot, None)
+    with _lock:
+        for slot, copy in list(_copies.items()):
+            if copy.pipeline == pipeline:
+                del _copies[slot]

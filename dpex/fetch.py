@@ -12,7 +12,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from dpex.batch_memory import BatchMemory
 from dpex.binding import Binding, StateWatch
-from dpex.copies import SHARED, Copy, copy_of, hand_over, keep_copy
+from dpex.copies import SHARED, Copy, copy_of, forget_copy, hand_over, keep_copy
 from dpex.costs import Costs, count, noted, spent
 from dpex.failures import Failures, NothingLeft
 from dpex.frame import Entry
@@ -141,7 +141,7 @@ def fetch_chunk(
         where: Node and process, for error messages.
         cancelled: Asked between samples; once it says so, nothing more is made.
         binding: Whether the chunk's logical worker has a copy of its own here.
-        restarted: Whether another process made earlier batches of that worker, and died.
+        restarted: Whether that worker begins again, since the task that it was bound to has ended.
         nearly_made: Called between samples of the last batch when the rest of them will take some
             milliseconds, most likely: more than once, or never.
         seen_unchanged: Called after a batch with whether its copy is as it was made, if that has
@@ -155,6 +155,8 @@ def fetch_chunk(
     settle_process(run)
     key = stream_key(run.base_seed, run.epoch)
     worker_id = chunk.worker
+    if restarted:
+        forget_copy((run.loader, run.generation, worker_id))
     for batch, indices, position in zip(chunk.numbers, chunk.batches, chunk.positions, strict=True):
         at = At("indices", indices)
         last = batch == chunk.numbers[-1]
@@ -236,7 +238,7 @@ def _enter_worker(
     copy = copy_of(slot, read_job)
     job = copy.job
     if copy.init_error is not None:
-        raise copy.init_error
+        raise copy.init_error.with_traceback(copy.init_traceback)
     if not copy.initialised:
         copy.initialised = True
         if binding is not Binding.ALWAYS:
@@ -246,8 +248,8 @@ def _enter_worker(
             show_worker(worker_id, run, job.dataset)
             try:
                 initialise(worker_id, run.base_seed, job.worker_init_fn, copy.generators)
-            except Exception as error:
-                copy.init_error = error
+            except (Exception, SystemExit) as error:
+                copy.init_error, copy.init_traceback = error, error.__traceback__
                 raise
     show_worker(worker_id, run, job.dataset, owns_generator=copy.generators.owns_torchs)
     if binding is Binding.ALWAYS:

@@ -74,7 +74,7 @@ class ClusterIter(_BaseDataLoaderIter):
         job_key: What ``session.store`` returned for its job.
         session: Its part of the cluster.
         planner: Sizes the chunks; knows what batches cost in earlier iterations.
-        generations: Counts dataset copies, and knows the oldest one still in use.
+        generations: Numbers the copies of the dataset.
         epochs: The epochs that its samplers are in.
 
     Attributes:

@@ -268,7 +268,10 @@ class Mappings:
     def _is_changed(self, span: Span) -> bool:
         """Return whether this process has written to a private mapping."""
         if self._anonymous is None:
-            self._anonymous = _anonymous_bytes()
+            try:
+                self._anonymous = _anonymous_bytes()
+            except OSError:  # unknown: the content is sent
+                return True
         return any(
             size and span.start <= start < span.end for start, size in self._anonymous.items()
         )

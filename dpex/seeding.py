@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -249,6 +250,44 @@ _GENERATORS = (
     ),
     _Generator(random.seed, random.getstate, random.getstate, random.setstate),
 )
+_SEED_FUNCTIONS: tuple[tuple[tuple[Any, str], ...], ...] = (
+    ((torch, "manual_seed"), (torch.random, "manual_seed")),
+    ((np.random, "seed"),),
+    ((random, "seed"),),
+)
+"""The functions that seed each generator."""
+
+
+@contextlib.contextmanager
+def _seed_calls() -> Iterator[list[bool]]:
+    """Find out which generators the block seeds, also if that leaves them as they were.
+
+    Yields:
+        For each generator whether it was seeded until now.
+    """
+    seeded = [False] * len(_SEED_FUNCTIONS)
+    originals = []
+
+    def noting(number: int, seed: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(seed)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seeded[number] = True
+            return seed(*args, **kwargs)
+
+        return noted
+
+    for number, functions in enumerate(_SEED_FUNCTIONS):
+        for owner, name in functions:
+            original = getattr(owner, name)
+            originals.append((owner, name, original))
+            setattr(owner, name, noting(number, original))
+    try:
+        yield seeded
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
 _NO_OWNERS = (False,) * len(_GENERATORS)
 _owned: tuple[bool, ...] = _NO_OWNERS
 """Which generators belong to the logical worker at work."""
@@ -270,14 +309,16 @@ class WorkerGenerators:
         """Whether torch's generator is among them."""
         return self._owned[0]
 
-    def take(self, before: list[Any]) -> None:
-        """Take the generators that have changed, with their present states.
-
-        Args:
-            before: What ``generator_states`` returned then.
-        """
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take the generators that the block seeds or draws from."""
+        before = generator_states()
+        with _seed_calls() as seeded:
+            yield
         after = generator_states()
-        self._owned = tuple(one != other for one, other in zip(before, after, strict=True))
+        self._owned = tuple(
+            called or one != other for called, one, other in zip(seeded, before, after, strict=True)
+        )
         self._states = [g.state() if own else None for g, own in self._each()]
 
     def go_on_from(self, states: Sequence[Any]) -> None:
@@ -343,8 +384,8 @@ class Habits:
             self.check()
             self.begin(seed)
             return
-        for drawn, generator in zip(self._drawn_from, _GENERATORS, strict=True):
-            if drawn:
+        for drawn, generator, owned in zip(self._drawn_from, _GENERATORS, _owned, strict=True):
+            if drawn and not owned:
                 generator.seed(seed)
 
     def check(self) -> bool:

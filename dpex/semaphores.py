@@ -63,8 +63,8 @@ def move_to_memory_file(span: Span) -> int | None:
         if old in {None, _FAILED}:
             return None
         with mmap.mmap(descriptor, size) as new:
-            # Invariant: no other Python thread runs until the memory is replaced. A thread that
-            # waits for the semaphore runs without the GIL, but the semaphore counts it.
+            # Other Python threads hardly run until the memory is replaced, and the comparison
+            # below notices what they do. The semaphore counts threads that wait without the GIL.
             sys.setswitchinterval(_NO_SWITCH_S)
             content = ctypes.string_at(span.start, size)
             if not _waiters(content):

@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from dpex.errors import SerializationError
 from dpex.pickling import dump
-from dpex.seeding import WorkerGenerators, generator_states
+from dpex.seeding import WorkerGenerators
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -149,10 +149,9 @@ def initialise(
     random.seed(seed)
     np.random.seed(torch_worker._generate_state(base_seed, worker_id))
     if worker_init_fn is not None:
-        before = generator_states()
         _initial_seed = None  # it may seed torch's generator, and ask for its seed then
-        worker_init_fn(worker_id)
-        generators.take(before)
+        with generators.taken():
+            worker_init_fn(worker_id)
 
 
 def leave_worker() -> None:

@@ -51,6 +51,15 @@ class Counts(Numbers):
         return samples
 
 
+class CountsOddBatches(Counts):
+    """Sample i tells how many its copy has read in batches with an odd number."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index // BATCH_SIZE % 2:
+            self.seen += 1
+        return index, self.seen
+
+
 class SeenBefore(Numbers):
     """Sample i tells which samples its copy has read before."""
 
@@ -179,6 +188,7 @@ def fail_in_first(worker_id: int) -> None:
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "counter of the dataset": lambda: {"dataset": Counts()},
+    "counter of odd batches": lambda: {"dataset": CountsOddBatches()},
     "counter of collate_fn": lambda: {"dataset": Numbers(), "collate_fn": CountsBatches()},
     "collate_fn is a method": lambda: _with_method(Counts()),
     "cache of the dataset": lambda: {"dataset": SeenBefore()},

@@ -156,9 +156,10 @@ def test_default_collate_does_not_use_shared_memory() -> None:
 
 
 def test_copies_live_as_long_as_their_generation() -> None:
-    assert read(Counts(), [[0], [0]]) == [[(1, None)], [(2, None)]]
-    assert read(Counts(), [[0]]) == [[(3, None)]]
-    assert read(Counts(), [[0]], run=make_run(generation=1)) == [[(1, None)]]
+    first, second = (make_run(num_workers=1, generation=generation) for generation in range(2))
+    assert read(Counts(), [[0], [0]], run=first, **BOUND) == [[(1, None)], [(2, None)]]
+    assert read(Counts(), [[0]], run=first, **BOUND) == [[(3, None)]]
+    assert read(Counts(), [[0]], run=second, **BOUND) == [[(1, None)]]
     assert [key[1] for key in copies._copies] == [1]
 
 

@@ -479,12 +479,45 @@ WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
 
 def test_workers_are_released_once_a_batch_has_left_its_copy_unchanged() -> None:
     async def scenario(turns: Turns) -> None:
+        turns.parallel = 1
         feed(turns, b"0", b"1", b"2", b"3")
         first = await turns.next_chunk("a", 0, 0)
         assert first == Assignment(b"0", 0, Binding.WATCHED)
         turns.note_state("a", unchanged=True)
         assert await turns.next_chunk("a", 1, 1) == Assignment(b"1", 1, Binding.RELEASED)
         assert await turns.next_chunk("b", 0, 0) == Assignment(b"2", 0, Binding.RELEASED)
+
+    play(scenario, **WATCHED)
+
+
+def test_workers_are_released_when_all_first_batches_are_known() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.parallel = 2
+        feed(turns, b"0a", b"1a", b"2a", b"3a")
+        feed(turns, b"0b", b"1b")
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        turns.note_state("a", unchanged=True)
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        turns.note_state("b", unchanged=True)
+        assert await waiting == Assignment(b"2a", 1, Binding.RELEASED)
+
+    play(scenario, **WATCHED)
+
+
+def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a", b"2a")
+        feed(turns, b"0b", b"1b")
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        turns.note_state("a", unchanged=True)
+        turns.note_state("b", unchanged=False)
+        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.ALWAYS)
+        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.ALWAYS)
+        assert await turns.next_chunk("c", 0, 0) == Assignment(b"2a", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
 
@@ -505,6 +538,7 @@ def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
 
 def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
     async def scenario(turns: Turns) -> None:
+        turns.parallel = 1
         feed(turns, b"0a", b"1a")
         await turns.next_chunk("a", 0, 0)
         turns.note_state("a", unchanged=True)

@@ -29,6 +29,8 @@ from dpex.cluster.turns import Assignment, Others, Turns
 __all__ = ["HostHandle", "get_host"]
 
 _QUIET_WAIT_S = 1.0
+# The state of persistent logical workers is worth a longer wait: torch waits for them, too.
+_STATE_WAIT_S = 60.0
 _MAX_RECENT = 10_000
 # What Ray does not take back from a task that waits for an answer, as it does its CPUs.
 _HELD_WHILE_WAITING = frozenset({"resources", "memory", "accelerator_type"})
@@ -230,7 +232,8 @@ class _Host:
         if lane_key in self._closed:
             return False
         lane = await self._opening(lane_key)
-        deadline = time.monotonic() + _QUIET_WAIT_S
+        patience_s = _STATE_WAIT_S if lane.turns.keeps_state else _QUIET_WAIT_S
+        deadline = time.monotonic() + patience_s
         while lane.turns.at_work and not lane.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         if lane.broken or lane.turns.at_work or lane_key in self._closed:
@@ -326,6 +329,11 @@ class _Host:
         """Answer when a run is over."""
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             await lane.over.wait()
+
+    async def note_state(self, lane_key: str, turn: str, unchanged: bool) -> None:
+        """Take a task's report about its copy; see ``Turns.note_state``."""
+        if lane_key not in self._closed:
+            (await self._opening(lane_key)).turns.note_state(turn, unchanged)
 
     async def closed(self, lane_key: str) -> None:
         """Answer when a pipeline is closed: then nobody needs what workers keep for it."""

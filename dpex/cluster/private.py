@@ -525,6 +525,7 @@ class StandingExecution:
     # --- public names only: one execution after the other ----------------------------------------
 
     def _start_public(self) -> None:
+        self._turns.fixed_tasks = True
         threading.Thread(target=self._run_in_turn, name="dpex-run", daemon=True).start()
 
     def _run_in_turn(self) -> None:
@@ -534,7 +535,7 @@ class StandingExecution:
                     self._note_quiet()
                     continue
                 # More cannot be started until these have ended.
-                tasks = self._turns.parallel
+                tasks = self._turns.most_tasks
                 self._turns.started(tasks)
                 for bundle in self._dataset_of([self._source] * tasks).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))

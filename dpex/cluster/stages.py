@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ _PATIENT_SECONDS = 2.0
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
+# Until a host that could not be reached is asked again when a pipeline is closed.
+_ASK_AGAIN_S = 2.0
 # A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
 # place: not while it is to have its next chunk soon, or its turn is to be over.
 _KEEP_CPU_S = 1.0
@@ -77,6 +80,10 @@ _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
 # The pipelines that this process keeps something for, each with the jobs that it reads.
 _jobs_of: dict[str, set[str]] = {}
+# Those that a task is at work for, and those that were closed meanwhile.
+_at_work: set[str] = set()
+_released: set[str] = set()
+_keeping = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,7 @@ def make_batches(
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.blocks += 1
             yield FrameWriter("", 0).table()
-        with kept_for(lane_key):
+        with _working(lane_key):
             for table in _make_chunk(chunk, assignment, read_job, interest.lost, asking):
                 asking.blocks += 1
                 yield table
@@ -271,7 +278,7 @@ def transform_batches(
     read_job = functools.partial(_read_job, job, job_key, host_name)
     _release_when_closed(host_name, lane_key, job_key)
     writer = FrameWriter(frame.run, frame.chunk, frame.costs)
-    with kept_for(lane_key):
+    with _working(lane_key):
         batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
@@ -319,6 +326,11 @@ class _Asking:
                     self._lane_key, self._turn, self._place, self.blocks + coming, self.unchanged
                 )
                 self.unchanged = None
+
+    def tell_changed(self) -> None:
+        """Report that a batch has changed its copy, which the host took for one that does not."""
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            _host(self._host_name).note_state.remote(self._lane_key, self._turn, False)
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host.
@@ -377,7 +389,10 @@ def _make_chunk(
     else:
 
         def note_state(unchanged: bool) -> None:
-            asking.unchanged = unchanged
+            if binding is Binding.WATCHED:  # its next chunk depends on it
+                asking.unchanged = unchanged
+            elif not unchanged:
+                asking.tell_changed()
 
         batches = fetch_chunk(
             chunk,
@@ -469,27 +484,65 @@ def _release_when_closed(host_name: str, lane_key: str, job_key: str) -> None:
 
     The process may have no task then. So a call waits at the host, one for each pipeline.
     """
-    if lane_key in _jobs_of:
-        _jobs_of[lane_key].add(job_key)
-        return
-    try:
+    with _keeping:
+        known = lane_key in _jobs_of
+        _jobs_of.setdefault(lane_key, set()).add(job_key)
+    if not known:
+        be_ready()
+        _ask_for_the_end(host_name, lane_key)
+
+
+def _ask_for_the_end(host_name: str, lane_key: str) -> None:
+    def answered(closed: Future[None]) -> None:
+        error = closed.exception()
+        if isinstance(error, ray.exceptions.RayError) and not isinstance(error, HOST_DIED):
+            # The host cannot be reached at this moment.
+            again = threading.Timer(_ASK_AGAIN_S, _ask_for_the_end, (host_name, lane_key))
+            again.daemon = True
+            again.start()
+        else:
+            release_later(functools.partial(_release, lane_key))
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is no host any more
         closed = _host(host_name).closed.remote(lane_key).future()
-    except (ValueError, ray.exceptions.RayError):  # there is no host, and so nothing to make
+        closed.add_done_callback(answered)
         return
-    _jobs_of[lane_key] = {job_key}
-    be_ready()
-    closed.add_done_callback(lambda _: release_later(functools.partial(_release, lane_key)))
+    release_later(functools.partial(_release, lane_key))
 
 
 def _release(lane_key: str) -> None:
+    """Drop what this process keeps for a pipeline; a task at work for it does that at its end."""
     from dpex.pickling import give_back_memory
 
+    with _keeping:
+        if lane_key in _at_work:
+            _released.add(lane_key)
+            return
+        _released.discard(lane_key)
+        gone = _jobs_of.pop(lane_key, set())
+        for job_key in gone.difference(*_jobs_of.values()):
+            _stored_jobs.pop(job_key, None)
     release_copies(lane_key)
-    gone = _jobs_of.pop(lane_key, set())
-    for job_key in gone.difference(*_jobs_of.values()):
-        _stored_jobs.pop(job_key, None)
     gc.collect()
     give_back_memory()
+
+
+@contextlib.contextmanager
+def _working(lane_key: str) -> Iterator[None]:
+    """Use what this process keeps for a pipeline: it is not released inside the block."""
+    with _keeping:
+        outer = lane_key in _at_work
+        _at_work.add(lane_key)
+    try:
+        with kept_for(lane_key):
+            yield
+    finally:
+        with _keeping:
+            if not outer:
+                _at_work.discard(lane_key)
+            released = lane_key in _released and not outer
+        if released:
+            _release(lane_key)
 
 
 def _here() -> str:

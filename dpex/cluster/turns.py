@@ -63,7 +63,7 @@ class Assignment:
         place: How many chunks come before it in the turn.
         binding: Whether its logical worker lives in this process.
         again: Whether the task has been given it before, and died.
-        restarted: Whether its logical worker lived in another process before.
+        restarted: Whether its logical worker begins again, because it had another task before.
         skipped_blocks: How many blocks the chunks made that the task need not make again.
     """
 
@@ -108,6 +108,7 @@ class _Turn:
     """One task's turn.
 
     Attributes:
+        name: Its name.
         began: When it asked first.
         chunks: The last chunks that it was given.
         blocks: How many blocks were made before each of these.
@@ -116,12 +117,13 @@ class _Turn:
         alone: Whether the last one was to be made alone.
         workers: The logical workers that are bound to its process.
         last_worker: The logical worker whose chunk it was given last.
-        restarted: Whether the worker that it was bound to last was bound to another one before.
+        restarted: Whether its next chunk is the first one of a worker that was bound elsewhere.
         starts: How often it was started since it was given the last chunk.
         over: Whether it is to get no more.
         news: Done when a chunk, or the end, has come for the task that waits.
     """
 
+    name: str
     began: float
     chunks: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
@@ -155,6 +157,7 @@ class Turns:
         parallel: Number of tasks that may be at work at once, if no logical worker is bound.
         starting: Number of tasks that may be about to begin at once, if they are bound.
         one_by_one: Whether one task at a time is to work.
+        fixed_tasks: Whether no further task can start before all have ended.
         in_run: Whether an iteration goes on.
     """
 
@@ -187,6 +190,10 @@ class Turns:
         self._waiting: deque[_Waiting] = deque()
         # Logical workers that have had a process, in this iteration or as long as they persist.
         self._placed: set[int] = set()
+        # Turns that make batches on copies of which nobody knows yet whether they change.
+        self._unreported: set[str] = set()
+        # Turns whose batches have left their copies unchanged.
+        self._unchanged: set[str] = set()
         # When a task last asked, and whether any has come back for a second chunk.
         self._asked_at = math.inf
         self._warm = False
@@ -208,6 +215,7 @@ class Turns:
         self._freed: deque[float] = deque()
         self.parallel = self.starting = 1
         self.one_by_one = False
+        self.fixed_tasks = False
         self.in_run = True
         self._others: Others | None = None
         self._waited_for_since = math.inf
@@ -217,6 +225,9 @@ class Turns:
         with self._lock:
             self._run += in_run
             self._stuck = False
+            self._asked_at = math.inf
+            self._unreported.clear()
+            self._unchanged.clear()
             if in_run and not self._persistent:
                 self._unbind()
         self.in_run = in_run
@@ -234,19 +245,25 @@ class Turns:
     def note_state(self, name: str, unchanged: bool) -> None:
         """Note whether a batch has left its copy as it was.
 
+        Workers are released when the first batches of all tasks that begin an iteration are known.
+
         Args:
             name: Of the turn that made it.
             unchanged: Whether it has.
         """
         with self._lock:
-            if self._binding is Binding.WATCHED:
-                self._binding = Binding.RELEASED if unchanged else Binding.ALWAYS
-                if unchanged:
-                    self._unbind()
-            elif self._binding is Binding.RELEASED and not unchanged:
+            self._unreported.discard(name)
+            if not unchanged:
                 self._binding = Binding.ALWAYS
-                turn = self._turns[name]
-                turn.workers.add(turn.last_worker)  # whose state its process has now
+                turn = self._turns.get(name)
+                if turn and not turn.workers and turn.last_worker not in self._bound_workers():
+                    self._bind(turn, turn.last_worker)  # whose state its process has now
+            elif self._binding is Binding.WATCHED:
+                self._unchanged.add(name)
+                enough = len(self._unchanged) >= min(self.parallel, self._num_workers)
+                if enough and not self._unreported:
+                    self._binding = Binding.RELEASED
+                    self._unbind()
             self._hand_out()
 
     def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
@@ -307,7 +324,7 @@ class Turns:
             self._warm = self._warm or place > 0
             turn = self._turns.get(name)
             if turn is None:
-                turn = self._turns[name] = _Turn(time.monotonic())
+                turn = self._turns[name] = _Turn(name, time.monotonic())
                 self._begun += 1
                 self._forget_over()
             self._idle.pop(name, None)
@@ -322,7 +339,7 @@ class Turns:
                     place,
                     self._binding,
                     again=True,
-                    restarted=bool(turn.workers),
+                    restarted=bool(turn.workers) and not kept,
                     skipped_blocks=skipped,
                 )
             if turn.over or self._advance(turn):
@@ -334,7 +351,8 @@ class Turns:
         if place == turn.given:
             return None
         turn.blocks[-1] = max(turn.blocks[-1], blocks)
-        return Assignment(turn.chunks[-1], place, self._binding, restarted=turn.restarted)
+        restarted, turn.restarted = turn.restarted, False
+        return Assignment(turn.chunks[-1], place, self._binding, restarted=restarted)
 
     def _count_start(self, turn: _Turn, place: int) -> None:
         turn.starts += place == 0
@@ -361,26 +379,33 @@ class Turns:
         """Return how long a turn waits for its next chunk, or for the next iteration."""
         # With its turn the state of its logical workers would end.
         keeps_state = bool(turn.workers) and (self.in_run or self._persistent)
-        if keeps_state and not self._holds_resources:
+        if not keeps_state:
+            return _IDLE_S if self.in_run else self._between_runs_s
+        if self.fixed_tasks and self.in_run and self._homeless_worker() is not None:
+            return _IDLE_S
+        if not self._holds_resources:
             return math.inf
         others_wait = self._others is not None and self._others.wait
-        if keeps_state and self.in_run and not (others_wait or self._somebody_waits()):
-            return math.inf
-        return _IDLE_S if self.in_run else self._between_runs_s
+        wanted = self._homeless_worker() is not None or others_wait or self._somebody_waits()
+        return math.inf if self.in_run and not wanted else _IDLE_S
 
     def _adopt(self, turn: _Turn) -> bool:
         """Bind one more logical worker to a turn, and give it that worker's chunk.
 
         The tasks hold resources that a further task would need, so that worker may get no process.
         """
-        if not (self.in_run and turn.workers):
+        worker = self._homeless_worker() if self.in_run and turn.workers else None
+        if worker is None:
             return False
-        taken = self._bound_workers()
-        free = next((chunk.worker for chunk in self._waiting if chunk.worker not in taken), None)
-        if free is None:
-            return False
-        self._bind(turn, free)
+        self._bind(turn, worker)
         return self._advance(turn)
+
+    def _homeless_worker(self) -> int | None:
+        """Return the first logical worker that has a chunk waiting, and no process."""
+        if not self._bound:
+            return None
+        taken = self._bound_workers()
+        return next((chunk.worker for chunk in self._waiting if chunk.worker not in taken), None)
 
     def _bind(self, turn: _Turn, worker: int) -> None:
         turn.workers.add(worker)
@@ -411,8 +436,11 @@ class Turns:
                 turn.run = self._run
                 turn.starts = 0
                 turn.alone = chunk.alone
+                self._asked_at = time.monotonic()
                 if self._bound and chunk.worker not in turn.workers:
                     self._bind(turn, chunk.worker)
+                if self._binding is Binding.WATCHED:
+                    self._unreported.add(turn.name)
                 turn.last_worker = chunk.worker
         elif self._releasing:
             turn.over = True
@@ -426,6 +454,8 @@ class Turns:
             return None
         if not self._bound:
             return 0 if self._waiting else None
+        if self._binding is Binding.WATCHED and turn.name in self._unchanged and not self._stuck:
+            return None  # until the first batches of the other tasks are known
         taken = self._bound_workers() if not turn.workers else ()
         for place, chunk in enumerate(self._waiting):
             if chunk.worker in turn.workers or not (turn.workers or chunk.worker in taken):
@@ -446,7 +476,7 @@ class Turns:
         if self.one_by_one:
             return 1
         # More processes that start at once would delay the first batch.
-        all_at_once = self._stuck or (self._warm and self._bound)
+        all_at_once = self._stuck or (self._warm and self._binding is Binding.ALWAYS)
         return self._num_workers if all_at_once else self.parallel
 
     def _is_stuck(self) -> bool:
@@ -550,6 +580,16 @@ class Turns:
             self._freed.popleft()
         return len(self._freed)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether logical workers keep state from one iteration to the next."""
+        return self._persistent and self._bound
+
+    @property
+    def most_tasks(self) -> int:
+        """How many tasks may be at work until all have ended."""
+        return self._num_workers if self._binding is Binding.ALWAYS else self.parallel
+
     def may_want(self, active: int) -> bool:
         """Tell whether a chunk that is fed now needs another task.
 
@@ -585,6 +625,7 @@ class Turns:
                 return None
             for turn in self._turns.values():
                 turn.over = True
+            self._unreported.clear()
             self._releasing = False
             idle, self._idle = self._idle, OrderedDict()
             fed = self._fed
