@@ -99,6 +99,13 @@ class Draws(Numbers):
         return index, float(torch.rand(())), float(np.random.rand()), random.random()
 
 
+class DrawsTwice(Numbers):
+    """Sample i is drawn from two global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(())), random.random()
+
+
 class SaysSeed(Numbers):
     def __getitem__(self, index: int) -> Any:
         return index, torch.initial_seed(), _info().seed == torch.initial_seed()
@@ -155,6 +162,12 @@ def seed_globals(worker_id: int) -> None:
     random.seed(SEED + worker_id)
 
 
+def seed_again(_: int) -> None:
+    """Seed two generators with what torch's worker has seeded them with."""
+    torch.manual_seed(_info().seed)
+    random.seed(_info().seed)
+
+
 def seed_torch(_: int) -> None:
     torch.manual_seed(SEED)
 
@@ -198,6 +211,10 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "generator from the worker's seed": lambda: {"dataset": SeedsLazily()},
     "generator from worker_init_fn": lambda: {"dataset": Owns(float), "worker_init_fn": seed_own},
     "worker_init_fn seeds all": lambda: {"dataset": Draws(), "worker_init_fn": seed_globals},
+    "worker_init_fn seeds again": lambda: {
+        "dataset": DrawsTwice(),
+        "worker_init_fn": seed_again,
+    },
     "worker_init_fn seeds torch": lambda: {"dataset": SaysSeed(), "worker_init_fn": seed_torch},
     "worker_init_fn draws": lambda: {"dataset": Owns(float), "worker_init_fn": draw_once},
     "worker_init_fn sets a global": lambda: {

@@ -107,6 +107,21 @@ def test_state_is_torch_s_on_two_nodes(part: int) -> None:
         compare(read, FULL[part::2])
 
 
+@pytest.mark.extended
+def test_state_is_torch_s_with_public_names_of_ray_alone() -> None:
+    kinds = (
+        "counter of the dataset",
+        "generator from worker_init_fn",
+        "stream",
+        "cache of the dataset",
+    )
+    combinations = [(kind, 5, place % 2 == 0) for place, kind in enumerate(kinds)]
+    with workplace() as place:
+        compare(
+            read_in_program("local", combinations, place, DPEX_PUBLIC_RAY_ONLY="1"), combinations
+        )
+
+
 # --- worker_init_fn -------------------------------------------------------------------------------
 
 
@@ -361,7 +376,7 @@ def _id() -> int:
 
 
 @on_shared_ray
-@pytest.mark.parametrize("how", ["closed", "dropped"])
+@pytest.mark.parametrize("how", ["finished", "closed", "dropped"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_copies_go_with_their_loader(tmp_path: Path, how: str, persistent: bool) -> None:
     loader = distributed(
@@ -375,6 +390,8 @@ def test_copies_go_with_their_loader(tmp_path: Path, how: str, persistent: bool)
         list(loader)
         # At most one copy for each logical worker, also while epochs follow one another.
         assert {path.name.partition("-")[2] for path in tmp_path.iterdir()} == {"0", "1", "2"}
+    if how != "finished":
+        next(iter(loader))  # and the workers make the run-ahead
     if how == "closed":
         loader.close()
     del loader
