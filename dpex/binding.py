@@ -1,11 +1,11 @@
 """When a logical worker needs a worker process of its own.
 
 torch makes all batches of a logical worker in one process, on one copy of the dataset. That matters
-only if the copy changes: a counter, a generator, an open file. While a copy is what it was when it
-was made, any process may make any batch, and no sample can tell.
+only if the copy changes: a counter, a generator, an open file. An unchanged copy serves any logical
+worker as well as a new one does.
 
-The rule: a loader begins bound. If it has no ``worker_init_fn`` and its dataset and ``collate_fn``
-pickle to the same bytes after a batch as before, dpex releases it.
+The rule: a loader begins bound. dpex releases it if it has no ``worker_init_fn`` and its dataset
+and ``collate_fn`` pickle to the same bytes after the first batches as before them.
 """
 
 from __future__ import annotations

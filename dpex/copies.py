@@ -60,7 +60,7 @@ class Copy(Generic[JobT]):
         init_error: What ``worker_init_fn`` raised.
         init_traceback: Its traceback at that time, which grows with every ``raise``.
         restarted: Whether its logical worker was bound to another task before.
-        stream: What its logical worker reads in this epoch, of an ``IterableDataset``.
+        stream: The stream that its logical worker reads in this epoch, if any.
     """
 
     job: JobT

@@ -41,7 +41,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
-# An epoch that begins this much later than torch's is worth a word.
+# An epoch that begins this much later than torch's causes a warning.
 _SLOW_PICKLING_S = 1.0
 _WORKER_OPTIONS = {
     "accelerator_type",

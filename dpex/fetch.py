@@ -49,7 +49,7 @@ class Job:
         finishes: Whether there is no later stage.
         skips_errors: Whether a sample that cannot be read is left out.
         drop_last: Whether a stream's incomplete last batch is left out.
-        pickled_bytes: In a worker: size of what it was unpickled from, without and with buffers.
+        pickled_bytes: In a worker: sizes of its pickle's stream, and of stream and buffers.
     """
 
     dataset: Any

@@ -321,7 +321,7 @@ class WorkerGenerators:
         )
         self._states = [g.state() if own else None for g, own in self._each()]
 
-    def go_on_from(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Any]) -> None:
         """Restore them from an earlier state of all global generators.
 
         Args:

@@ -224,7 +224,7 @@ def _begin(
     init_fn = copy.job.worker_init_fn if before is None else None
     initialise(worker_id, base_seed, init_fn, copy.generators)
     if before is not None and before.generators is not None:
-        copy.generators.go_on_from(before.generators)
+        copy.generators.restore(before.generators)
     state = StreamState.unpacked(begin[1]) if begin else None
     if state:
         state.give_dataset(copy.job.dataset)
