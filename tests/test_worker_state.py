@@ -97,14 +97,15 @@ def test_state_is_torch_s_in_forked_workers_whatever_else(part: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("part", range(2))
-def test_state_is_torch_s_on_two_nodes(part: int) -> None:
+def test_state_is_torch_s_on_two_nodes() -> None:
+    # With more workers than CPUs these take turns, which a few show.
+    combinations = [c for place, c in enumerate(FULL) if c[1] == 2 or place % 8 == 7]
     with workplace() as place:
         cluster = Cluster(place)
         for _ in range(2):
             cluster.add("--num-cpus=2")
-        read = read_in_program(cluster.address, FULL[part::2], place, **cluster.variables)
-        compare(read, FULL[part::2])
+        read = read_in_program(cluster.address, combinations, place, **cluster.variables)
+        compare(read, combinations)
 
 
 @pytest.mark.extended

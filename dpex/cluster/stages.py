@@ -233,7 +233,7 @@ def make_batches(
         chunk = pickle.loads(assignment.payload)
         interest.in_run(chunk.run.key)
         # A bound worker that is far enough ahead waits for the others, which may need its CPU.
-        asking.keeps_cpu = not assignment.binding.bound
+        asking.keeps_cpu = assignment.binding is not Binding.ALWAYS
         for _ in range(assignment.skipped_blocks):
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.blocks += 1

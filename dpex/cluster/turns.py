@@ -41,6 +41,9 @@ _KEPT_CHUNKS = 2
 # One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
+# A task that has not begun so long after the first batch may wait for a CPU: its own first batch
+# need not be known.
+_OTHERS_BEGIN_S = 1.0
 # If no task asks for so long, samples may wait for those of logical workers that have not started.
 # Without an idle processor they may also just be long, so dpex waits longer before it starts more.
 _STUCK_IDLE_S = 1.0
@@ -194,6 +197,7 @@ class Turns:
         self._unreported: set[str] = set()
         # Turns whose batches have left their copies unchanged.
         self._unchanged: set[str] = set()
+        self._unchanged_since = math.inf
         # When a task last asked, and whether any has come back for a second chunk.
         self._asked_at = math.inf
         self._warm = False
@@ -228,6 +232,7 @@ class Turns:
             self._asked_at = math.inf
             self._unreported.clear()
             self._unchanged.clear()
+            self._unchanged_since = math.inf
             if in_run and not self._persistent:
                 self._unbind()
         self.in_run = in_run
@@ -260,11 +265,18 @@ class Turns:
                     self._bind(turn, turn.last_worker)  # whose state its process has now
             elif self._binding is Binding.WATCHED:
                 self._unchanged.add(name)
-                enough = len(self._unchanged) >= min(self.parallel, self._num_workers)
-                if enough and not self._unreported:
-                    self._binding = Binding.RELEASED
-                    self._unbind()
+                self._unchanged_since = min(self._unchanged_since, time.monotonic())
+                self._release_workers()
             self._hand_out()
+
+    def _release_workers(self) -> None:
+        """Let any process make any batch, if the first batches of all tasks are known."""
+        if self._binding is not Binding.WATCHED or self._unreported or not self._unchanged:
+            return
+        all_known = len(self._unchanged) >= min(self.parallel, self._num_workers)
+        if all_known or time.monotonic() - self._unchanged_since >= _OTHERS_BEGIN_S:
+            self._binding = Binding.RELEASED
+            self._unbind()
 
     def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
         """Append a chunk.
@@ -367,6 +379,8 @@ class Turns:
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
             with self._lock:
+                self._release_workers()
+                self._hand_out()
                 waited_s = time.monotonic() - idle_since
                 if name not in self._idle or waited_s < self._patience_s(turn):
                     continue
@@ -482,7 +496,8 @@ class Turns:
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for those of logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
-        if not self._waiting or quiet_s < _STUCK_IDLE_S:
+        about_to_begin = self._started > self._begun
+        if about_to_begin or not self._waiting or quiet_s < _STUCK_IDLE_S:
             return False
         return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
 
