@@ -498,11 +498,13 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
         await turns.next_chunk("a", 0, 0)
         await turns.next_chunk("b", 0, 0)
         turns.note_state("a", unchanged=True)
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.WATCHED)
+        turns.note_state("a", unchanged=True)
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not waiting.done()
         turns.note_state("b", unchanged=True)
-        assert await waiting == Assignment(b"2a", 1, Binding.RELEASED)
+        assert await waiting == Assignment(b"2a", 2, Binding.RELEASED)
 
     play(scenario, **WATCHED)
 

@@ -98,8 +98,13 @@ def test_state_is_torch_s_in_forked_workers_whatever_else(part: int) -> None:
 
 @pytest.mark.extended
 def test_state_is_torch_s_on_two_nodes() -> None:
-    # With more workers than CPUs these take turns, which a few show.
-    combinations = [c for place, c in enumerate(FULL) if c[1] == 2 or place % 8 == 7]
+    # With more workers than CPUs these take turns, which a few show. How many tasks begin, and so
+    # which first batches decide about binding, depends on the CPUs that are free.
+    combinations = [
+        c
+        for place, c in enumerate(FULL)
+        if (c[1] == 2 or place % 8 == 7) and c[0] != "counter of odd batches"
+    ]
     with workplace() as place:
         cluster = Cluster(place)
         for _ in range(2):

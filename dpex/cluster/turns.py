@@ -41,9 +41,6 @@ _KEPT_CHUNKS = 2
 # One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
-# A task that has not begun so long after the first batch may wait for a CPU: its own first batch
-# need not be known.
-_OTHERS_BEGIN_S = 1.0
 # If no task asks for so long, samples may wait for those of logical workers that have not started.
 # Without an idle processor they may also just be long, so dpex waits longer before it starts more.
 _STUCK_IDLE_S = 1.0
@@ -270,11 +267,15 @@ class Turns:
             self._hand_out()
 
     def _release_workers(self) -> None:
-        """Let any process make any batch, if the first batches of all tasks are known."""
+        """Let any process make any batch, if the first batches of all tasks are known.
+
+        Until then a task makes batches of its own worker. One that waits for a CPU for long does
+        not count.
+        """
         if self._binding is not Binding.WATCHED or self._unreported or not self._unchanged:
             return
         all_known = len(self._unchanged) >= min(self.parallel, self._num_workers)
-        if all_known or time.monotonic() - self._unchanged_since >= _OTHERS_BEGIN_S:
+        if all_known or time.monotonic() - self._unchanged_since >= _PROCESS_STARTS_S:
             self._binding = Binding.RELEASED
             self._unbind()
 
@@ -453,7 +454,7 @@ class Turns:
                 self._asked_at = time.monotonic()
                 if self._bound and chunk.worker not in turn.workers:
                     self._bind(turn, chunk.worker)
-                if self._binding is Binding.WATCHED:
+                if self._binding is Binding.WATCHED and turn.name not in self._unchanged:
                     self._unreported.add(turn.name)
                 turn.last_worker = chunk.worker
         elif self._releasing:
@@ -468,8 +469,6 @@ class Turns:
             return None
         if not self._bound:
             return 0 if self._waiting else None
-        if self._binding is Binding.WATCHED and turn.name in self._unchanged and not self._stuck:
-            return None  # until the first batches of the other tasks are known
         taken = self._bound_workers() if not turn.workers else ()
         for place, chunk in enumerate(self._waiting):
             if chunk.worker in turn.workers or not (turn.workers or chunk.worker in taken):
