@@ -19,6 +19,8 @@ _CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
 # From one round of chunks to the next, one for each logical worker, they grow by this factor.
 _GROWTH = 4
+# Of each logical worker: a chunk at work, one that waits for it, and one that is being drawn.
+_CHUNKS_IN_WINDOW = 3
 # Where fewer tasks than logical workers are at work, chunks are shorter, down to this share.
 _LEAST_CHUNK_SHARE = 0.1
 # Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
@@ -120,7 +122,7 @@ class ChunkPlanner:
         # Tasks of the same length would end, and have to be started, all at the same time.
         spread = self.chunks_issued * _GOLDEN_SHARE % 1.0
         grown = _GROWTH ** min(10, self.chunks_issued // workers)
-        sizes = [self.window // (2 * workers)]
+        sizes = [self.window // (_CHUNKS_IN_WINDOW * workers)]
         if not self._observed:
             sizes.append(1)  # samples may wait for those of other logical workers
         else:

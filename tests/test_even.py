@@ -36,8 +36,8 @@ def test_trainers_that_share_cpus_come_on_evenly() -> None:
     batches = min((end["batches"] for end in ended), key=sum)  # when the first one ended
     assert max(batches) == BATCHES["samples"]
     assert min(batches) >= BATCHES["samples"] / 2, batches
-    # Tasks that give their CPU back for others leave nothing with the host. Each process asks it when
-    # the iteration is over, and when the pipeline is closed.
+    # Tasks that give their CPU back for others leave nothing with the host. Each process asks it
+    # when the iteration is over, and when the pipeline is closed.
     assert max(end["open"] for end in ended) <= 2 * WORKERS["samples"]
 
 
