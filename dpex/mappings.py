@@ -199,7 +199,7 @@ class Mappings:
             writeable: Whether ``obj`` lets the user write to it.
 
         Returns:
-            None if the content of ``obj`` is to be sent.
+            None if dpex has to send the content of ``obj``.
 
         Raises:
             UnsharedMemoryError: The readers can neither map the memory nor use a copy.

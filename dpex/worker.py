@@ -112,7 +112,7 @@ def _worker_initial_seed() -> int:
 
 
 def show_worker(worker_id: int, run: Run, dataset: Any, *, owns_generator: bool = False) -> None:
-    """Be a logical worker, as far as torch and the user's code can see.
+    """Set what torch and the user's code see of a logical worker.
 
     Args:
         worker_id: Which one.

@@ -225,7 +225,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "mapped file": lambda: {"dataset": SharedCache(mapped_file())},
     "stream": lambda: {"dataset": Stream(), "worker_init_fn": seed_numpy},
 }
-"""By name: the arguments of a loader, made anew for every loader."""
+"""Functions that make the arguments of a loader, by the name of its kind of state."""
 
 
 class OwnsTorch(Numbers):

@@ -1,4 +1,4 @@
-"""What is sent again of chunks whose batches have not arrived."""
+"""The chunks that are sent a second time, because batches of theirs have not arrived."""
 
 from __future__ import annotations
 

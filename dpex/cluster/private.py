@@ -535,7 +535,7 @@ class StandingExecution:
                     self._note_quiet()
                     continue
                 # More cannot be started until these have ended.
-                tasks = self._turns.most_tasks
+                tasks = self._turns.tasks_until_all_end
                 self._turns.started(tasks)
                 for bundle in self._dataset_of([self._source] * tasks).iter_internal_ref_bundles():
                     self._on_blocks(list(_blocks_of(bundle)))

@@ -80,7 +80,7 @@ _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
 # The pipelines that this process keeps something for, each with the jobs that it reads.
 _jobs_of: dict[str, set[str]] = {}
-# Those that a task is at work for, and those that were closed meanwhile.
+# The pipelines that a task is at work for, and the ones of them that the host has closed.
 _at_work: set[str] = set()
 _released: set[str] = set()
 _keeping = threading.Lock()

@@ -267,7 +267,7 @@ class Turns:
             self._hand_out()
 
     def _release_workers(self) -> None:
-        """Let any process make any batch, if the first batches of all tasks are known.
+        """Release the logical workers, if the first batches of all tasks are known.
 
         Until then a task makes batches of its own worker. One that waits for a CPU for long does
         not count.
@@ -537,7 +537,7 @@ class Turns:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
             if self._bound:
-                # The chunks of its worker would wait for it for ever. The reader knows what is lost
+                # Chunks of its worker would never be made. The reader knows what is lost
                 # when no task runs, so bound turns end. Workers without a turn can still begin.
                 self._releasing = any(not turn.over for turn in self._turns.values())
                 taken = self._bound_workers()
@@ -600,8 +600,8 @@ class Turns:
         return self._persistent and self._bound
 
     @property
-    def most_tasks(self) -> int:
-        """How many tasks may be at work until all have ended."""
+    def tasks_until_all_end(self) -> int:
+        """How many tasks to start where no further one can start before all have ended."""
         return self._num_workers if self._binding is Binding.ALWAYS else self.parallel
 
     def may_want(self, active: int) -> bool:
