@@ -94,8 +94,9 @@ def test_a_worker_that_dies_goes_on_with_the_stages_in_its_task(
     assert "workers died" not in caplog.text, "the task knows what it has made"
 
 
-def test_a_sample_that_always_kills_ends_in_an_error_that_names_it() -> None:
-    loader = loader_of(AlwaysKills())
+@pytest.mark.parametrize("worker_init_fn", [None, id], ids=["released", "bound"])
+def test_a_sample_that_always_kills_ends_in_an_error_that_names_it(worker_init_fn: Any) -> None:
+    loader = loader_of(AlwaysKills(), worker_init_fn=worker_init_fn)
     iterator = iter(loader)
     assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
     with pytest.raises(ChunkLostError, match=r"batch 5 \(dataset indices \[50, 51, .*57, 58, 59"):

@@ -459,6 +459,21 @@ def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
     play(scenario, **BOUND)
 
 
+def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -> None:
+    async def scenario(turns: Turns) -> None:
+        turns.feed(b"5", alone=True, worker=1)
+        turns.feed(b"7", alone=True, worker=1)
+        assert turns.wanted(0) == 1
+        turns.started()
+        await turns.next_chunk("dies", 0, 0)
+        assert turns.wanted(1) == 0
+        turns.release()  # it has failed for good
+        assert turns.wanted(0) == 1
+        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"7"
+
+    play(scenario, **BOUND)
+
+
 def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
     async def scenario(turns: Turns) -> None:
         turns.feed(b"0", alone=False, worker=0)

@@ -540,6 +540,9 @@ class Turns:
                 # Chunks of its worker would never be made. The reader knows what is lost
                 # when no task runs, so bound turns end. Workers without a turn can still begin.
                 self._releasing = any(not turn.over for turn in self._turns.values())
+                for turn in self._turns.values():
+                    if turn.alone:  # it ends with its chunk, so its workers begin again elsewhere
+                        turn.workers.clear()
                 taken = self._bound_workers()
                 kept = (c for c in self._waiting if c.alone and c.worker not in taken)
                 self._waiting = deque(kept)
