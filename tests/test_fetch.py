@@ -181,6 +181,16 @@ def test_copies_live_until_their_pipeline_is_released() -> None:
     assert not copies._copies
 
 
+def test_a_chunk_that_begins_when_its_pipeline_is_closed_leaves_no_copy() -> None:
+    from dpex.cluster import stages
+
+    stages._release("closed")  # the task has been given its chunk by now
+    with stages._working("closed"):
+        assert read(Counts(), [[0]], **BOUND) == [[(1, None)]]
+        assert copies._copies
+    assert not copies._copies
+
+
 def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
     class CountsFrom2(Counts):
         def __getitem__(self, index: int) -> tuple[int, int | None]:

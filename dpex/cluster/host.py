@@ -8,6 +8,7 @@ iteration of a loader at a time and outlives it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import uuid
@@ -193,6 +194,7 @@ class _Host:
         self._round = Round(free_cpus)
         self._lent = LentBlocks()
         tune_host_process(self._note_error)
+        gc.freeze()  # what is loaded by now stays, so no collection need look at it
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
         """Return the lane, or the promise of it: any call may arrive before ``open``."""
@@ -358,8 +360,12 @@ class _Host:
         still_read = {other.job_key for other in self._opened()}
         if lane.job_key not in still_read:
             self._stored_jobs.pop(lane.job_key, None)
+        loop = asyncio.get_running_loop()
         # Ending waits for the executor's thread.
-        await asyncio.get_running_loop().run_in_executor(None, lane.execution.close)
+        await loop.run_in_executor(None, lane.execution.close)
+        del lane
+        # A plan of Ray Data's refers to itself, and to the job in the object store.
+        await loop.run_in_executor(None, gc.collect)
 
     async def others(self, name: str, waits: bool) -> Others | None:
         """Answer a host that asks how the others fare; see ``Round.others``."""

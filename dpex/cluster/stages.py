@@ -519,9 +519,9 @@ def _release(lane_key: str) -> None:
             _released.add(lane_key)
             return
         _released.discard(lane_key)
-        gone = _jobs_of.pop(lane_key, set())
-        for job_key in gone.difference(*_jobs_of.values()):
-            _stored_jobs.pop(job_key, None)
+        _jobs_of.pop(lane_key, None)
+        for job_key in set(_stored_jobs).difference(*_jobs_of.values()):
+            del _stored_jobs[job_key]
     release_copies(lane_key)
     gc.collect()
     give_back_memory()
@@ -540,7 +540,8 @@ def _working(lane_key: str) -> Iterator[None]:
         with _keeping:
             if not outer:
                 _at_work.discard(lane_key)
-            released = lane_key in _released and not outer
+            # It may have been released when the task had its chunk and had not begun it.
+            released = not outer and (lane_key in _released or lane_key not in _jobs_of)
         if released:
             _release(lane_key)
 
