@@ -96,21 +96,27 @@ def test_state_is_torch_s_in_forked_workers_whatever_else(part: int) -> None:
         compare(read_in_program("local", FULL[part::2], place), FULL[part::2])
 
 
-@pytest.mark.extended
-def test_state_is_torch_s_on_two_nodes() -> None:
-    # With more workers than CPUs these take turns, which a few show. How many tasks begin, and so
-    # which first batches decide about binding, depends on the CPUs that are free.
-    combinations = [
-        c
-        for place, c in enumerate(FULL)
-        if (c[1] == 2 or place % 8 == 7) and c[0] != "counter of odd batches"
-    ]
+def read_on_two_nodes(combinations: list[Any], cpus: int) -> None:
     with workplace() as place:
         cluster = Cluster(place)
         for _ in range(2):
-            cluster.add("--num-cpus=2")
+            cluster.add(f"--num-cpus={cpus}")
         read = read_in_program(cluster.address, combinations, place, **cluster.variables)
         compare(read, combinations)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", range(2))
+def test_state_is_torch_s_on_two_nodes(part: int) -> None:
+    read_on_two_nodes(FULL[part::2], cpus=3)
+
+
+@pytest.mark.extended
+def test_state_is_torch_s_where_workers_take_turns_on_two_nodes() -> None:
+    # How many tasks begin, and so which first batches decide about binding, depends on the CPUs
+    # that are free.
+    combinations = [c for c in FULL if c[1] == 5 and c[0] != "counter of odd batches"]
+    read_on_two_nodes(combinations[::5], cpus=1)
 
 
 @pytest.mark.extended
