@@ -98,7 +98,10 @@ def apply_stage(
                 key = stage_key(stream_key(run.base_seed, run.epoch), stage)
                 failures = Failures(left_out=copy.job.skips_errors)
                 load_again = functools.partial(load, content)
-                value = _apply(copy, came, load_again, key, cancelled, at, failures, on_gpu=kept)
+                with run.settings.gradients():
+                    value = _apply(
+                        copy, came, load_again, key, cancelled, at, failures, on_gpu=kept
+                    )
                 if kept:
                     value = tree_map_only(torch.Tensor, _to_cpu, value)
                 if not copy.job.finishes:

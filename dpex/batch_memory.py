@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import (
     collate,
     collate_tensor_fn,
@@ -38,8 +39,8 @@ class BatchMemory:
         # One for each tensor of a sample; None where it is small.
         self._stacks: list[_Stack | None] = []
         # A user may put another way to stack tensors into torch's map, as its documentation says.
-        torchs_own = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
-        self._used = collate_fn is default_collate and torchs_own
+        self._torchs_own = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        self._used = collate_fn is default_collate and self._torchs_own
 
     def take(self, sample: Any) -> Any:
         """Take the batch's next sample.
@@ -71,7 +72,7 @@ class BatchMemory:
         Args:
             samples: What ``take`` returned for each.
         """
-        if not self._used:
+        if not self._torchs_own:
             return default_collate(samples)
         return collate(
             samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stack}
@@ -81,7 +82,7 @@ class BatchMemory:
         for stack in filter(None, self._stacks):
             if (whole := stack.whole(tensors)) is not None:
                 return whole
-        return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return _stacked(tensors)
 
 
 class _Stack:
@@ -105,7 +106,8 @@ class _Stack:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the next sample's there, and return the copy; or what does not fit as it is."""
-        if not _is_plain(tensor) or tensor.shape != self._shape or tensor.dtype != self._dtype:
+        alike = tensor.shape == self._shape and tensor.dtype == self._dtype
+        if not alike or not _is_plain(tensor) or tensor.requires_grad:
             return tensor
         part = self._memory[len(self._parts)].copy_(tensor)
         self._parts.append(part)
@@ -116,6 +118,23 @@ class _Stack:
         parts = self._parts
         same = len(tensors) == len(parts) and all(map(operator.is_, tensors, parts))
         return self._memory[: len(parts)] if same else None
+
+
+def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
+    """Do what torch's ``collate_tensor_fn`` does in a worker, not in a shared memory file.
+
+    There the first tensor has the memory made that the others are copied to. So the batch has its
+    dtype, and an error says if another tensor cannot be cast to it or requires a gradient.
+    """
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        batch: torch.Tensor = collate_tensor_fn(tensors)
+    finally:
+        torch_worker._worker_info = info
+    first = tensors[0]
+    if batch.dtype == first.dtype and not batch.requires_grad:
+        return batch
+    return torch.stack(list(tensors), out=first.new_empty((len(tensors), *first.shape)))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["Binding", "StateWatch"]
 _MOST_STREAM_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
 # The share of a worker's time that looks take, once its loader is released.
-_LOOKING_SHARE = 0.01
+_LOOKING_SHARE = 0.003
 
 
 class Binding(enum.Enum):

@@ -26,6 +26,7 @@ from dpex.progress import Progress
 from dpex.seeding import generators_kept
 from dpex.stats import LoaderStats, Meter
 from dpex.transforms.mapped import MappedDataset
+from dpex.worker_options import check as check_worker_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -43,16 +44,6 @@ DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
 # An epoch that begins this much later than torch's causes a warning.
 _SLOW_PICKLING_S = 1.0
-_WORKER_OPTIONS = {
-    "accelerator_type",
-    "fallback_strategy",
-    "label_selector",
-    "memory",
-    "num_cpus",
-    "resources",
-    "runtime_env",
-    "scheduling_strategy",
-}
 
 
 class DpexDataLoader(DataLoader[T_co]):
@@ -431,15 +422,7 @@ def _check_options(
     if not isinstance(distribute_mode, bool):
         raise TypeError(f"distribute_mode must be True or False, got {distribute_mode!r}")
     parse_address(head_address, "head_address")
-    if worker_options is not None and not isinstance(worker_options, dict):
-        raise TypeError(
-            f"worker_options must be a dict of Ray options or None, got {worker_options!r}"
-        )
-    unknown = sorted(set(worker_options or {}) - _WORKER_OPTIONS)
-    if unknown:
-        raise ValueError(
-            f"worker_options has unknown keys {unknown}; known are {sorted(_WORKER_OPTIONS)}"
-        )
+    check_worker_options(worker_options)
     if not isinstance(prefetch_bytes, int) or prefetch_bytes < 0:
         raise ValueError(f"prefetch_bytes must be an integer >= 0, got {prefetch_bytes!r}")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate
 
 from dpex.batch_memory import BatchMemory
@@ -162,7 +161,7 @@ def fetch_chunk(
         last = batch == chunk.numbers[-1]
         between = _BetweenSamples(cancelled, nearly_made if last else None)
         copy = None
-        with noted() as costs:
+        with noted() as costs, run.settings.gradients():
             try:
                 copy = _enter_worker(worker_id, run, read_job, binding, restarted=restarted)
                 failures = Failures(left_out=copy.job.skips_errors)
@@ -361,17 +360,12 @@ def collate(
     """
     if collate_fn is None:
         return samples
-    info = torch_worker._worker_info
     started = time.perf_counter()
     try:
         if collate_fn is default_collate:
-            # In a worker, default_collate would build the batch in a shared memory file.
-            torch_worker._worker_info = None
-            if memory is not None:
-                return memory.collate(samples)
+            return (memory or BatchMemory(collate_fn, 0)).collate(samples)
         return collate_fn(samples)
     finally:
-        torch_worker._worker_info = info
         spent("collate_s", started)
 
 

@@ -14,10 +14,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dpex.binding import Binding
@@ -28,6 +26,7 @@ from dpex.fetch import Chunk
 from dpex.frame import Entry
 from dpex.raising import KeptError, reraise
 from dpex.seeding import generators_kept
+from dpex.settings import Settings
 from dpex.stats import Meter
 from dpex.under_way import Sent, described, joined_streams, lost_error
 from dpex.worker import Run
@@ -51,7 +50,9 @@ _DRAW_S = 0.01
 _PROMPT_S = 0.05
 # Chunks that are drawn within this time go in one message.
 _GATHER_S = 0.002
+# A wait is explained after this time, then again and again after longer times.
 _SLOW_WAIT_S = 5.0
+_MOST_NOTE_S = 300.0
 _PUBLISH_EVERY_S = 1.0
 # Pipelines lost one after the other, before a batch arrives.
 _MOST_LOSSES = 3
@@ -106,6 +107,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._published_at = time.monotonic()
         self._job_key = job_key
         self._generation = generations.new()
+        self._settings = Settings.now()
         self._restart_noted = False
         self._opening: Callable[[], RemoteRun] | None = None
         self._run: RemoteRun | None = None
@@ -131,8 +133,7 @@ class ClusterIter(_BaseDataLoaderIter):
             epoch=self._epoch,
             num_workers=self._num_workers,
             generation=self._generation,
-            working_directory=str(Path.cwd()),
-            default_dtype=torch.get_default_dtype(),
+            settings=self._settings,
         )
         self._run_spec = run
         self._planner.begin(free_cores=self._session.free_cores)
@@ -354,7 +355,7 @@ class ClusterIter(_BaseDataLoaderIter):
     def _wait_for_batch(self) -> Entry:
         """Return the next batch, or what came in its place."""
         deadline = time.monotonic() + self._timeout if self._timeout else None
-        noted = False
+        note_at, note_s = time.monotonic() + _SLOW_WAIT_S, _SLOW_WAIT_S
         while True:
             self._collect()
             batch = self._demand.choose(self._stash, in_order=self._loader_options.in_order)
@@ -376,7 +377,7 @@ class ClusterIter(_BaseDataLoaderIter):
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:
-                    raise RuntimeError(self._timeout_text())
+                    raise RuntimeError(f"{self._timeout_text()}. {self._session.waiting_text()}")
             assert self._run is not None
             if self._waiting and self._run.receiver.ended:
                 self._go_on_elsewhere()
@@ -389,8 +390,9 @@ class ClusterIter(_BaseDataLoaderIter):
             if not arrived and self._run.forsaken(self._planner.batch_s):
                 self._losses -= 1  # each death is noticed once, whatever comes between them
                 self._go_on_elsewhere()
-            if not arrived and deadline is None and not noted:
-                noted = True
+            if not arrived and deadline is None and time.monotonic() >= note_at:
+                note_s = min(2 * note_s, _MOST_NOTE_S)
+                note_at = time.monotonic() + note_s
                 logger.warning("%s", self._session.waiting_text())
 
     @property

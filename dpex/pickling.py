@@ -13,8 +13,9 @@ import io
 import pickle
 import sys
 import sysconfig
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ import xxhash
 
 from dpex.errors import SerializationError
 from dpex.mappings import Mappings, Readers, UnsharedMemoryError
+from dpex.reducers import reduce
 
 __all__ = [
     "Pickled",
@@ -44,6 +46,14 @@ __all__ = [
 _OUT_OF_BAND_BYTES = 2048
 # Of a list of a million small objects, about.
 _LARGE_STREAM_BYTES = 16 << 20
+_ADVICE = {
+    "batch": "Have the dataset, or collate_fn, return something that can be pickled",
+    "state": "Have state_dict() return something that can be pickled",
+}
+_ADVICE_ELSE = (
+    "Create it where it is used (a dataset: at the first __getitem__), or leave it out of "
+    "__getstate__"
+)
 _TENSOR_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -59,12 +69,14 @@ class Pickled:
             else offers out-of-band buffers (numpy arrays, mostly).
         image_slots: The positions of PIL's images, which keep their pixels in another form, and
             so need no copy of the buffer.
+        object_refs: The Ray object references in it, in the stream's order.
     """
 
     head: bytes
     buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
     tensor_slots: frozenset[int] = frozenset()
     image_slots: frozenset[int] = frozenset()
+    object_refs: list[Any] = field(default_factory=list)
 
     @property
     def slots(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -116,6 +128,28 @@ def _rebuild_image(pixels: Any, *state: Any) -> Any:
     return image
 
 
+class _Unpickling(threading.local):
+    """What a thread is unpickling.
+
+    Attributes:
+        object_refs: The Ray object references in it.
+    """
+
+    object_refs: Sequence[Any] = ()
+
+
+_unpickling = _Unpickling()
+
+
+def _is_rays(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "ray"
+
+
+def _object_ref(place: int, _: str) -> Any:
+    """Return one of the Ray object references of what is being unpickled."""
+    return _unpickling.object_refs[place]
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` with its elements side by side in memory, keeping channels-last order."""
     if tensor.is_contiguous():
@@ -138,6 +172,7 @@ class _Buffers:
         self._out_of_band_bytes = out_of_band_bytes
         self.kept: list[np.ndarray[Any, Any]] = []
         self.slots: dict[str, set[int]] = {"tensor": set(), "image": set()}
+        self.object_refs: list[Any] = []
         # The buffer that comes next, if it is of a kind.
         self.expected: tuple[str, pickle.PickleBuffer] | None = None
 
@@ -166,7 +201,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduce exact, strided CPU tensors, mapped arrays, images and code; leave the rest."""
         if self._mappings is not None:
-            reduced = self._mappings.reduce(obj)
+            reduced = self._mappings.reduce(obj) or reduce(obj)
             if reduced is not None:
                 return reduced
         kind = type(obj)
@@ -176,6 +211,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_tensor(obj)
         if kind is np.memmap:
             return _rebuild_memmap, (obj.view(np.ndarray),)
+        if self._mappings is None and kind is np.ndarray and not obj.flags.writeable:
+            # A batch may be written to, but pickle keeps what it finds read-only so.
+            return obj.copy(order="K").__reduce_ex__(5)
+        if self._mappings is not None and kind.__name__ == "ObjectRef" and _is_rays(kind):
+            # Ray counts who refers to an object only if Ray itself pickles the reference.
+            self._buffers.object_refs.append(obj)
+            return _object_ref, (len(self._buffers.object_refs) - 1, obj.hex())
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
             return self._reduce_image(obj)
         return super().reducer_override(obj)
@@ -266,8 +308,7 @@ def _dump_or_explain(
             raise SerializationError(f"{path} cannot be shared with workers: {cause}") from error
         raise SerializationError(
             f"{path} cannot be sent between processes: {type(error).__name__}: {error}. "
-            "Create it where it is used (a dataset: at the first __getitem__), or leave it out "
-            "of __getstate__"
+            f"{_ADVICE.get(what, _ADVICE_ELSE)}"
         ) from error
     for copied in mappings.copied if mappings is not None else ():
         path = _path_to(copied, obj, what) or f"{what} (a {type(copied).__qualname__} in it)"
@@ -284,6 +325,10 @@ def _dump(
     out_of_band_bytes: float = _OUT_OF_BAND_BYTES,
     mappings: Mappings | None = None,
 ) -> Pickled:
+    script = sys.modules.get("__mp_main__")
+    if script is not None and script.__name__ == "__mp_main__":
+        # So multiprocessing calls the script in a process that it has spawned. Others have not.
+        cloudpickle.register_pickle_by_value(script)
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
     _Pickler(file, buffers, mappings).dump(obj)
@@ -291,7 +336,11 @@ def _dump(
         give_back_memory()
     slots = buffers.slots
     return Pickled(
-        file.getvalue(), buffers.kept, frozenset(slots["tensor"]), frozenset(slots["image"])
+        file.getvalue(),
+        buffers.kept,
+        frozenset(slots["tensor"]),
+        frozenset(slots["image"]),
+        buffers.object_refs,
     )
 
 
@@ -315,7 +364,16 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
         own = buffer if slot in pickled.image_slots else (take or own_copy)(buffer)
         in_tensor = slot in pickled.tensor_slots
         buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
-    value = pickle.loads(pickled.head, buffers=buffers)
+    outer, _unpickling.object_refs = _unpickling.object_refs, pickled.object_refs
+    try:
+        value = pickle.loads(pickled.head, buffers=buffers)
+    except RecursionError as error:
+        raise RecursionError(
+            f"{error}, while unpickling: an object's __reduce__ or __setstate__ calls itself, or "
+            "objects are nested too deeply"
+        ) from error
+    finally:
+        _unpickling.object_refs = outer
     if len(pickled.head) >= _LARGE_STREAM_BYTES:
         give_back_memory()
     return value
@@ -375,7 +433,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         names = inspect.getclosurevars(obj)
         for name, value in {**names.globals, **names.nonlocals}.items():
             yield f".<{name}>", value
-    elif isinstance(obj, Mapping):
+    elif isinstance(obj, dict):
         for key, value in obj.items():
             yield f"[{key!r}]", value
     elif isinstance(obj, (list, tuple, set, frozenset)):
@@ -385,9 +443,17 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         return  # its parts are not the user's
     elif hasattr(obj, "__dict__") and not isinstance(obj, (type, ModuleType)):
         # An object that says itself what travels is taken at its word.
-        state = obj.__getstate__() if hasattr(type(obj), "__getstate__") else obj.__dict__
+        try:
+            state = obj.__getstate__() if hasattr(type(obj), "__getstate__") else obj.__dict__
+        except Exception:  # which is the error that is looked for
+            return
         if isinstance(state, dict):
             for name, value in state.items():
+                yield f".{name}", value
+        yield "", type(obj)
+    elif isinstance(obj, type) and obj.__module__ not in sys.stdlib_module_names:
+        for name, value in vars(obj).items():
+            if inspect.isfunction(value):
                 yield f".{name}", value
 
 

@@ -148,7 +148,7 @@ def stream_chunk(
         set_global_states(stream.generators)
     try:
         for number, request in zip(chunk.numbers, chunk.batches, strict=True):
-            with noted() as costs:
+            with noted() as costs, run.settings.gradients():
                 try:
                     if stream is None:
                         stream = _begin(slot, run, read_job, chunk.begin)

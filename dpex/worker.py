@@ -5,7 +5,6 @@ Module-level state on purpose: torch and the user's code look for it where torch
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import random
@@ -22,6 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 from dpex.errors import SerializationError
 from dpex.pickling import dump
 from dpex.seeding import WorkerGenerators
+from dpex.settings import Settings
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -57,8 +57,7 @@ class Run:
         num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
         generation: Which copy of the dataset it reads: a new one for every iteration unless
             workers are persistent.
-        working_directory: The training process's; the workers', where they have it.
-        default_dtype: The training process's, and the workers'.
+        settings: The training process's, which the workers take over.
     """
 
     key: str
@@ -67,8 +66,7 @@ class Run:
     epoch: int
     num_workers: int
     generation: int
-    working_directory: str
-    default_dtype: torch.dtype
+    settings: Settings
 
 
 class Cancelled(BaseException):
@@ -77,10 +75,7 @@ class Cancelled(BaseException):
 
 def settle_process(run: Run) -> None:
     """Make this process like one that torch would have forked: on one thread, in its place."""
-    if torch.get_default_dtype() is not run.default_dtype:
-        torch.set_default_dtype(run.default_dtype)
-    with contextlib.suppress(OSError):  # a node without that directory
-        os.chdir(run.working_directory)
+    run.settings.take_over()
     if torch.initial_seed is not _worker_initial_seed:
         torch.set_num_threads(1)
         _keep_freed_memory()

@@ -188,6 +188,17 @@ def without_server() -> Any:
     return [first, read(loader)[2]]
 
 
+def forks_that_fail() -> Any:
+    """Forks that cannot run Ray's worker program, which the server has promised to Ray."""
+    from dpex.cluster import forkserver
+
+    def fail(program: Path) -> None:
+        raise FileNotFoundError(program)
+
+    forkserver._run = fail
+    return read(loader_of())[2]
+
+
 def killed() -> Any:
     loader = loader_of(persistent_workers=True)
     result = read(loader)[2]

@@ -272,8 +272,8 @@ def test_a_dataset_larger_than_the_object_store_says_both_sizes(
 
 
 def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
-    with pytest.raises(RuntimeError, match="num_cpus"):
-        next(iter(loader_of(Plain(), worker_options={"num_cpus": -1})))
+    with pytest.raises(RuntimeError, match="scheduling_strategy"):
+        next(iter(loader_of(Plain(), worker_options={"scheduling_strategy": "nowhere"})))
 
 
 def test_workers_that_cannot_be_set_up_are_an_error() -> None:

@@ -17,6 +17,7 @@ from dpex.binding import Binding
 from dpex.fetch import Chunk, Job, Unfinished, encode, fetch_chunk
 from dpex.frame import Entry
 from dpex.pickling import dump, load
+from dpex.settings import Settings
 from dpex.worker import Run
 
 
@@ -64,8 +65,7 @@ def make_run(**changes: Any) -> Run:
         "epoch": 0,
         "num_workers": 3,
         "generation": 0,
-        "working_directory": ".",
-        "default_dtype": torch.float32,
+        "settings": Settings(".", torch.float32),
     }
     return Run(**{**values, **changes})
 

@@ -102,6 +102,10 @@ def test_ray_starts_the_workers_when_the_server_has_gone() -> None:
     assert outcomes_of("without_server") == [[True, False]]
 
 
+def test_ray_s_own_program_takes_the_place_of_a_fork_that_fails() -> None:
+    assert outcomes_of("forks_that_fail") == [False]
+
+
 def test_workers_end_with_a_trainer_that_is_killed() -> None:
     with workplace() as place:
         trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)

@@ -572,6 +572,53 @@ def test_lists_with_nulls_keep_their_numbers(tmp_path: Path) -> None:
     assert second["ids"].dtype == np.int64
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["abc", None, "longer than the twelve bytes of a view"], pa.string_view()),
+        pa.array([b"abc", b"", None], pa.binary_view()),
+        pa.array(["x", "y", "x"]).dictionary_encode(),
+        pa.array([{"a": "b"}, None, {"a": None}], pa.struct([("a", pa.string_view())])),
+        pa.array([["a"], [], None], pa.list_(pa.string_view())),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_views_and_dictionaries_are_pyarrow_s_values(tmp_path: Path, column: Any) -> None:
+    pq.write_table(pa.table({"column": column}), tmp_path / "rows.parquet")
+    dataset = Parquet(tmp_path)
+    rows = dataset.__getitems__([2, 0, 1])
+    expected = pq.read_table(tmp_path)["column"].to_pylist()
+    assert [row["column"] for row in rows] == [expected[2], *expected[:2]]
+
+
+@pytest.mark.extended
+def test_a_row_group_may_hold_more_than_arrow_can_join(tmp_path: Path) -> None:
+    mebibytes = 48
+    parts = [pa.array([bytes([number]) * (mebibytes << 20)], pa.binary()) for number in range(46)]
+    table = pa.table({"picture": pa.chunked_array(parts), "number": list(range(46))})
+    path = tmp_path / "rows.parquet"
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert pq.read_metadata(path).row_group(0).total_byte_size > 2 << 30
+    del parts, table
+    rows = Parquet(path).__getitems__([45, 0, 20])
+    assert [(row["picture"][0], row["number"]) for row in rows] == [(45, 45), (0, 0), (20, 20)]
+
+
+def test_no_file_is_left_out_for_its_name_or_for_a_link(tmp_path: Path) -> None:
+    folder = empty_class(tmp_path)
+    strange = os.fsencode(folder) + b"/eel/\xff.png"
+    Path(os.fsdecode(strange)).write_bytes((folder / "cat" / "1.png").read_bytes())
+    (folder / "eel" / "gone.png").symlink_to("nowhere.png")
+    (folder / "link").symlink_to("cat")
+    torchs, ours = datasets.ImageFolder(str(folder)), ImageFolder(folder)
+    found = {str(Path(path).relative_to(folder)): label for path, label in torchs.samples}
+    assert dict(zip(ours.paths, ours.targets, strict=True)) == found
+    place = list(ours.paths).index(os.fsdecode(b"eel/\xff.png"))
+    assert ours[place][0].size == ours[0][0].size
+    with pytest.raises(FileNotFoundError, match=r"gone\.png"):
+        ours[list(ours.paths).index("eel/gone.png")]
+
+
 def test_which_files_are_pictures_is_asked_with_the_whole_path(tmp_path: Path) -> None:
     folder = empty_class(tmp_path)
     (folder / "eel" / "1.bin").write_bytes(b"P5 1 1 255 x")

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from dpex.fetch import Chunk
+from dpex.settings import Settings
 from dpex.under_way import Sent, joined_streams
 from dpex.worker import Run
 
-RUN = Run("run", "loader", 7, 0, 3, 0, ".", torch.float32)
+RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
 
 
 def sent(number: int, first: int, batches: int, **how: Any) -> Sent:

@@ -31,6 +31,7 @@ from dpex.cluster.local_nodes import (
 )
 from dpex.cluster.tokens import require_token, stop_requiring_token
 from dpex.errors import ClusterError
+from dpex.settings import remember_environment
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -255,6 +256,7 @@ def _checked_client(*, ours: bool) -> Connection:
 
 def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
     job = keeper.shared_job()
+    remember_environment()
     if job is None:
         embedded.start(forkserver.address(bequest) if bequest is not None else None)
     else:

@@ -27,6 +27,7 @@ __all__ = [
     "hold",
     "init_ray",
     "load_ray",
+    "make_no_errors_of_rays_warnings",
     "quiet_ray",
     "settled",
     "start",
@@ -42,6 +43,8 @@ START_SECONDS = 120.0
 # What an embedded Ray does not need at once starts now, or when the first block has arrived.
 _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
+# Modules whose warnings are no matter of the user's.
+_NOT_THE_USERS = r"(dpex|google|grpc|pyarrow|ray)(\.|$)"
 
 settled = threading.Event()
 """Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
@@ -184,8 +187,14 @@ def load_ray() -> None:
     """Import Ray without what it says in a notebook that has no ipywidgets; we show none."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, which Ray imports
+        warnings.simplefilter("ignore")  # of tqdm's, say, which Ray imports
         import ray  # noqa: F401
+
+
+def make_no_errors_of_rays_warnings() -> None:
+    """Leave Ray's and our own warnings out of the user's filters that make errors of warnings."""
+    if any(action == "error" for action, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
 
 
 @contextlib.contextmanager

@@ -31,9 +31,12 @@ def ask(arguments: list[str]) -> bool:
         a.startswith("--worker-type=") and a != "--worker-type=WORKER" for a in arguments
     ):
         return False  # something is to be different in there
+    # Ray puts the interpreter's own flags (-s, -S) before the program; the fork has them.
+    program = arguments[next(n for n, a in enumerate(arguments) if not a.startswith("-")) :]
     name, _, token = os.environ[SERVER].partition("/")
     request = {
-        "arguments": [a for a in arguments if not a.startswith((context, "--language="))],
+        "instead": [os.environ[RAYS_OWN], *arguments],
+        "arguments": [a for a in program if not a.startswith((context, "--language="))],
         "environment": dict(os.environ),
         "directory": os.getcwd(),  # noqa: PTH109 - pathlib would take longer than all the rest
         "group": os.getpgid(0),

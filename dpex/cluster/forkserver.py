@@ -13,6 +13,7 @@ Ray starts its workers itself.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import fcntl
@@ -23,7 +24,6 @@ import logging
 import os
 import pickle
 import resource
-import runpy
 import select
 import selectors
 import signal
@@ -31,16 +31,17 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dpex.cluster.embedded import hold, load_ray
+from dpex.cluster.embedded import hold, load_ray, make_no_errors_of_rays_warnings
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["address", "fork_parent", "in_use", "inheritance"]
+__all__ = ["address", "fork_parent", "in_use", "inheritance", "show_script_arguments"]
 
 logger = logging.getLogger("dpex")
 
@@ -56,6 +57,9 @@ _OUR_JOB = "01000000"
 inheritance: dict[str, Pickled] = {}
 """In a fork: the pickled job that the trainer had at that moment, by its digest. Its buffers are
 the trainer's own memory, of which this process has whatever it writes to for itself."""
+
+script_arguments: list[str] = []
+"""In a worker that is a fork: the script's ``sys.argv``."""
 
 _address: str | None = None
 _pid: int | None = None
@@ -135,12 +139,14 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
         # The library reads these when it is loaded. A worker ends when the process named here
         # does: the server, and with Ray's node, which is not there yet, the server sees to it.
         os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
-        load_ray()
-        from dpex.cluster.private import random_ids_untouched, untouched_random_ids
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user may have made them errors
+            load_ray()
+            from dpex.cluster.private import random_ids_untouched, untouched_random_ids
 
-        with untouched_random_ids():
-            for module in _PRELOADED:
-                importlib.import_module(module)
+            with untouched_random_ids():
+                for module in _PRELOADED:
+                    importlib.import_module(module)
         if random_ids_untouched():
             gc.freeze()
             _Server(listener, trainers_life, token).run()
@@ -258,6 +264,7 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
     """Become the worker that Ray asked for."""
     try:
         gc.enable()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _join_group(0, request["group"])
         for number, stream in enumerate(streams):
@@ -268,19 +275,33 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
-        sys.argv = request["arguments"]
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        script_arguments[:], sys.argv = sys.argv, request["arguments"]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        make_no_errors_of_rays_warnings()
         from dpex.cluster.private import reread_environment
 
         reread_environment()
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        _run(Path(sys.argv[0]))
     except SystemExit as ending:
         os._exit(ending.code if isinstance(ending.code, int) else 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
+        # Ray waits for this process. A worker that Ray knew already is not known a second time.
+        os.execve(sys.executable, [sys.executable, *request["instead"]], request["environment"])
     finally:
         os._exit(1)
+
+
+def _run(program: Path) -> None:
+    """Run a program, and let the script stay ``__main__`` for whatever imports that by name."""
+    code = compile(program.read_bytes(), str(program), "exec")
+    exec(code, {"__name__": "__main__", "__file__": str(program), "__builtins__": builtins})
+
+
+def show_script_arguments() -> None:
+    """Have the user's code in a fork find the script's arguments, once Ray has read its own."""
+    if script_arguments:
+        sys.argv = script_arguments
 
 
 def _join_group(pid: int, group: int) -> None:

@@ -665,8 +665,8 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
     """
     import ray.data  # sets its logger up
 
-    # Says that max_retries will be a named argument of map_batches one day.
-    warnings.filterwarnings("ignore", module=r"dpex\.cluster\.stages")
+    # A fork has the user's filters, which may make errors of them. No code of the user's runs here.
+    warnings.simplefilter("ignore")
     # Says that an async actor should await; the executor's thread is none of the actor's loop.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     logger = logging.getLogger("ray.data")

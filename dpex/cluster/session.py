@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import logging
 import threading
 import time
 import uuid
@@ -21,7 +22,7 @@ import ray
 from dpex.binding import Binding
 from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
-from dpex.cluster.embedded import free_cores, settled
+from dpex.cluster.embedded import free_cores, make_no_errors_of_rays_warnings, settled
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
@@ -32,6 +33,7 @@ from dpex.fetch import Chunk
 from dpex.memory_pool import MemoryPool
 from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
 from dpex.worker import Run
+from dpex.worker_options import unmet
 
 if TYPE_CHECKING:
     from dpex.cluster.blocks import Receiver
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
 
 __all__ = ["RemoteRun", "Session"]
+
+logger = logging.getLogger("dpex")
 
 _EXIT_WAIT_S = 2.0
 # One that cannot be reached is given up too.
@@ -149,6 +153,7 @@ class Session:
         worker_options: dict[str, Any] | None,
         fork_workers: bool,
     ) -> None:
+        make_no_errors_of_rays_warnings()
         self._connection = connection
         self._num_workers = num_workers
         self._persistent = persistent
@@ -163,11 +168,32 @@ class Session:
             self._options["runtime_env"] = {**own, "env_vars": variables}
         if self._options.get("runtime_env"):
             settled.set()  # an agent of the node is to make it
+        self._check_room()
         self._number = str(next(_numbers))
         self._nodes = Nodes()
         self._pool = MemoryPool()
         self._stored: _StoredJob | None = None
         self._start()
+
+    def _check_room(self) -> None:
+        """Say if no node has what a worker asks for: as an error where none can join.
+
+        Raises:
+            ClusterError: Ray runs on this host alone, and lacks it.
+        """
+        if not self._options or not cluster_size()[1]:
+            return  # what the first node with a CPU will have nobody knows
+        lacking = unmet(self._options, ray.nodes())
+        if lacking is None:
+            return
+        if self._connection.kind == "embedded":
+            raise ClusterError(
+                f"worker_options asks for {lacking}. Ask for less, or use a cluster with a node "
+                "that has it"
+            )
+        logger.warning(
+            "worker_options asks for %s. The loader waits until such a node joins", lacking
+        )
 
     @property
     def alive(self) -> bool:
@@ -302,6 +328,7 @@ class Session:
             What waits until it has begun: there is something to draw before.
         """
         assert self._stored is not None
+        make_no_errors_of_rays_warnings()
         if self._host.lost:
             self._start()
         pipeline = Pipeline(
@@ -376,6 +403,8 @@ class Session:
                     ". The cluster has no CPU yet: it goes on when a node with some has joined, "
                     "started by hand or by the cluster's autoscaler"
                 )
+            elif (lacking := unmet(self._options, ray.nodes())) is not None:
+                text += f". worker_options asks for {lacking}"
             if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
                 free = ray.available_resources().get("GPU", 0)
                 text += (

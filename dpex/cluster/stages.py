@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray
 
 from dpex.binding import Binding
-from dpex.cluster.forkserver import inheritance
+from dpex.cluster.forkserver import inheritance, show_script_arguments
 from dpex.cluster.private import limit_to_concurrency, private_mappings
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.copies import kept_for, release_copies
@@ -225,6 +225,7 @@ def make_batches(
     """
     from dpex.frame import FrameWriter
 
+    show_script_arguments()
     asking = _Asking(host_name, lane_key)
     interest = _interest(host_name, lane_key)
     read_job = functools.partial(_read_job, job, job_key, host_name)
@@ -271,6 +272,7 @@ def transform_batches(
     from dpex.apply import apply_stage
     from dpex.frame import FrameWriter, read_frame
 
+    show_script_arguments()
     frame = read_frame(table)
     interest = _interest(host_name, lane_key)
     if frame.run:  # not a block in place of one that had arrived
@@ -476,7 +478,8 @@ def _with_size(job: Any, pickled: Pickled) -> Any:
 def store_job(pickled: Pickled) -> ray.ObjectRef:
     """Put a pickled job where workers of all nodes find it."""
     search_path = [str(Path(path).resolve()) for path in sys.path]
-    return ray.put((search_path, pickled.head, pickled.buffers, *pickled.slots))
+    content = (pickled.head, pickled.buffers, *pickled.slots, pickled.object_refs)
+    return ray.put((search_path, *content))
 
 
 def _release_when_closed(host_name: str, lane_key: str, job_key: str) -> None:

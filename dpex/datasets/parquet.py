@@ -120,8 +120,9 @@ class Parquet(Dataset[dict[str, Any]]):
             places.setdefault(group, []).append((place, row - first))
         rows: list[dict[str, Any]] = [{}] * len(indices)
         for group, wanted in places.items():
-            taken = self._group(group).take([row for _, row in wanted])
-            columns = {name: _values(taken.column(name)) for name in self.columns}
+            table = self._group(group)
+            taken = [row for _, row in wanted]
+            columns = {name: _values(table.column(name), taken) for name in self.columns}
             for number, (place, _) in enumerate(wanted):
                 rows[place] = {name: values[number] for name, values in columns.items()}
         return rows
@@ -154,17 +155,21 @@ def _array(values: pa.Array) -> Any:
     return values.to_pylist() if values.null_count else np.array(values.to_numpy())
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def _values(column: pa.ChunkedArray, rows: Sequence[int]) -> list[Any]:
     """Return Python's numbers, strings and bytes; numpy's arrays of lists of numbers.
 
-    A list with a null in it stays one.
+    A list with a null in it stays one. Arrow's ``take`` would join chunks of over 2 GiB, and knows
+    no view types.
+
+    Args:
+        column: A column of a row group.
+        rows: Which of its rows.
     """
     import pyarrow.types as types
 
     kind = column.type
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if listed and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)):
-        found = (scalar.values for chunk in column.chunks for scalar in chunk)
+        found = (column[row].values for row in rows)
         return [None if v is None else _array(v) for v in found]
-    values: list[Any] = column.to_pylist()
-    return values
+    return [column[row].as_py() for row in rows]

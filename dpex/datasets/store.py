@@ -114,8 +114,7 @@ class Store:
         """
 
         def whole() -> bytes:
-            filesystem, base = self._client()
-            with filesystem.open_input_file(f"{base}/{path}" if path else base) as file:
+            with self.open(path) as file:
                 content: bytes = file.read()
                 if len(content) != file.size():
                     raise OSError(f"{len(content):,} bytes came of {file.size():,}")
@@ -155,6 +154,8 @@ class Store:
             import pyarrow.fs as pafs
 
             filesystem, base = self._client()
+            if isinstance(filesystem, pafs.LocalFileSystem):
+                return _below(base)
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
             strange = next((f.path for f in found if not f.path.startswith(base)), None)
             if strange is not None:
@@ -178,7 +179,12 @@ class Store:
     def open(self, path: str) -> Any:
         """Return a file to read parts of; what it raises is Arrow's own."""
         filesystem, base = self._client()
-        return filesystem.open_input_file(f"{base}/{path}" if path else base)
+        whole = f"{base}/{path}" if path else base
+        if _is_utf8(whole):
+            return filesystem.open_input_file(whole)
+        import pyarrow as pa
+
+        return pa.PythonFile(Path(whole).open("rb"))
 
     def insist(self, read: Callable[[], T], path: str) -> T:
         """Read, and read again where the store was busy.
@@ -340,3 +346,30 @@ def _has_credentials(uri: str) -> bool:
     scheme, _, rest = uri.partition("://")
     name, at, _ = rest.partition("/")[0].rpartition("@")
     return bool(at) and (":" in name or scheme not in _NAMED)
+
+
+def _below(folder: str) -> tuple[list[str], list[str]]:
+    """Return the paths of all files, and of all folders, below a local one, in order.
+
+    Arrow leaves out links that lead nowhere, and ends at a name that is not UTF-8.
+    """
+    files: list[str] = []
+    folders: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, inner, names in os.walk(folder, onerror=refuse, followlinks=True):
+        below = os.path.relpath(place, folder)
+        prefix = "" if below == os.curdir else f"{below}/"
+        folders += [prefix + name for name in inner]
+        files += [prefix + name for name in names]
+    return sorted(files), sorted(folders)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

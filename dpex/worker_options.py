@@ -1,0 +1,110 @@
+"""What a worker asks Ray for: whether it is well formed, and whether a node has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+__all__ = ["check", "unmet"]
+
+_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "accelerator_type": (str, "a string"),
+    "fallback_strategy": ((list, tuple), "a list of dicts"),
+    "label_selector": (Mapping, "a dict of strings"),
+    "memory": (Real, "a number of bytes"),
+    "num_cpus": (Real, "a number"),
+    "resources": (Mapping, "a dict of numbers"),
+    "runtime_env": (Mapping, "a dict"),
+    "scheduling_strategy": (object, ""),
+}
+_OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
+# Ray's values of a label selector: one of several, any but one, any but several.
+_SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
+
+
+def check(options: Any) -> None:
+    """Raise unless ``worker_options`` is a dict of options that Ray knows, of their types.
+
+    Raises:
+        TypeError: It, or the value of an option, is of another type.
+        ValueError: A name is not known, or a number is negative.
+    """
+    if options is None:
+        return
+    if not isinstance(options, dict):
+        raise TypeError(f"worker_options must be a dict of Ray options or None, got {options!r}")
+    unknown = sorted(set(options) - set(_TYPES), key=repr)
+    if unknown:
+        raise ValueError(f"worker_options has unknown keys {unknown}; known are {sorted(_TYPES)}")
+    for name, value in options.items():
+        kind, text = _TYPES[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise TypeError(f"worker_options[{name!r}] must be {text}, got {value!r}")
+    for name, amount in (options.get("resources") or {}).items():
+        if name in {*_OWN_OPTIONS, "GPU"}:
+            hint = f"pass {_OWN_OPTIONS[name]!r} instead" if name in _OWN_OPTIONS else "see Stage"
+            raise ValueError(f"worker_options['resources'] must not have {name!r}: {hint}")
+        if isinstance(amount, bool) or not isinstance(amount, Real):
+            raise TypeError(
+                f"worker_options['resources'][{name!r}] must be a number, got {amount!r}"
+            )
+    for name, amount in _amounts(options).items():
+        if amount < 0:
+            raise ValueError(f"worker_options asks for {amount} of {name!r}; it must be >= 0")
+
+
+def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say what a worker asks for that no node has.
+
+    Args:
+        options: The worker's, as ``check`` takes them.
+        nodes: What ``ray.nodes()`` returned. A node that is not alive does not count.
+
+    Returns:
+        What it asks for and what nodes have; None if a node has all of it.
+
+    Source:
+        Ray's label selectors: ``"value"``, ``"!value"``, ``"in(a,b)"`` and ``"!in(a,b)"``.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    asked = {name: amount for name, amount in _amounts(options).items() if amount}
+    having = [n for n in alive if all(n["Resources"].get(r, 0) >= asked[r] for r in asked)]
+    if not having:
+        found = [node["Resources"] for node in alive]
+        most = {name: max((has.get(name, 0) for has in found), default=0) for name in asked}
+        return f"{asked}, but no node has all of it: the most that one has of each is {most}"
+    selectors = [options.get("label_selector") or {}]
+    selectors += [way.get("label_selector") or {} for way in options.get("fallback_strategy") or ()]
+    for node in having:
+        labels = node.get("Labels", {})
+        if any(all(_selects(s[name], labels.get(name)) for name in s) for s in selectors):
+            return None
+    labels = [_users(node.get("Labels", {})) for node in having]
+    return f"label_selector={selectors[0]}, but nodes have the labels {labels}"
+
+
+def _amounts(options: Mapping[str, Any]) -> dict[str, float]:
+    """Return how much of each of Ray's resources a worker asks for."""
+    amounts = dict(options.get("resources") or {})
+    num_cpus = options.get("num_cpus")
+    amounts["CPU"] = 1 if num_cpus is None else num_cpus
+    if options.get("memory"):
+        amounts["memory"] = options["memory"]
+    if options.get("accelerator_type"):
+        amounts[f"accelerator_type:{options['accelerator_type']}"] = 0.001
+    return amounts
+
+
+def _users(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if not name.startswith("ray.io/")}
+
+
+def _selects(wanted: str, label: str | None) -> bool:
+    match = _SELECTED.fullmatch(wanted)
+    if match is None:  # a form of a later Ray, which may be met
+        return True
+    some = match["some"]
+    values = [match["one"]] if some is None else [value.strip() for value in some.split(",")]
+    return (label in values) != bool(match["no"])

@@ -1,0 +1,285 @@
+"""Samples and batches are those of torch's forked workers, whatever they are made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from dpex import DpexDataLoader
+from dpex.transforms import MappedDataset, Stage
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+Make = Callable[..., Any]
+MAKERS = (
+    functools.partial(DataLoader, multiprocessing_context="fork"),
+    functools.partial(DpexDataLoader, distribute_mode=True),
+)
+
+
+def outcomes(read: Callable[[Make], Any]) -> list[Any]:
+    """What torch's loader gives, and ours: a value, or an error's type and last line."""
+
+    def outcome(make: Make) -> Any:
+        try:
+            return read(make)
+        except Exception as error:
+            return type(error).__name__, str(error).strip().splitlines()[-1]
+
+    return [outcome(make) for make in MAKERS]
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 2)
+
+
+class Features(Dataset[Any]):
+    """Samples that a network makes."""
+
+    def __init__(self) -> None:
+        self.network = network()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return self.network(torch.full((4,), float(index)))
+
+
+class FeatureStream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.features = Features()
+
+    def __iter__(self) -> Any:
+        return (self.features[index] for index in range(6))
+
+
+class Constants(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["map", "stream", "stage"])
+def test_gradients_are_recorded_as_in_the_training_process(
+    kind: str, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    dataset: Any = {"map": Features, "stream": FeatureStream}.get(kind, Features)()
+
+    def read(make: Make) -> Any:
+        ours = kind == "stage" and make is MAKERS[1]
+        staged = MappedDataset(Constants(), [Stage(network())]) if ours else dataset
+        with mode():
+            batches = list(make(staged, batch_size=3, num_workers=2))
+        return [(batch.requires_grad, batch.tolist()) for batch in batches]
+
+    torchs, ours = outcomes(read)
+    if mode is nullcontext:  # both refuse what would need a gradient from another process
+        assert torchs[0] == ours[0] == "RuntimeError"
+    else:
+        assert ours == torchs
+        assert not ours[0][0]
+
+
+def test_gradients_are_recorded_as_at_the_iteration_s_beginning() -> None:
+    dataset, arguments = Features(), {"batch_size": 3, "num_workers": 2, "collate_fn": len_and_mode}
+
+    def read(make: Make) -> Any:
+        loader = make(dataset, **arguments)
+        found = []
+        for enabled in (True, False, True):
+            with torch.set_grad_enabled(enabled):
+                found.append(list(loader))
+        return found
+
+    torchs, ours = outcomes(read)
+    assert ours == torchs == [[(3, mode)] * 2 for mode in (True, False, True)]
+
+
+def len_and_mode(samples: list[Any]) -> tuple[int, bool]:
+    return len(samples), torch.is_grad_enabled()
+
+
+# --- types of batches -----------------------------------------------------------------------------
+
+
+class Volumes(Dataset[Any]):
+    """Samples whose dtypes take turns."""
+
+    def __init__(self, kinds: tuple[str, ...], size: int) -> None:
+        self.kinds = kinds
+        self.size = size
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        values = np.full(self.size, index + 1 / 3)
+        return {"image": values.astype(self.kinds[index % len(self.kinds)]), "id": index}
+
+
+# Large ones are stacked as they come.
+@pytest.mark.parametrize("size", [4, 1 << 18])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float32", "float64"),
+        ("float64", "float32"),
+        ("float16", "float32"),
+        ("uint8", "float32"),
+        ("float32", "uint8"),
+        ("int64", "int32"),
+        ("bool", "int64"),
+    ],
+    ids="+".join,
+)
+def test_a_batch_has_the_first_sample_s_dtype_or_is_torch_s_error(
+    kinds: tuple[str, ...], size: int
+) -> None:
+    def read(make: Make) -> Any:
+        batches = list(make(Volumes(kinds, size), batch_size=3, num_workers=2))
+        return [(b["image"].dtype, b["image"][:, -1].tolist()) for b in batches]
+
+    torchs, ours = outcomes(read)
+    assert ours == torchs
+
+
+class Own:
+    """A type of the user's, for which torch is told how to collate it."""
+
+
+class Owns(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return Own()
+
+
+def who_collates(samples: Any, *, collate_fn_map: Any = None) -> Any:
+    from torch.utils.data import get_worker_info
+
+    info = get_worker_info()
+    return None if info is None else (info.id, info.num_workers, len(samples))
+
+
+def tell_torch(_: int) -> None:
+    default_collate_fn_map[Own] = who_collates
+
+
+def test_the_user_s_way_to_collate_a_type_sees_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Own, who_collates)
+
+    def read(make: Make) -> Any:
+        return list(make(Owns(), batch_size=2, num_workers=2, worker_init_fn=tell_torch))
+
+    torchs, ours = outcomes(read)
+    assert ours == torchs == [(0, 2, 2), (1, 2, 2)]
+
+
+# --- arrays that nobody may write to --------------------------------------------------------------
+
+
+def _locked(array: Any) -> Any:
+    array.setflags(write=False)
+    return array
+
+
+def _arrow() -> Any:
+    import pyarrow as pa
+
+    return pa.array(np.ones(4, dtype=np.float32)).to_numpy()
+
+
+def _frame() -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame({"a": np.frombuffer(bytes(16), dtype=np.float32)}).to_numpy()
+
+
+READ_ONLY: dict[str, Callable[[], Any]] = {
+    "small buffer": lambda: np.frombuffer(bytes(16), dtype=np.float32),
+    "large buffer": lambda: np.frombuffer(bytes(16_000), dtype=np.float32),
+    "small": lambda: _locked(np.ones(4)),
+    "large": lambda: _locked(np.ones(4_000)),
+    "two dimensions": lambda: _locked(np.ones((2, 2))),
+    "Fortran's order": lambda: _locked(np.asfortranarray(np.ones((2, 3)))),
+    "every other": lambda: _locked(np.ones(8))[::2],
+    "empty": lambda: np.frombuffer(b"", dtype=np.float32),
+    "objects": lambda: _locked(np.array([None, 1], dtype=object)),
+    "structured": lambda: np.frombuffer(bytes(24), dtype=[("a", "f4"), ("b", "i4")]),
+    "small mapped": lambda: np.memmap(__file__, dtype="u1", mode="r")[:8],
+    "large mapped": lambda: np.memmap(__file__, dtype="u1", mode="r")[:2_400],
+    "Arrow": _arrow,
+    "data frame": _frame,
+}
+
+
+class ReadOnly(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return {"array": READ_ONLY[self.kind]()}
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+def test_arrays_of_a_batch_may_be_written_to(kind: str) -> None:
+    def read(make: Make) -> Any:
+        [batch] = make(ReadOnly(kind), batch_size=2, num_workers=1, collate_fn=list)
+        array = batch[0]["array"]
+        if array.size:
+            array[0] = array[-1]
+        return array.dtype.str, array.shape, array.tolist(), array.flags.f_contiguous
+
+    torchs, ours = outcomes(read)
+    assert ours == torchs
+
+
+# --- references to Ray's objects ------------------------------------------------------------------
+
+
+class FromStore(Dataset[Any]):
+    """Reads an object of Ray's store."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        import ray
+
+        return ray.get(self.ref, timeout=20)[index]
+
+
+@pytest.mark.parametrize("extra", [0, 2_000_000], ids=["small", "large"])
+def test_a_dataset_may_hold_references_to_ray_s_objects(extra: int) -> None:
+    import ray
+
+    for first in (0, 10):  # another object must not be taken for the one before
+        ref = ray.put([*range(first, first + 8), bytes(extra)])
+        loader = DpexDataLoader(FromStore(ref), batch_size=4, num_workers=2, distribute_mode=True)
+        del ref
+        assert [batch.tolist() for batch in loader] == [
+            list(range(first, first + 4)),
+            list(range(first + 4, first + 8)),
+        ]

@@ -1,0 +1,88 @@
+"""However a training process is started, it reads what torch's loader reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_programs import (
+    PROGRAM_SECONDS,
+    environment,
+    processes_in,
+    run_program,
+    wait_until,
+    workplace,
+)
+
+PROGRAM = Path(__file__).with_name("launch_program.py")
+GLOBALS = Path(__file__).with_name("globals_program.py")
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def run(how: str, *flags: str, ranks: int = 1, **variables: str) -> None:
+    with workplace() as place:
+        done = subprocess.run(
+            [sys.executable, *flags, str(PROGRAM), how],
+            cwd=place,
+            env=environment(place, **variables),
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("reads what torch's loader reads") == ranks
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-s",),
+        pytest.param(("-I",), marks=pytest.mark.extended),
+        pytest.param(("-O",), marks=pytest.mark.extended),
+        pytest.param(("-X", "dev"), marks=pytest.mark.extended),
+        pytest.param(("-W", "error::DeprecationWarning:__main__"), marks=pytest.mark.extended),
+    ],
+    ids=" ".join,
+)
+def test_the_interpreter_may_have_any_flags(flags: tuple[str, ...]) -> None:
+    run("alone", *flags)
+
+
+@pytest.mark.extended
+def test_there_may_be_no_packages_of_the_user_s() -> None:
+    run("alone", PYTHONNOUSERSITE="1")
+
+
+def test_warnings_may_be_errors() -> None:
+    run("warnings are errors")
+
+
+@pytest.mark.extended
+def test_the_environment_may_change_between_iterations() -> None:
+    run("settings")
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("spawn", 2), pytest.param("pool", 1, marks=pytest.mark.extended)]
+)
+def test_the_script_s_own_classes_may_come_from_a_process_that_multiprocessing_started(
+    how: str, ranks: int
+) -> None:
+    run(how, ranks=ranks)
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+def test_a_script_s_globals_are_those_of_a_fork(start: str) -> None:
+    with workplace() as place:
+        done = run_program(GLOBALS, start, place=place, seconds=PROGRAM_SECONDS)
+        assert done.stdout == "as torch's fork\n", done.stdout + done.stderr
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")

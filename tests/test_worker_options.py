@@ -1,0 +1,120 @@
+"""What a worker asks Ray for is well formed, and a node has it; where none has it, this is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from living import Plain
+
+from dpex import DpexDataLoader
+from dpex.worker_options import check, unmet
+
+NODES = [
+    {
+        "Alive": True,
+        "Resources": {"CPU": 4.0, "memory": 8e9, "decoder": 2.0, "accelerator_type:T4": 1.0},
+        "Labels": {"disk": "fast", "zone": "a"},
+    },
+    {"Alive": True, "Resources": {"CPU": 16.0, "memory": 4e9}, "Labels": {"disk": "slow"}},
+    {"Alive": False, "Resources": {"CPU": 64.0, "decoder": 9.0}, "Labels": {"zone": "c"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (["num_cpus"], TypeError, "must be a dict"),
+        ({"num_gpus": 1}, ValueError, r"unknown keys \['num_gpus'\]"),
+        (
+            {"num_cpus": "two"},
+            TypeError,
+            r"\['num_cpus'\] must be a number, got 'two'",
+        ),
+        ({"num_cpus": True}, TypeError, "must be a number, got True"),
+        ({"num_cpus": -1}, ValueError, "asks for -1 of 'CPU'"),
+        ({"memory": "2GB"}, TypeError, "must be a number of bytes, got '2GB'"),
+        ({"resources": ["decoder"]}, TypeError, "must be a dict of numbers"),
+        ({"resources": {"decoder": "1"}}, TypeError, r"\['decoder'\] must be a number, got '1'"),
+        ({"resources": {"CPU": 1}}, ValueError, "pass 'num_cpus' instead"),
+        ({"label_selector": "fast"}, TypeError, "must be a dict of strings"),
+        ({"fallback_strategy": {}}, TypeError, "must be a list of dicts"),
+        ({"accelerator_type": 4}, TypeError, "must be a string"),
+    ],
+)
+def test_what_is_not_well_formed_is_refused_by_the_constructor(
+    options: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        DpexDataLoader(Plain(), num_workers=2, distribute_mode=True, worker_options=options)
+
+
+def test_what_ray_takes_is_well_formed() -> None:
+    check(None)
+    check({"num_cpus": 0.5, "memory": 2e9, "resources": {"decoder": 1}, "runtime_env": None})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_cpus": 16},
+        {"num_cpus": 0, "resources": {"decoder": 2}},
+        {"memory": 8e9},
+        {"accelerator_type": "T4"},
+        {"label_selector": {"disk": "fast"}},
+        {"label_selector": {"disk": "!fast"}, "num_cpus": 16},
+        {"label_selector": {"zone": "in(a, b)"}},
+        {"label_selector": {"zone": "!in(b,c)"}},
+        {"label_selector": {"zone": "c"}, "fallback_strategy": [{"label_selector": {"zone": "a"}}]},
+        {"label_selector": {"disk": "like(f*)"}},  # of a later Ray
+    ],
+    ids=str,
+)
+def test_what_a_node_has_is_met(options: dict[str, Any]) -> None:
+    assert unmet(options, NODES) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_cpus": 64}, "{'CPU': 64}, but no node has all of it: the most that one has"),
+        ({"resources": {"decoder": 3}}, "of each is {'decoder': 2.0, 'CPU': 16.0}"),
+        ({"memory": 1e13}, "of each is {'CPU': 16.0, 'memory': 8000000000.0}"),
+        ({"num_cpus": 16, "resources": {"decoder": 1}}, "but no node has all of it"),
+        ({"accelerator_type": "A100"}, "accelerator_type:A100"),
+        ({"label_selector": {"disk": "none"}}, "label_selector={'disk': 'none'}, but nodes have"),
+        ({"label_selector": {"disk": "fast"}, "num_cpus": 16}, "labels [{'disk': 'slow'}]"),
+        ({"label_selector": {"zone": "c"}}, "label_selector={'zone': 'c'}"),
+    ],
+    ids=str,
+)
+def test_what_no_node_has_is_said(options: dict[str, Any], text: str) -> None:
+    assert text in str(unmet(options, NODES))
+
+
+PROGRAM = """
+import torch
+from torch.utils.data import TensorDataset
+from dpex import ClusterError, DpexDataLoader
+
+for options in ({"resources": {"decoder": 1}}, {"label_selector": {"disk": "fast"}},
+                {"memory": 10**13}, {"num_cpus": 1000}):
+    loader = DpexDataLoader(TensorDataset(torch.arange(100)), 4, num_workers=2,
+                            distribute_mode=True, head_address="local", worker_options=options)
+    try:
+        iter(loader)
+    except ClusterError as error:
+        print(next(iter(options)), "is refused:", error)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_ray_of_this_process_refuses_at_iter_what_it_has_not() -> None:
+    with workplace() as place:
+        program = place / "program.py"
+        program.write_text(PROGRAM)
+        said = run_program(program, place=place, seconds=PROGRAM_SECONDS).stdout
+    assert said.count("is refused: worker_options asks for") == 4
+    assert "{'decoder': 1, 'CPU': 1}, but no node has all of it" in said
