@@ -12,13 +12,10 @@ import inspect
 import io
 import pickle
 import sys
-import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
 
@@ -36,9 +33,7 @@ __all__ = [
     "dump",
     "dump_in_band",
     "give_back_memory",
-    "installed_roots",
     "load",
-    "local_modules_by_value",
     "own_copy",
 ]
 
@@ -455,44 +450,3 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         for name, value in vars(obj).items():
             if inspect.isfunction(value):
                 yield f".{name}", value
-
-
-@contextmanager
-def local_modules_by_value() -> Iterator[None]:
-    """Pickle the user's own modules by value inside this block.
-
-    A node without the user's files cannot import what lies beside the script. Every imported
-    module that belongs neither to the standard library nor to an installed distribution goes
-    with the objects that need it.
-    """
-    registered: list[ModuleType] = []
-    roots = installed_roots()
-    try:
-        for name, module in list(sys.modules.items()):
-            if name != "__main__" and _is_local(name, module, roots):
-                cloudpickle.register_pickle_by_value(module)
-                registered.append(module)
-        yield
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_local(name: str, module: ModuleType, installed: list[Path]) -> bool:
-    file = getattr(module, "__file__", None)
-    if file is None or not isinstance(module, ModuleType) or name.partition(".")[0] == "dpex":
-        return False
-    if name in cloudpickle.list_registry_pickle_by_value():
-        return False
-    path = Path(file).resolve()
-    # Some modules name a file that is none, such as torch.ops.
-    source = path.suffix == ".py" and path.is_file()
-    return source and not any(root in path.parents for root in installed)
-
-
-def installed_roots() -> list[Path]:
-    """Return the directories of the standard library and of installed distributions."""
-    paths = sysconfig.get_paths()
-    roots = {Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots |= {Path(p).resolve() for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
-    return sorted(roots)

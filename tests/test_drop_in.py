@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -283,3 +286,54 @@ def test_a_dataset_may_hold_references_to_ray_s_objects(extra: int) -> None:
             list(range(first, first + 4)),
             list(range(first + 4, first + 8)),
         ]
+
+
+# --- code that changes between two iterations -----------------------------------------------------
+
+HELPER = "def scaled(index):\n    return {factor} * index\n"
+OWN = """
+import own_helper
+
+class Own:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return own_helper.scaled(index)
+"""
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A module with a dataset, and the module with the function that it calls."""
+    (tmp_path / "own_helper.py").write_text(HELPER.format(factor=1))
+    (tmp_path / "own_dataset.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield importlib.import_module("own_dataset"), importlib.import_module("own_helper")
+    for name in ("own_dataset", "own_helper"):
+        del sys.modules[name]
+
+
+def doubled(index: int) -> int:
+    return 2 * index
+
+
+@pytest.mark.parametrize("how", ["reloaded", "replaced", "edited in place"])
+def test_workers_run_the_code_as_it_is_at_iter(how: str, own_modules: tuple[Any, Any]) -> None:
+    dataset, helper = own_modules
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+
+    def read() -> list[int]:
+        return [int(sample) for batch in loader for sample in batch]
+
+    assert read() == list(range(40))
+    if how == "reloaded":
+        Path(helper.__file__).write_text(HELPER.format(factor=2))
+        importlib.reload(helper)
+    elif how == "replaced":
+        helper.scaled = doubled
+    else:  # as notebooks do
+        helper.scaled.__code__ = doubled.__code__
+    for _ in range(2):
+        assert read() == list(range(0, 80, 2))

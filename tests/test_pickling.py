@@ -17,7 +17,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from dpex.pickling import Pickled, dump, dump_in_band, load, local_modules_by_value
+from dpex.local_modules import by_value
+from dpex.pickling import Pickled, dump, dump_in_band, load
 
 HELPER = """
 import numpy
@@ -55,7 +56,7 @@ def read_elsewhere(data: bytes) -> subprocess.CompletedProcess[bytes]:
 def test_modules_beside_the_script_travel_by_value(own_module: object) -> None:
     dataset = own_module.Dataset()  # type: ignore[attr-defined]
     assert b"No module named 'own_dataset'" in read_elsewhere(dump_in_band(dataset, "x")).stderr
-    with local_modules_by_value():
+    with by_value():
         data = dump_in_band(dataset, "dataset")
     done = read_elsewhere(data)
     assert done.stdout.strip() == b"9.0", done.stderr
@@ -63,7 +64,7 @@ def test_modules_beside_the_script_travel_by_value(own_module: object) -> None:
 
 
 def test_installed_modules_stay_references(own_module: object) -> None:
-    with local_modules_by_value():
+    with by_value():
         registered = cloudpickle.list_registry_pickle_by_value()
     assert {"own_dataset", "own_helper"} <= set(registered)
     assert not {"numpy", "torch", "pytest", "dpex", "json"} & {

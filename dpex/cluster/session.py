@@ -30,8 +30,9 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
+from dpex.local_modules import by_value, changed
 from dpex.memory_pool import MemoryPool
-from dpex.pickling import Pickled, dump_in_band, local_modules_by_value
+from dpex.pickling import Pickled, dump_in_band
 from dpex.worker import Run
 from dpex.worker_options import unmet
 
@@ -232,9 +233,11 @@ class Session:
             DatasetTooLargeError: The object store is smaller than the pickled job.
             SerializationError: Something in the job cannot be pickled.
         """
-        # A node of another host has not the files beside the user's script.
+        # A node of another host has not the files beside the user's script, and a worker here has
+        # imported them as they were.
         here_only = self._connection.single_host
-        with contextlib.nullcontext() if here_only else local_modules_by_value():
+        modules_differ = changed() or not here_only
+        with by_value() if modules_differ else contextlib.nullcontext():
             pickled = pickle_job(here_only)
             pickled_stages = [pickle_stage(here_only) for _, pickle_stage in later]
         key = pickled.digest

@@ -1,0 +1,108 @@
+"""The user's own modules, which belong to no installed distribution.
+
+A process that lacks them, or has another version of them, gets them by value.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["by_value", "changed", "installed_roots"]
+
+# The code in each module, as it was when an iteration first began after its import.
+_seen: dict[str, dict[str, Any]] = {}
+
+
+def changed() -> bool:
+    """Tell whether code of a module is not what it was when a worker may have imported it.
+
+    The user has reloaded the module, edited it in a notebook, or given a name in it another
+    function or class.
+    """
+    found = False
+    for name, module in _modules():
+        now = _code_in(vars(module), f"{module.__name__}.")
+        then = _seen.setdefault(name, now)
+        found = found or now != then
+    return found
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not (file and isinstance(module, ModuleType)) or name in ("__main__", "__mp_main__"):
+            continue
+        if name.partition(".")[0] != "dpex" and _is_local(file):
+            yield name, module
+
+
+def _code_in(names: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the code of functions and classes; equal if another function has the same code.
+
+    Args:
+        names: Of a module or a class.
+        place: What the full names of its own classes begin with.
+    """
+    code = {name: _code_of(value, place) for name, value in list(names.items())}
+    return {name: value for name, value in code.items() if value is not None}
+
+
+def _code_of(value: Any, place: str) -> Any:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, FunctionType):
+        return value.__code__, value.__module__
+    if isinstance(value, type):
+        name = f"{value.__module__}.{value.__qualname__}"
+        own = name.startswith(place)
+        return name, _code_in(vars(value), f"{name}.") if own else None
+    return None
+
+
+@contextmanager
+def by_value() -> Iterator[None]:
+    """Pickle the user's own modules by value inside this block.
+
+    Every imported one goes with the objects that need it.
+    """
+    known = cloudpickle.list_registry_pickle_by_value()
+    modules = [module for name, module in _modules() if name not in known]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@functools.cache
+def _is_local(file: str) -> bool:
+    path = Path(file).resolve()
+    # Some modules name a file that is none, such as torch.ops.
+    source = path.suffix == ".py" and path.is_file()
+    return source and not any(root in path.parents for root in _roots())
+
+
+@functools.cache
+def _roots() -> list[Path]:
+    return installed_roots()
+
+
+def installed_roots() -> list[Path]:
+    """Return the directories of the standard library and of installed distributions."""
+    paths = sysconfig.get_paths()
+    roots = {Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    roots |= {Path(p).resolve() for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
+    return sorted(roots)
