@@ -6,6 +6,7 @@ A process that lacks them, or has another version of them, gets them by value.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -18,22 +19,29 @@ import cloudpickle
 
 __all__ = ["by_value", "changed", "installed_roots"]
 
-# The code in each module, as it was when an iteration first began after its import.
-_seen: dict[str, dict[str, Any]] = {}
+# The code in each module, and when its file was written, as an iteration that began first saw them.
+_seen: dict[str, tuple[float, dict[str, Any]]] = {}
 
 
 def changed() -> bool:
     """Tell whether code of a module is not what it was when a worker may have imported it.
 
     The user has reloaded the module, edited it in a notebook, or given a name in it another
-    function or class.
+    function or class. Or its file is another one, which a worker that starts later would import.
     """
     found = False
     for name, module in _modules():
-        now = _code_in(vars(module), f"{module.__name__}.")
+        now = _written(module.__file__), _code_in(vars(module), f"{module.__name__}.")
         then = _seen.setdefault(name, now)
         found = found or now != then
     return found
+
+
+def _written(file: str | None) -> float:
+    try:
+        return os.stat(file or "").st_mtime  # noqa: PTH116 - for each module, at every iter()
+    except OSError:
+        return 0.0
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -253,9 +252,36 @@ def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> No
 
 def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:
     dataset = Plain()
-    dataset.handles = {"db": threading.Lock()}  # type: ignore[attr-defined]
-    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['db'\]"):
+    dataset.handles = {"rows": iter_of_rows()}  # type: ignore[attr-defined]
+    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['rows'\]"):
         iter(loader_of(dataset))
+
+
+class Refuses:
+    def __getstate__(self) -> Any:
+        raise TypeError("a session cannot be pickled")
+
+
+def test_what_refuses_to_be_pickled_is_named_with_its_own_words() -> None:
+    dataset = Plain()
+    dataset.handles = [Refuses()]  # type: ignore[attr-defined]
+    with pytest.raises(SerializationError, match=r"handles\[0\] .*a session cannot be pickled"):
+        iter(loader_of(dataset))
+
+
+def test_a_global_that_cannot_be_pickled_is_named_after_the_method_that_uses_it() -> None:
+    rows = iter_of_rows()
+
+    class Reads(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return next(rows)
+
+    with pytest.raises(SerializationError, match=r"loader\.dataset\.__getitem__\.<rows>"):
+        iter(loader_of(Reads()))
+
+
+def iter_of_rows() -> Any:
+    return (row for row in ())
 
 
 def test_a_dataset_larger_than_the_object_store_says_both_sizes(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dpex import environment
 from dpex.cluster import embedded, forkserver, keeper, versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.local_nodes import (
@@ -31,7 +32,6 @@ from dpex.cluster.local_nodes import (
 )
 from dpex.cluster.tokens import require_token, stop_requiring_token
 from dpex.errors import ClusterError
-from dpex.settings import remember_environment
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -256,7 +256,7 @@ def _checked_client(*, ours: bool) -> Connection:
 
 def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
     job = keeper.shared_job()
-    remember_environment()
+    environment.remember()
     if job is None:
         embedded.start(forkserver.address(bequest) if bequest is not None else None)
     else:
