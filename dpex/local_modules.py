@@ -24,7 +24,7 @@ _seen: dict[str, tuple[float, dict[str, Any]]] = {}
 
 
 def changed() -> bool:
-    """Tell whether code of a module is not what it was when a worker may have imported it.
+    """Return whether a module's code has changed since a worker may have imported it.
 
     The user has reloaded the module, edited it in a notebook, or given a name in it another
     function or class. Or its file is another one, which a worker that starts later would import.

@@ -141,7 +141,7 @@ def _is_rays(kind: type) -> bool:
 
 
 def _object_ref(place: int, _: str) -> Any:
-    """Return one of the Ray object references of what is being unpickled."""
+    """Return the Ray object reference at a place in the pickle that this thread reads."""
     return _unpickling.object_refs[place]
 
 

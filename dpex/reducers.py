@@ -31,7 +31,7 @@ def reduce(obj: Any) -> Any:
 
 
 def _goes_by_value(function: Any) -> bool:
-    """Tell whether the reader may lack a function's module, or find another one there."""
+    """Return whether a function is pickled by value: the reader may lack its module."""
     module = getattr(function, "__module__", None) or "__main__"
     parents = module.split(".")
     names = {".".join(parents[: n + 1]) for n in range(len(parents))}
@@ -43,7 +43,7 @@ def _goes_by_value(function: Any) -> bool:
 
 
 class _Empty:
-    """What an empty cache calls, until it is told."""
+    """The function that a cache calls; the cache is pickled before it."""
 
     function: Callable[..., Any]
 

@@ -49,7 +49,7 @@ class Settings:
         )
 
     def take_over(self) -> None:
-        """Give them to this process, but for those that ``gradients`` gives to its thread."""
+        """Set them in this process. Those of autograd belong to a thread: see ``gradients``."""
         if torch.get_default_dtype() is not self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
         with contextlib.suppress(OSError):  # a node without that directory

@@ -164,7 +164,7 @@ def test_a_batch_has_the_first_sample_s_dtype_or_is_torch_s_error(
 
 
 class Own:
-    """A type of the user's, for which torch is told how to collate it."""
+    """A type that default_collate does not know by itself."""
 
 
 class Owns(Dataset[Any]):

@@ -299,7 +299,7 @@ def _run(program: Path) -> None:
 
 
 def show_script_arguments() -> None:
-    """Have the user's code in a fork find the script's arguments, once Ray has read its own."""
+    """Set ``sys.argv`` to the script's, if this process is a fork: Ray has read its own by now."""
     if script_arguments:
         sys.argv = script_arguments
 

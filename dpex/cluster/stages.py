@@ -543,7 +543,7 @@ def _working(lane_key: str) -> Iterator[None]:
         with _keeping:
             if not outer:
                 _at_work.discard(lane_key)
-            # It may have been released when the task had its chunk and had not begun it.
+            # The host may have closed the pipeline between the task's getting a chunk and its start.
             released = not outer and (lane_key in _released or lane_key not in _jobs_of)
         if released:
             _release(lane_key)
