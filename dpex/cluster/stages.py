@@ -543,7 +543,7 @@ def _working(lane_key: str) -> Iterator[None]:
         with _keeping:
             if not outer:
                 _at_work.discard(lane_key)
-            # The host may have closed the pipeline between the task's getting a chunk and its start.
+            # The host may have closed the pipeline after the task got its chunk, before it began.
             released = not outer and (lane_key in _released or lane_key not in _jobs_of)
         if released:
             _release(lane_key)
