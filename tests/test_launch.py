@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
-    environment,
     processes_in,
     run_program,
     wait_until,
@@ -28,14 +26,8 @@ pytestmark = [
 
 def run(how: str, *flags: str, ranks: int = 1, **variables: str) -> None:
     with workplace() as place:
-        done = subprocess.run(
-            [sys.executable, *flags, str(PROGRAM), how],
-            cwd=place,
-            env=environment(place, **variables),
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM_SECONDS,
-            check=False,
+        done = run_program(
+            PROGRAM, how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("reads what torch's loader reads") == ranks

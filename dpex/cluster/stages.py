@@ -80,9 +80,8 @@ _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
 # The pipelines that this process keeps something for, each with the jobs that it reads.
 _jobs_of: dict[str, set[str]] = {}
-# The pipelines that a task is at work for, and the ones of them that the host has closed.
+# The pipelines that a task is at work for.
 _at_work: set[str] = set()
-_released: set[str] = set()
 _keeping = threading.Lock()
 
 
@@ -518,11 +517,9 @@ def _release(lane_key: str) -> None:
     from dpex.pickling import give_back_memory
 
     with _keeping:
-        if lane_key in _at_work:
-            _released.add(lane_key)
-            return
-        _released.discard(lane_key)
         _jobs_of.pop(lane_key, None)
+        if lane_key in _at_work:
+            return
         for job_key in set(_stored_jobs).difference(*_jobs_of.values()):
             del _stored_jobs[job_key]
     release_copies(lane_key)
@@ -543,8 +540,8 @@ def _working(lane_key: str) -> Iterator[None]:
         with _keeping:
             if not outer:
                 _at_work.discard(lane_key)
-            # The host may have closed the pipeline after the task got its chunk, before it began.
-            released = not outer and (lane_key in _released or lane_key not in _jobs_of)
+            # The host has closed the pipeline since, or before the task began its chunk.
+            released = not outer and lane_key not in _jobs_of
         if released:
             _release(lane_key)
 

@@ -537,8 +537,8 @@ class Turns:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
             if self._bound:
-                # Chunks of its worker would never be made. The reader knows what is lost
-                # when no task runs, so bound turns end. Workers without a turn can still begin.
+                # No task would make the chunks of its worker. The reader learns what is lost when
+                # no task runs, so bound turns end. Workers without a turn can still begin.
                 self._releasing = any(not turn.over for turn in self._turns.values())
                 for turn in self._turns.values():
                     if turn.alone:  # it ends with its chunk, so its workers begin again elsewhere

@@ -104,11 +104,16 @@ def spawn(command: list[str], place: Path, **options: Any) -> subprocess.Popen[s
 
 
 def run_program(
-    program: Path, *arguments: str, place: Path, seconds: float, **variables: str
+    program: Path,
+    *arguments: str,
+    place: Path,
+    seconds: float,
+    flags: tuple[str, ...] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with what it prints."""
+    """Run a program to its end, with what it prints; ``flags`` are the interpreter's."""
     return subprocess.run(
-        [sys.executable, str(program), *arguments],
+        [sys.executable, *flags, str(program), *arguments],
         cwd=place,
         env=environment(place, **variables),
         capture_output=True,
