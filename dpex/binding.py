@@ -22,7 +22,9 @@ __all__ = ["Binding", "StateWatch"]
 # Pickling and hashing as much takes some tens of milliseconds. A larger copy stays bound.
 _MOST_STREAM_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
-# The share of a worker's time that looks take, once its loader is released.
+# Once its loader is released, a copy is looked at when it has made this many times the batches that
+# it had made at the last look, or when that look took this share of the time since.
+_BATCHES_FACTOR = 4
 _LOOKING_SHARE = 0.003
 
 
@@ -62,9 +64,12 @@ class StateWatch:
 
     def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
         self._state = (dataset, collate_fn)
+        self._batches = 0
         watchable = stream_bytes <= _MOST_STREAM_BYTES and all_bytes <= _MOST_BYTES
         self._digest = self._take() if watchable else None
-        self._next_look = 0.0  # at its first batch
+        # At its first batch.
+        self._next_batches = 1
+        self._next_look = 0.0
         self.seen_unchanged = self._digest is not None
 
     def _take(self) -> str | None:
@@ -77,11 +82,16 @@ class StateWatch:
         finally:
             ended = time.perf_counter()
             self._next_look = ended + (ended - started) / _LOOKING_SHARE
+            self._next_batches = self._batches * _BATCHES_FACTOR
 
-    @property
-    def due(self) -> bool:
-        """Whether a look takes a small share of the time since the last one."""
-        return time.perf_counter() >= self._next_look
+    def made_batch(self) -> bool:
+        """Count a batch of the copy.
+
+        Returns:
+            Whether to look now.
+        """
+        self._batches += 1
+        return self._batches >= self._next_batches or time.perf_counter() >= self._next_look
 
     def look(self) -> bool:
         """Compare the copy with what it was.

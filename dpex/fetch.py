@@ -257,8 +257,9 @@ def _enter_worker(
 
 
 def _is_to_look(watch: StateWatch, binding: Binding) -> bool:
+    due = watch.made_batch()
     if binding is Binding.RELEASED:
-        return watch.seen_unchanged and watch.due
+        return watch.seen_unchanged and due
     return binding is Binding.WATCHED
 
 

@@ -454,20 +454,20 @@ class ClusterIter(_BaseDataLoaderIter):
         costs, generations = arrival.frame.costs, self._generations
         if not (costs.after_restart or costs.late_changes):
             return
-        batch = min(entry.batch for entry in arrival.batches)
+        numbers = [entry.batch for entry in arrival.batches]
         if costs.after_restart and not self._restart_noted:
             self._restart_noted = True
             logger.warning(
                 "the process of logical worker %d has ended: what it kept (generators, counters, "
                 "what worker_init_fn made) begins again with batch %d",
-                batch % self._num_workers,
-                batch,
+                min(numbers) % self._num_workers,
+                min(numbers),
             )
         if costs.late_changes and not generations.change_noted:
             generations.change_noted = True
             warnings.warn(
-                f"batch {batch} changed its worker's dataset or collate_fn, which earlier batches "
-                "had not. Until then dpex let any process make any batch, so this state is not "
+                f"one of the batches up to {max(numbers)} changed its worker's dataset or collate_fn, "
+                "which the first batches had not. Until then dpex let any process make any batch, so this state is not "
                 "torch's in this epoch. Pass a worker_init_fn, which may do nothing, to keep every "
                 "logical worker in one process from its first batch on",
                 stacklevel=_USERS_LOOP,

@@ -208,9 +208,9 @@ def test_state_that_first_changes_at_a_later_sample_is_warned_of_once() -> None:
         warnings.simplefilter("always")
         samples = [sample for batch in loader for sample in batch]
         list(loader)
-    assert len(caught) == 1
-    assert "changed its worker's dataset" in str(caught[0].message)
-    assert caught[0].filename == __file__
+    # Ray's import warns of other things.
+    told = [warning for warning in caught if "changed its worker's dataset" in str(warning.message)]
+    assert [warning.filename for warning in told] == [__file__]
     assert [index for index, _ in samples] == list(range(4_000))
 
 
