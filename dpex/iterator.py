@@ -466,10 +466,11 @@ class ClusterIter(_BaseDataLoaderIter):
         if costs.late_changes and not generations.change_noted:
             generations.change_noted = True
             warnings.warn(
-                f"one of the batches up to {max(numbers)} changed its worker's dataset or collate_fn, "
-                "which the first batches had not. Until then dpex let any process make any batch, so this state is not "
-                "torch's in this epoch. Pass a worker_init_fn, which may do nothing, to keep every "
-                "logical worker in one process from its first batch on",
+                f"one of the batches up to {max(numbers)} changed its worker's dataset or "
+                "collate_fn, which the first batches had not. Until then dpex let any process make "
+                "any batch, so this state is not torch's in this epoch. Pass a worker_init_fn, "
+                "which may do nothing, to keep every logical worker in one process from its first "
+                "batch on",
                 stacklevel=_USERS_LOOP,
             )
 
