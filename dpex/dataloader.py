@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import time
@@ -23,7 +22,6 @@ from dpex.mappings import Readers
 from dpex.pickling import Pickled, dump
 from dpex.plain import PlainIter, plain_iterator
 from dpex.progress import Progress
-from dpex.seeding import generators_kept
 from dpex.stats import LoaderStats, Meter
 from dpex.transforms.mapped import MappedDataset
 from dpex.worker_options import check as check_worker_options
@@ -214,9 +212,7 @@ class DpexDataLoader(DataLoader[T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if not self._distributed:
-            # What an epoch has drawn before is not drawn a second time.
-            with generators_kept() if self._progress.goes_on else contextlib.nullcontext():
-                return plain_iterator(self)
+            return plain_iterator(self)
 
         job, later = self._jobs()
 

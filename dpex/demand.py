@@ -87,8 +87,8 @@ class Demand(abc.ABC):
         """Take note that the epoch has been delivered to its end."""
         self._indices.epoch.finish()
 
-    def end_stream(self, batch: int) -> None:
-        """Take note that a stream has ended before a batch."""
+    def end_stream(self, batch: int, state: bytes | None = None) -> None:
+        """Take note that a stream has ended before a batch, and where it stands, if it says so."""
         raise AssertionError(batch)
 
 
@@ -308,8 +308,9 @@ class StreamDemand(Demand):
         self._indices.epoch.deliver_stream(worker, entry.samples, entry.state)
         self.delivered += 1
 
-    def end_stream(self, batch: int) -> None:
-        """Take note that a stream has ended before a batch."""
+    def end_stream(self, batch: int, state: bytes | None = None) -> None:
+        """Take note that a stream has ended before a batch, and where it stands, if it says so."""
         end, worker = divmod(batch, self._workers)
+        self._indices.epoch.end_stream(worker, state)
         known = self._ends[worker]
         self._ends[worker] = end if known is None else min(known, end)

@@ -23,6 +23,8 @@ __all__ = ["IndexIterator", "Indices", "Source"]
 
 # Places in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
+# From here to the load_state_dict() of the user: fitting, Progress's, ours.
+_USERS_CALL = 4
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Source:
     def dataset_state(self) -> Any:
         """What a map-style dataset says of itself; a stream is asked where it is read."""
         return None if self.streams else state_of(self.dataset)
+
+    @property
+    def dataset_state_between_epochs(self) -> Any:
+        """The same, where nothing is read: also of a stream that this process reads."""
+        return None if self.streams and not self.in_process else state_of(self.dataset)
 
     @property
     def _samplers(self) -> dict[str, Any]:
@@ -208,6 +215,19 @@ class Source:
                 f"{self.batch_size}: keep both until the epoch's end"
             )
 
+    def fitting(self, state: State) -> State:
+        """Return a state of no batch yet without what workers kept, if they were not as many."""
+        known = state.stream_states
+        if known is None or state.batches or len(known) == self.workers:
+            return state
+        warnings.warn(
+            f"the state holds what the datasets of {len(known)} workers kept from one epoch to the "
+            f"next, num_workers is {self.num_workers} now: the datasets begin without it. Pass the "
+            "num_workers of the state to go on with it",
+            stacklevel=_USERS_CALL,
+        )
+        return replace(state, stream_states=None)
+
     def rest(self, state: State) -> tuple[Any, int]:
         """Return what is left of an epoch.
 
@@ -290,6 +310,8 @@ class IndexIterator:
         self._inner = iter(source.index_sampler)
         if before is not None and before.base_seed is not None:
             begin = replace(begin, base_seed=before.base_seed, iteration=before.iteration + 1)
+        if before is not None:
+            begin = replace(begin, stream_states=before.stream_states)
         return begin
 
     def _go_on(self, state: State) -> State:
@@ -298,8 +320,13 @@ class IndexIterator:
         states = state.samplers or {}
         begin = state
         if source.streams:
-            self.unread = state.batches
-            begin = replace(state, batches=0, samples=0)
+            if not state.batches:
+                begin = replace(
+                    state, batch_size=source.batch_size, workers=source.workers, streams=None
+                )
+            if not (source.in_process and any(begin.stream_states or ())):
+                self.unread = state.batches
+                begin = replace(begin, batches=0, samples=0)
         elif not states:
             if state.world_size != source.world_size:
                 begin = replace(

@@ -417,7 +417,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 continue
             for entry in arrival.batches:
                 if entry.outcome == "end":
-                    self._demand.end_stream(entry.batch)
+                    self._demand.end_stream(entry.batch, entry.state)
                     sent.missing.clear()
                 elif entry.batch in sent.missing:
                     sent.missing.discard(entry.batch)

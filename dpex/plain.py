@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from dpex.seeding import generators_kept
+from dpex.states import StreamState
 from dpex.stats import Meter
 
 __all__ = ["PlainIter", "plain_iterator"]
@@ -59,10 +62,34 @@ class PlainIter(_BaseDataLoaderIter):
             return data
 
 
+class _GoesOn(_BaseDataLoaderIter):
+    """What comes between the beginnings of torch's base class and of its iterators."""
+
+    stream_state: StreamState | None = None
+
+    def __init__(self, loader: Any) -> None:
+        # What an epoch has drawn before is not drawn a second time.
+        with generators_kept() if loader._progress.goes_on else contextlib.nullcontext():
+            super().__init__(loader)
+        if not self._num_workers and isinstance(self._dataset, IterableDataset):
+            [self.stream_state] = self._sampler_iter.epoch.begin.stream_states or [None]
+            if self.stream_state is not None:
+                self.stream_state.give_dataset(self._dataset)
+
+
 # They have torch's names, which profiles show.
-class _SingleProcessDataLoaderIter(PlainIter, torch_dataloader._SingleProcessDataLoaderIter):
-    pass
+class _SingleProcessDataLoaderIter(
+    PlainIter, torch_dataloader._SingleProcessDataLoaderIter, _GoesOn
+):
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        if isinstance(self._dataset, IterableDataset):
+            if self.stream_state is not None:
+                self.stream_state.give_iterator(self._dataset_fetcher)
+            self._sampler_iter.epoch.read_here(self._dataset_fetcher)
 
 
-class _MultiProcessingDataLoaderIter(PlainIter, torch_dataloader._MultiProcessingDataLoaderIter):
+class _MultiProcessingDataLoaderIter(
+    PlainIter, torch_dataloader._MultiProcessingDataLoaderIter, _GoesOn
+):
     pass

@@ -70,14 +70,16 @@ class Progress:
             return self._pending.plain()
         epoch = self._epoch
         if epoch is None or epoch.finished:
+            stays = epoch if persistent_workers else None
             state = State(
                 under_way=False,
-                base_seed=epoch.base_seed if epoch and persistent_workers else None,
+                base_seed=stays.base_seed if stays else None,
                 iteration=epoch.iteration if epoch else -1,
                 length=source.length,
                 before_iter=Draws.now(source.generators),
                 samplers=source.sampler_states(None),
-                dataset=source.dataset_state,
+                stream_states=stays.states_at_end if stays else None,
+                dataset=source.dataset_state_between_epochs,
             )
         else:
             state = epoch.state(source.length)
@@ -100,6 +102,7 @@ class Progress:
         if plain:
             state = State.from_plain(plain)
             source.check(state)
+            state = source.fitting(state)
             if state.dataset is not None:
                 source.dataset.load_state_dict(copy.deepcopy(state.dataset))
             self._pending = state
@@ -133,8 +136,10 @@ class State:
         before_first: What was about to be drawn when it was first asked for a batch.
         samplers: States of samplers that have some, after the last of ``batches``.
         streams: How many batches of each worker's stream were delivered, of an IterableDataset.
-        stream_states: Where each worker's stream stood then, if it can say so.
-        dataset: State of a map-style dataset in the training process, if it has one.
+        stream_states: Where each worker's stream stood then, if it can say so. Between two epochs,
+            where those of persistent workers have ended.
+        dataset: State of the dataset in the training process, if it has one and is map-style or
+            read there.
     """
 
     under_way: bool
@@ -252,6 +257,8 @@ class EpochProgress:
     _delivered_samples: int = 0
     _streams: list[int] | None = None
     _stream_states: dict[int, bytes] = field(default_factory=dict)
+    _states_at_end: dict[int, bytes] = field(default_factory=dict)
+    _fetcher: Any = None
 
     def __post_init__(self) -> None:
         self._batches, self._samples = self.begin.batches, self.begin.samples
@@ -346,10 +353,36 @@ class EpochProgress:
             self._stream_states[worker] = state
         self.owner.delivered_from(self)
 
+    def end_stream(self, worker: int, state: bytes | None) -> None:
+        """Take note that a worker's stream has ended.
+
+        Args:
+            worker: Whose.
+            state: Where it stands at its end, packed, if it can say so and has not said it before.
+        """
+        if state is not None:
+            self._states_at_end[worker] = state
+
+    def read_here(self, fetcher: Any) -> None:
+        """Take note of the ``_IterableDatasetFetcher`` that reads the stream in this process."""
+        self._fetcher = fetcher
+
+    @property
+    def states_at_end(self) -> tuple[StreamState | None, ...] | None:
+        """Where the datasets of the workers' streams begin the next epoch, if they can say so."""
+        states = self._unpacked(self._states_at_end)
+        return states and tuple(state and state.at_end_of_epoch() for state in states)
+
     def _states_of_streams(self) -> tuple[StreamState | None, ...] | None:
-        if not self._stream_states or self._streams is None:
+        if self._fetcher is None:
+            return self._unpacked(self._stream_states)
+        state = StreamState.of(self._fetcher, self._batches)
+        return None if state is None else (StreamState.unpacked(state),)
+
+    def _unpacked(self, states: Mapping[int, bytes]) -> tuple[StreamState | None, ...] | None:
+        if not states or self._streams is None:
             return None
-        known = map(self._stream_states.get, range(len(self._streams)))
+        known = map(states.get, range(len(self._streams)))
         return tuple(None if s is None else StreamState.unpacked(s) for s in known)
 
     def deliver_next(self) -> None:
@@ -367,6 +400,7 @@ class EpochProgress:
     def finish(self) -> None:
         """Take note that the epoch has been delivered to its end."""
         self.finished = True
+        self._fetcher = None
         self.owner.delivered_from(self)
 
     def state(self, length: int | None) -> State:

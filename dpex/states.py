@@ -11,7 +11,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -63,6 +63,7 @@ class StreamState:
         iterator: What the dataset's iterator says; if that is the dataset itself, only this.
         ended: Whether it has no more.
         generators: What the global generators were about to draw.
+        epoch_over: Whether the dataset begins its next epoch from here.
     """
 
     batches: int
@@ -70,6 +71,7 @@ class StreamState:
     iterator: Any
     ended: bool
     generators: Draws
+    epoch_over: bool = False
 
     @classmethod
     def of(cls, fetcher: Any, batches: int) -> bytes | None:
@@ -96,13 +98,22 @@ class StreamState:
         )
         return state.packed()
 
+    def at_end_of_epoch(self) -> StreamState:
+        """Return the state that the next epoch begins with, if this is the last of an epoch."""
+        return replace(self, batches=0, epoch_over=True)
+
     def give_dataset(self, dataset: Any) -> None:
         """Let a dataset stand there, before its iterator is made."""
-        if self.dataset is not None:
-            dataset.load_state_dict(copy.deepcopy(self.dataset))
+        state = self.dataset
+        if state is None and self.epoch_over and has_state(dataset):
+            state = self.iterator  # the dataset's own, for it has no other
+        if state is not None:
+            dataset.load_state_dict(copy.deepcopy(state))
 
     def give_iterator(self, fetcher: Any) -> None:
         """Let the iterator of torch's ``_IterableDatasetFetcher`` stand there."""
+        if self.epoch_over:
+            return
         if self.iterator is not None:
             fetcher.dataset_iter.load_state_dict(copy.deepcopy(self.iterator))
         fetcher.ended = self.ended

@@ -46,16 +46,31 @@ class _Stream:
         is_fresh: Whether it was begun at its beginning, and not from a state.
         owns_generator: Whether ``worker_init_fn`` has seeded torch's generator.
         generators: What the global generators are about to draw, while it is not read.
+
+    Args:
+        copy: The worker's copy of the dataset.
+        epoch: Of which epoch it is.
+        others: Copies to begin with in its place, as long as there is nothing to read.
     """
 
-    def __init__(self, copy: Copy[Job], epoch: tuple[int, int]) -> None:
-        job = copy.job
-        self.dataset = job.dataset
+    def __init__(
+        self,
+        copy: Copy[Job],
+        epoch: tuple[int, int],
+        others: Iterator[Copy[Job]] | None = None,
+    ) -> None:
         self.epoch = epoch
         self.made = 0
         self.is_fresh = True
-        self.owns_generator = copy.generators.owns_torchs
         self.generators: Sequence[Any] | None = None
+        self._others = others or iter(())
+        self._end_told = False
+        self._open(copy)
+
+    def _open(self, copy: Copy[Job]) -> None:
+        job = copy.job
+        self.dataset = job.dataset
+        self.owns_generator = copy.generators.owns_torchs
         self._fetcher = _IterableDatasetFetcher(
             job.dataset,
             job.auto_collation,
@@ -73,7 +88,17 @@ class _Stream:
             StopIteration: There is none.
         """
         self.made += 1
-        return self._fetcher.fetch(request)
+        while True:
+            try:
+                batch = self._fetcher.fetch(request)
+            except StopIteration:
+                copy = next(self._others, None) if self.made == 1 else None
+                if copy is None:
+                    raise
+                self._open(copy)
+            else:
+                self._others = iter(())
+                return batch
 
     def comes_to(self, chunk: Chunk) -> bool:
         """Tell whether it had better read on to a chunk than be begun again."""
@@ -84,6 +109,19 @@ class _Stream:
     def state(self) -> bytes | None:
         """Where it stands, packed, if it can say so."""
         return StreamState.of(self._fetcher, self.made)
+
+    def state_at_end(self) -> bytes | None:
+        """Return the same when nothing is left; None if it has been asked for before."""
+        if self._end_told:
+            return None
+        self._end_told = True  # also if the dataset cannot say so: that error comes once
+        return self.state
+
+    @property
+    def over_state(self) -> StreamState | None:
+        """Where its dataset begins the next epoch, if this one is over and it can say so."""
+        state = self.state if self._end_told else None
+        return None if state is None else StreamState.unpacked(state).at_end_of_epoch()
 
     def stand_at(self, state: StreamState) -> None:
         """Stand where another process stood; the dataset has been told already."""
@@ -104,7 +142,10 @@ class _NeverBegun(_Stream):
         self.owns_generator = False
         self.generators = None
 
-    state = None
+    state = over_state = None
+
+    def state_at_end(self) -> None:
+        """Return nothing."""
 
     def comes_to(self, chunk: Chunk) -> bool:
         """Tell that it is not begun again."""
@@ -155,15 +196,9 @@ def stream_chunk(
                     show_worker(
                         worker_id, run, stream.dataset, owns_generator=stream.owns_generator
                     )
-                    _read_up_to(number // run.num_workers, stream, request, cancelled)
-                    before = costs.samples  # of batches that nobody gets
-                    value = encode(stream.read(request))
-                    samples = costs.samples - before
-                    entry = Entry(number, value, samples=samples, state=stream.state)
+                    entry = _read(number, stream, run, request, cancelled, costs)
                 except Cancelled:
                     return
-                except StopIteration:
-                    entry = Entry(number, encode(None), "end")
                 except (Exception, SystemExit):
                     if stream is None:
                         stream = _NeverBegun(epoch)
@@ -180,6 +215,24 @@ def stream_chunk(
     finally:
         if stream is not None:
             stream.generators = global_states()
+
+
+def _read(
+    number: int,
+    stream: _Stream,
+    run: Run,
+    request: Any,
+    cancelled: Callable[[], bool],
+    costs: Costs,
+) -> Entry:
+    """Read one batch, or find the stream's end."""
+    try:
+        _read_up_to(number // run.num_workers, stream, request, cancelled)
+        before = costs.samples  # of batches that nobody gets
+        value = encode(stream.read(request))
+    except StopIteration:
+        return Entry(number, encode(None), "end", state=stream.state_at_end())
+    return Entry(number, value, samples=costs.samples - before, state=stream.state)
 
 
 def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[], bool]) -> None:
@@ -208,30 +261,59 @@ def _begin(
     What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
     next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
     again, in another process, is the same. Generators that ``worker_init_fn`` seeded go on.
+
+    Some datasets begin every epoch where they were once told to stand. So one that was told goes no
+    further than its epoch: a new copy is told where the old one stands. Told at the end of an
+    epoch, some begin the next one, some find that nothing is left and begin then, and some never
+    do.
     """
-    worker_id = slot[2]
     before = _stream_in(slot)
-    if before is not None and (
-        before.epoch != (run.epoch - 1, run.base_seed)
-        or not before.is_fresh  # some datasets begin every epoch where they were once told to stand
-    ):
+    if before is not None and before.epoch != (run.epoch - 1, run.base_seed):
         before = None
+    state = StreamState.unpacked(begin[1]) if begin else None
+    if before is not None and not before.is_fresh:
+        state, before = before.over_state, None
     if before is None:
-        forget_copy(slot)
+        copy = _new_copy(slot, run, read_job)
+    else:
+        copy = copy_of(slot, read_job)
+        _seed(copy, run, slot[2], None)
+        if before.generators is not None:
+            copy.generators.restore(before.generators)
+    epoch = (run.epoch, run.base_seed)
+    if state is None:
+        stream = _Stream(copy, epoch)
+    else:
+        state.give_dataset(copy.job.dataset)
+        others = _others(copy, slot, run, read_job) if state.epoch_over else None
+        stream = _Stream(copy, epoch, others)
+        if not state.epoch_over:
+            stream.stand_at(state)
+    copy.stream = stream
+    return stream
+
+
+def _others(
+    copy: Copy[Job], slot: Slot, run: Run, read_job: Callable[[], Job]
+) -> Iterator[Copy[Job]]:
+    """What to begin an epoch with where a copy that was told the end of the last has nothing."""
+    yield copy
+    new = _new_copy(slot, run, read_job)
+    new.stream = copy.stream
+    yield new
+
+
+def _new_copy(slot: Slot, run: Run, read_job: Callable[[], Job]) -> Copy[Job]:
+    forget_copy(slot)
     copy = copy_of(slot, read_job)
+    _seed(copy, run, slot[2], copy.job.worker_init_fn)
+    return copy
+
+
+def _seed(copy: Copy[Job], run: Run, worker_id: int, init_fn: Callable[[int], None] | None) -> None:
     show_worker(worker_id, run, copy.job.dataset)
     base_seed = stream_key(run.base_seed, run.epoch) >> 2 if run.epoch else run.base_seed
-    init_fn = copy.job.worker_init_fn if before is None else None
     initialise(worker_id, base_seed, init_fn, copy.generators)
-    if before is not None and before.generators is not None:
-        copy.generators.restore(before.generators)
-    state = StreamState.unpacked(begin[1]) if begin else None
-    if state:
-        state.give_dataset(copy.job.dataset)
-    stream = copy.stream = _Stream(copy, (run.epoch, run.base_seed))
-    if state:
-        stream.stand_at(state)
-    return stream
 
 
 def _collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:

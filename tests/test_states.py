@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from samples import seed_everything
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dpex import DpexDataLoader
 
@@ -154,6 +155,138 @@ def test_epochs_after_one_that_went_on_are_whole(
         assert indices_in(batches_of(second)) == set(range(LENGTH)) - indices_in(before)
         for _ in range(2):
             assert indices_in(batches_of(second)) == set(range(LENGTH))
+
+
+class Goes(Itself):
+    """Its iterator does not begin again where it is made, and every sample is drawn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+
+class HoldsGenerator(Goes):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        torch.set_rng_state(state["rng"])
+
+
+class ItsDatasetHolds(Generating):
+    """The same, of a dataset whose iterator is a generator."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+        torch.set_rng_state(state["rng"])
+
+
+@pytest.mark.parametrize("place", [0, 1, 10, LENGTH])
+@pytest.mark.parametrize("kind", [*KINDS, Goes, HoldsGenerator, ItsDatasetHolds])
+def test_without_workers_a_stream_goes_on_as_a_stateful_data_loader_s(
+    kind: Any, place: int, tmp_path: Path
+) -> None:
+    found = {}
+    for loader_type in (DpexDataLoader, StatefulDataLoader):
+        notes = tmp_path / loader_type.__name__
+        seed_everything()
+        loader = loader_type(kind(notes), 1)
+        batches = batches_of(iter(loader), place)
+        state = loader.state_dict()
+        torch.rand(7)
+        loader = loader_type(kind(notes), 1)
+        loader.load_state_dict(state)
+        rest = batches_of(loader)
+        assert read(notes) == list(range(LENGTH)), "nothing is read a second time"
+        # What was drawn since matters unless the state says what comes.
+        exact = kind in (HoldsGenerator, ItsDatasetHolds)
+        found[loader_type] = (batches, rest) if exact else (batches, [i for i, _ in rest])
+    assert found[DpexDataLoader] == found[StatefulDataLoader]
+
+
+class CountsEpochs(IterableDataset[Any]):
+    """Samples that name their epoch; a state between two epochs says which one comes."""
+
+    def __init__(self) -> None:
+        self.epoch = self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        while self.place < 6:
+            self.place += 1
+            yield self.epoch, first + (self.place - 1) * step
+        self.epoch += 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class CountsItself(CountsEpochs):
+    """Is its own iterator, and stays at the end until its next pass."""
+
+    epoch = -1
+
+    def __init__(self) -> None:
+        self.epoch, self.place = -1, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.place = 0
+        return self
+
+    def __next__(self) -> Any:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        if self.place == 6:
+            raise StopIteration
+        self.place += 1
+        return self.epoch, first + (self.place - 1) * step
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [CountsEpochs, CountsItself])
+def test_a_dataset_keeps_its_state_from_epoch_to_epoch(kind: Any, workers: int, place: int) -> None:
+    """In another process, too: a state is taken after epoch 0, or in the middle of epoch 1."""
+    arguments: dict[str, Any] = {
+        "batch_size": 2,
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "collate_fn": list,
+    }
+    torchs = DataLoader(kind(), **arguments)
+    epochs = [list(torchs) for _ in range(4)]
+    with DpexDataLoader(kind(), **arguments, **OURS) as loader:
+        assert list(loader) == epochs[0]
+        if place:
+            assert list(itertools.islice(loader, place)) == epochs[1][:place]
+        state = loader.state_dict()
+    with DpexDataLoader(kind(), **arguments, **OURS) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert list(loader) == epochs[1][place:]
+        assert [list(loader) for _ in range(2)] == epochs[2:]
+
+
+def test_other_workers_begin_without_the_states_of_those_that_were() -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "persistent_workers": True, "collate_fn": list}
+    with DpexDataLoader(CountsEpochs(), num_workers=2, **arguments, **OURS) as loader:
+        list(loader)
+        state = loader.state_dict()
+    with DpexDataLoader(CountsEpochs(), num_workers=1, **arguments, **OURS) as loader:
+        with pytest.warns(UserWarning, match="the datasets of 2 workers kept") as caught:
+            loader.load_state_dict(state)
+        batches = list(loader)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert batches == list(DataLoader(CountsEpochs(), num_workers=1, **arguments))
 
 
 class Deadly(Itself):
