@@ -107,7 +107,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._published_at = time.monotonic()
         self._job_key = job_key
         self._generation = generations.new()
-        self._settings = Settings.now()
+        self._settings = Settings.now(forks=loader._forks)
         self._restart_noted = False
         self._opening: Callable[[], RemoteRun] | None = None
         self._run: RemoteRun | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dpex import environment
+from dpex import environment, module_settings
 
 __all__ = ["Settings"]
 
@@ -29,6 +29,7 @@ class Settings:
         grad_enabled: Whether operations are recorded for autograd.
         inference_mode: Whether ``torch.inference_mode()`` holds.
         changes: What has changed in its environment since Ray was started.
+        modules: Values in modules that have changed since workers were forked from it.
     """
 
     working_directory: str
@@ -36,16 +37,22 @@ class Settings:
     grad_enabled: bool = True
     inference_mode: bool = False
     changes: environment.Changes = ((), None)
+    modules: module_settings.Changes = ()
 
     @classmethod
-    def now(cls) -> Settings:
-        """Return this thread's and this process's."""
+    def now(cls, *, forks: bool) -> Settings:
+        """Return this thread's and this process's.
+
+        Args:
+            forks: Whether torch's workers would be forks of this process.
+        """
         return cls(
             working_directory=str(Path.cwd()),
             default_dtype=torch.get_default_dtype(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             changes=environment.changes(),
+            modules=module_settings.changes() if forks else (),
         )
 
     def take_over(self) -> None:
@@ -55,6 +62,7 @@ class Settings:
         with contextlib.suppress(OSError):  # a node without that directory
             os.chdir(self.working_directory)
         environment.take_over(self.changes)
+        module_settings.take_over(self.modules)
 
     def gradients(self) -> AbstractContextManager[None]:
         """Record operations for autograd as the training process does."""

@@ -10,6 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
 from typing import Any
 
+import launch_config as config
+import PIL.ImageFile
 import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
@@ -63,7 +65,8 @@ class Told(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         mask = os.umask(0)
         os.umask(mask)
-        return os.environ.get("KIND"), os.environ.get("ROOT"), mask
+        switches = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, config.size, vars(config).get("name")
+        return os.environ.get("KIND"), os.environ.get("ROOT"), mask, *switches
 
 
 def settings_change() -> None:
@@ -82,6 +85,11 @@ def settings_change() -> None:
             os.environ.pop("ROOT", None)
             if root is not None:
                 os.environ["ROOT"] = root
+            PIL.ImageFile.LOAD_TRUNCATED_IMAGES = kind == "b"
+            config.size = len(kind)
+            vars(config).pop("name", None)
+            if kind != "b":
+                config.name = kind
             torchs, ours = [list(loader) for loader in loaders]
             assert ours == torchs, (persistent, ours, torchs)
     print("rank 0 reads what torch's loader reads", flush=True)

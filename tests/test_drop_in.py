@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 from dpex import DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
@@ -343,3 +344,25 @@ def test_workers_run_the_code_as_it_is_at_iter(how: str, own_modules: tuple[Any,
         helper.scaled.__code__ = doubled.__code__
     for _ in range(2):
         assert read() == expected
+
+
+# --- map-style DataPipes --------------------------------------------------------------------------
+
+
+def tripled(index: int) -> int:
+    return 3 * index
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_map_data_pipes_are_read_as_torch_reads_them(shuffle: bool) -> None:
+    numbers = SequenceWrapper(list(range(10)))
+    pipe = numbers.map(tripled).concat(numbers).zip(numbers.concat(numbers)).batch(3)
+
+    def read(make: Make) -> Any:
+        torch.manual_seed(5)
+        loader = make(pipe, batch_size=2, num_workers=2, shuffle=shuffle, collate_fn=list)
+        return [list(loader) for _ in range(2)]
+
+    torchs, ours = outcomes(read)
+    assert ours == torchs
+    assert sum(map(len, torchs[0])) == 7

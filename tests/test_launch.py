@@ -59,7 +59,7 @@ def test_warnings_may_be_errors() -> None:
 
 
 @pytest.mark.extended
-def test_the_environment_may_change_between_iterations() -> None:
+def test_the_settings_may_change_between_iterations() -> None:
     run("settings")
 
 

@@ -36,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dpex import module_settings
 from dpex.cluster.embedded import hold, load_ray, make_no_errors_of_rays_warnings
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
                 _serve(listener, our_life, token)
             os.close(our_life)
             hold(alive_end)
+            module_settings.remember()
         _address, _pid = f"{name}/{token}", pid
     return _address
 

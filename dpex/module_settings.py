@@ -1,0 +1,79 @@
+"""Settings that are values in modules, and change while workers live.
+
+``PIL.ImageFile.LOAD_TRUNCATED_IMAGES`` is one, and so is every number in a user's ``config.py``.
+torch forks its workers at ``iter()``, so they have the values of that moment.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["Changes", "changes", "remember", "take_over"]
+
+Changes = tuple[tuple[str, str, Any], ...]
+"""Modules, names in them, and values; ``GONE`` of one that has been deleted."""
+
+GONE = ("dpex", "no such name")
+
+_TYPES = (bool, int, float, complex, str, bytes, type(None))
+# What these keep in modules belongs to a process: whether it has begun something, and how often.
+_OF_PROCESSES = {
+    *sys.stdlib_module_names,
+    "dpex",
+    "ray",
+    "torch",
+    "numpy",
+    "pyarrow",
+    "__mp_main__",
+}
+
+# In the training process: names in modules, and their values, that its forks have inherited.
+_inherited: dict[str, tuple[set[str], dict[str, Any]]] = {}
+# In a worker process: what the values were that an iteration has changed.
+_original: dict[tuple[str, str], Any] = {}
+
+
+def remember() -> None:
+    """Note that workers are forks of this process as it is now."""
+    global _inherited
+    _inherited = {
+        name: (set(vars(module)), _settings(vars(module)))
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in _OF_PROCESSES and hasattr(module, "__dict__")
+    }
+
+
+def _settings(names: dict[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in list(names.items()) if type(v) in _TYPES and not n.startswith("__")}
+
+
+def changes() -> Changes:
+    """Return what has changed since ``remember`` was called; nothing if it never was."""
+    found = []
+    for module, (names, then) in _inherited.items():
+        # Asked for at every iter(), and nearly always there is no change.
+        now = getattr(sys.modules.get(module), "__dict__", {})
+        for name, value in then.items():
+            new = now.get(name, GONE)
+            if new is not value and new != value and (new is GONE or type(new) in _TYPES):
+                found.append((module, name, new))
+        if len(now) > len(names):
+            found += [(module, n, v) for n, v in _settings(now).items() if n not in names]
+    return tuple(found)
+
+
+def take_over(changes: Changes) -> None:
+    """Make changes of the training process in this worker, and undo those of another iteration."""
+    if not changes and not _original:
+        return
+    values = {(module, name): value for module, name, value in changes}
+    for place in {*values, *_original}:
+        module, name = place
+        names = getattr(sys.modules.get(module), "__dict__", {})
+        _original.setdefault(place, names.get(name, GONE))
+        value = values.get(place, _original[place])
+        if value == GONE:
+            names.pop(name, None)
+        else:
+            names[name] = value
