@@ -25,6 +25,7 @@ from cluster_programs import (
 )
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_runs import OURS, Points
 
 from dpex import DpexDataLoader, dataloader
@@ -64,6 +65,24 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     for step in (3, 8):
         rest = trainer_runs.lightning_checkpoints(trainer_runs.make_ours, tmp_path / "ours", step)
         assert rest == whole[step:], step
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("shared_ray")
+def test_lightning_forgets_a_loader_s_state_where_a_scheduler_asks_for_the_steps(
+    tmp_path: Path,
+) -> None:
+    """Lightning has made its iterator by then, and gives no loader its state: docs/trainers.md."""
+
+    def stateful(dataset: Any, **arguments: Any) -> Any:
+        return StatefulDataLoader(dataset, num_workers=0, **arguments)
+
+    for make in (stateful, trainer_runs.make_ours):
+        directory = tmp_path / make.__name__
+        whole = trainer_runs.lightning_checkpoints(make, directory, None, estimates=True)
+        rest = trainer_runs.lightning_checkpoints(make, directory, 3, estimates=True)
+        indices = [[step[1] for step in steps] for steps in (whole, rest)]
+        assert indices[1][:3] == indices[0][:3], "the epoch begins again"
 
 
 @pytest.fixture
@@ -130,6 +149,22 @@ def test_what_accelerate_makes_a_plain_loader_of_is_warned_of_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerator.prepare(make_loader())
+
+
+def test_a_loader_whose_indices_are_dealt_out_already_is_warned_of(
+    accelerator: accelerate.Accelerator,
+) -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(Points(), num_replicas=2, rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(accelerator, make_loader(sampler=sampler))  # one process deals nothing out
+    accelerator.state._shared_state["num_processes"] = 2
+    with pytest.warns(UserWarning, match="has a DistributedSampler, and Accelerate") as caught:
+        prepare(accelerator, make_loader(sampler=sampler))
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(accelerator, make_loader())
 
 
 @pytest.mark.parametrize("options", [{"distribute_mode": False}, {"num_workers": 0}])

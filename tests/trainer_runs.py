@@ -119,7 +119,7 @@ def train(model: nn.Module, optimizer: Any, batch: Any, backward: Any, seen: See
 # --- Lightning ------------------------------------------------------------------------------------
 
 
-def lightning_module(make: MakeLoader) -> Any:
+def lightning_module(make: MakeLoader, *, estimates: bool = False) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -140,6 +140,8 @@ def lightning_module(make: MakeLoader) -> Any:
             return make(Points(), batch_size=BATCH_SIZE)
 
         def configure_optimizers(self) -> Any:
+            if estimates:
+                assert self.trainer.estimated_stepping_batches == EPOCHS * -(-LENGTH // BATCH_SIZE)
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     return Module()
@@ -176,13 +178,22 @@ def lightning_overfit(make: MakeLoader, ranks: int, directory: Path) -> Report:
     return lightning_trainer(make, ranks, directory, overfit_batches=2)
 
 
-def lightning_checkpoints(make: MakeLoader, directory: Path, step: int | None) -> list[Any]:
-    """Return the training steps of a run that writes checkpoints, or that begins at one."""
+def lightning_checkpoints(
+    make: MakeLoader, directory: Path, step: int | None, *, estimates: bool = False
+) -> list[Any]:
+    """Return the training steps of a run that writes checkpoints, or that begins at one.
+
+    Args:
+        make: Makes a loader.
+        directory: Of the checkpoints.
+        step: After which to begin.
+        estimates: Whether the module asks how many steps there will be, as schedulers do.
+    """
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     torch.manual_seed(1)
-    module = lightning_module(make)
+    module = lightning_module(make, estimates=estimates)
     checkpoints = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = lightning.Trainer(devices=1, callbacks=[checkpoints], **LIGHTNING)
     loader = make(Points(), batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator())
@@ -288,7 +299,25 @@ def accelerate_train(make: MakeLoader, ranks: int, _: Path) -> Report:
 # --- transformers ---------------------------------------------------------------------------------
 
 
-def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
+class Texts(Points):
+    """Points with texts of several lengths, of which batches are made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= LENGTH:
+            raise IndexError(index)  # the sampler iterates over the dataset
+        return {**super().__getitem__(index), "input_ids": list(range(1 + index * 7 % 11))}
+
+
+def without_texts(samples: list[dict[str, Any]]) -> Any:
+    return default_collate([{k: v for k, v in s.items() if k != "input_ids"} for s in samples])
+
+
+def hf_rebalanced(make: MakeLoader, ranks: int, directory: Path) -> Report:
+    """The same, with batches of as many samples as their lengths allow, dealt out by themselves."""
+    return hf_trainer(make, ranks, directory / "rebalanced", "batch_rebalance")
+
+
+def hf_trainer(make: MakeLoader, ranks: int, directory: Path, strategy: str = "random") -> Report:
     """Train, then go on from a checkpoint in the middle of an epoch."""
     import transformers
 
@@ -330,12 +359,19 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
         remove_unused_columns=False,
         report_to="none",
         disable_tqdm=True,
+        train_sampling_strategy=strategy,
         **options,
     )
+    rebalances = strategy == "batch_rebalance"
+    dataset = Texts() if rebalances else Points()
 
     def make_trainer() -> Any:
         return (Ours if ours else Watching)(
-            Line(), arguments, train_dataset=Points(), eval_dataset=Points()
+            Line(),
+            arguments,
+            train_dataset=dataset,
+            eval_dataset=dataset,
+            data_collator=without_texts if rebalances else None,
         )
 
     trainer = make_trainer()
@@ -344,7 +380,7 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
     for _ in range(2):
         trainer.evaluate()
     if ranks == 1:
-        trainer.predict(Points())
+        trainer.predict(dataset)
     # The last checkpoint but one is in the middle of the last epoch.
     checkpoint = directory / kind / f"checkpoint-{trainer.state.global_step - 1}"
     make_trainer().train(resume_from_checkpoint=str(checkpoint))
@@ -364,7 +400,7 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path) -> Report:
 RUNS: dict[str, list[Callable[..., Report]]] = {
     "lightning": [lightning_trainer, lightning_overfit, lightning_fabric],
     "accelerate": [accelerate_train],
-    "transformers": [hf_trainer],
+    "transformers": [hf_trainer, hf_rebalanced],
 }
 
 

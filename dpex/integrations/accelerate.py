@@ -7,6 +7,7 @@ Accelerate's own.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import accelerate
@@ -43,6 +44,13 @@ def prepare(
     """
     loaders = [each for each in objects if _is_ours(each)]
     for loader in loaders:
+        if accelerator.num_processes > 1 and loader._source.distributed is not None:
+            warnings.warn(
+                f"the loader has a DistributedSampler, and Accelerate deals what that leaves for "
+                f"this rank out to {accelerator.num_processes} ranks once more: samples are left "
+                "out. Give the loader shuffle=True or a sampler of the whole dataset",
+                stacklevel=2,
+            )
         loader._is_accelerate_prepared = False  # said, and so not asked: no warning
     try:
         result = accelerator.prepare(*objects, device_placement=device_placement)
