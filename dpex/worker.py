@@ -6,7 +6,6 @@ Module-level state on purpose: torch and the user's code look for it where torch
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import random
 import sys
@@ -79,8 +78,6 @@ def settle_process(run: Run) -> None:
     run.settings.take_over()
     if torch.initial_seed is not _worker_initial_seed:
         torch.set_num_threads(1)
-        # What is loaded by now stays, so the collection after each pipeline need not look at it.
-        gc.freeze()
         _keep_freed_memory()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.initial_seed = torch.random.initial_seed = _worker_initial_seed

@@ -524,6 +524,10 @@ def _release(lane_key: str) -> None:
             del _stored_jobs[job_key]
     release_copies(lane_key)
     gc.collect()
+    with _keeping:
+        if not (_jobs_of or _at_work):
+            # What is left belongs to modules, and stays: the next collection need not look at it.
+            gc.freeze()
     give_back_memory()
 
 
