@@ -63,9 +63,8 @@ def test_the_settings_may_change_between_iterations() -> None:
     run("settings")
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks"), [("spawn", 2), pytest.param("pool", 1, marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("how", "ranks"), [("spawn", 2), ("pool", 1)])
 def test_the_script_s_own_classes_may_come_from_a_process_that_multiprocessing_started(
     how: str, ranks: int
 ) -> None:
