@@ -249,28 +249,24 @@ def short_report(
     Returns:
         Markdown.
     """
-    latest: dict[str, Sequence[Record]] = {}
+    present: dict[str, Any] = {}
+    latest: dict[str, dict[str, Any]] = {}
     for run in (records, *reversed(others)):
-        latest.setdefault(processors(run), run)
-    against_torch = [
-        {
-            name: part
-            for record in run
-            for name, part in comparisons(record)
-            if "torch" in part["dpex_over"]
-        }
-        for run in latest.values()
-    ]
+        for record in run:
+            against_torch = {n: p for n, p in comparisons(record) if "torch" in p["dpex_over"]}
+            if run is records:
+                present |= against_torch
+            latest[record["cpu"]] = against_torch | latest.get(record["cpu"], {})
     *first, ratio = heads
     columns = [*first, *(ratio.format(cpu=cpu) for cpu in latest)]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name, present in against_torch[0].items():
-        rates = [f"{present['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
+    for name, part in present.items():
+        rates = [f"{part['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
         ratios = [
             spread(parts[name]["dpex_over"]["torch"]) if name in parts else ""
-            for parts in against_torch
+            for parts in latest.values()
         ]
-        rows.append(f"| {' | '.join([present['title'], *rates, *ratios])} |")
+        rows.append(f"| {' | '.join([part['title'], *rates, *ratios])} |")
     return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
 
 
