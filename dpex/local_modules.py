@@ -21,6 +21,8 @@ __all__ = ["by_value", "changed", "installed_roots"]
 
 # The code in each module, and when its file was written, as an iteration that began first saw them.
 _seen: dict[str, tuple[float, dict[str, Any]]] = {}
+# Modules that are not the user's own.
+_others: dict[str, ModuleType] = {}
 
 
 def changed() -> bool:
@@ -46,11 +48,15 @@ def _written(file: str | None) -> float:
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in list(sys.modules.items()):
+        if _others.get(name) is module:
+            continue  # as nearly all are, at every iter()
         file = getattr(module, "__file__", None)
         if not (file and isinstance(module, ModuleType)) or name in ("__main__", "__mp_main__"):
             continue
         if name.partition(".")[0] != "dpex" and _is_local(file):
             yield name, module
+        else:
+            _others[name] = module
 
 
 def _code_in(names: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -97,6 +103,12 @@ def by_value() -> Iterator[None]:
 
 @functools.cache
 def _is_local(file: str) -> bool:
+    # Without a look at every file, which takes 0.1 s for all that torch imports.
+    for root in _named_roots():
+        if file.startswith(root):
+            if _is_link(root + file[len(root) :].partition(os.sep)[0]):
+                break
+            return False
     path = Path(file).resolve()
     # Some modules name a file that is none, such as torch.ops.
     source = path.suffix == ".py" and path.is_file()
@@ -104,13 +116,28 @@ def _is_local(file: str) -> bool:
 
 
 @functools.cache
+def _is_link(path: str) -> bool:
+    return Path(path).is_symlink()
+
+
+@functools.cache
 def _roots() -> list[Path]:
     return installed_roots()
 
 
+@functools.cache
+def _named_roots() -> list[str]:
+    """The same directories as the files of modules name them, longest first."""
+    names = {str(path) for path in _directories()} | {str(path) for path in _roots()}
+    return [name + os.sep for name in sorted(names, key=len, reverse=True)]
+
+
 def installed_roots() -> list[Path]:
     """Return the directories of the standard library and of installed distributions."""
+    return sorted({path.resolve() for path in _directories()})
+
+
+def _directories() -> set[Path]:
     paths = sysconfig.get_paths()
-    roots = {Path(paths[key]).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots |= {Path(p).resolve() for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
-    return sorted(roots)
+    found = {Path(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return found | {Path(p) for p in sys.path if p.endswith(("site-packages", "dist-packages"))}

@@ -80,6 +80,7 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
     global _address, _pid
     if _address is None and _can_fork():
         job = bequest()
+        module_settings.remember()  # afterwards every page that it reads would be copied
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("\0" + name)
@@ -98,7 +99,6 @@ def address(bequest: Callable[[], Pickled]) -> str | None:
                 _serve(listener, our_life, token)
             os.close(our_life)
             hold(alive_end)
-            module_settings.remember()
         _address, _pid = f"{name}/{token}", pid
     return _address
 
