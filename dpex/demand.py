@@ -88,7 +88,12 @@ class Demand(abc.ABC):
         self._indices.epoch.finish()
 
     def end_stream(self, batch: int, state: bytes | None = None) -> None:
-        """Take note that a stream has ended before a batch, and where it stands, if it says so."""
+        """Record a stream's end.
+
+        Args:
+            batch: The number that its next batch would have.
+            state: The packed state of the stream, if it has one.
+        """
         raise AssertionError(batch)
 
 
@@ -309,7 +314,12 @@ class StreamDemand(Demand):
         self.delivered += 1
 
     def end_stream(self, batch: int, state: bytes | None = None) -> None:
-        """Take note that a stream has ended before a batch, and where it stands, if it says so."""
+        """Record a stream's end.
+
+        Args:
+            batch: The number that its next batch would have.
+            state: The packed state of the stream, if it has one.
+        """
         end, worker = divmod(batch, self._workers)
         self._indices.epoch.end_stream(worker, state)
         known = self._ends[worker]

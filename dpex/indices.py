@@ -77,7 +77,7 @@ class Source:
 
     @property
     def dataset_state_between_epochs(self) -> Any:
-        """The same, where nothing is read: also of a stream that this process reads."""
+        """The dataset's state between two epochs, also of a stream that this process reads."""
         return None if self.streams and not self.in_process else state_of(self.dataset)
 
     @property
@@ -216,7 +216,7 @@ class Source:
             )
 
     def fitting(self, state: State) -> State:
-        """Return a state of no batch yet without what workers kept, if they were not as many."""
+        """Return the state, without those of workers' datasets if there were other workers."""
         known = state.stream_states
         if known is None or state.batches or len(known) == self.workers:
             return state

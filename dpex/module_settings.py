@@ -17,7 +17,7 @@ Changes = tuple[tuple[str, str, Any], ...]
 GONE = ("dpex", "no such name")
 
 _TYPES = (bool, int, float, complex, str, bytes, type(None))
-# What these keep in modules belongs to a process: whether it has begun something, and how often.
+# Values in these modules belong to one process, such as what it has initialised.
 _OF_PROCESSES = {
     *sys.stdlib_module_names,
     "dpex",

@@ -63,7 +63,7 @@ class PlainIter(_BaseDataLoaderIter):
 
 
 class _GoesOn(_BaseDataLoaderIter):
-    """What comes between the beginnings of torch's base class and of its iterators."""
+    """Loads a stream's state when torch's base class is set up, before the fetcher is made."""
 
     stream_state: StreamState | None = None
 

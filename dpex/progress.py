@@ -354,22 +354,22 @@ class EpochProgress:
         self.owner.delivered_from(self)
 
     def end_stream(self, worker: int, state: bytes | None) -> None:
-        """Take note that a worker's stream has ended.
+        """Record that a worker's stream has ended.
 
         Args:
-            worker: Whose.
-            state: Where it stands at its end, packed, if it can say so and has not said it before.
+            worker: The worker.
+            state: The packed state of the stream at its end; None if it has none, or was recorded.
         """
         if state is not None:
             self._states_at_end[worker] = state
 
     def read_here(self, fetcher: Any) -> None:
-        """Take note of the ``_IterableDatasetFetcher`` that reads the stream in this process."""
+        """Record the ``_IterableDatasetFetcher`` that reads the stream in this process."""
         self._fetcher = fetcher
 
     @property
     def states_at_end(self) -> tuple[StreamState | None, ...] | None:
-        """Where the datasets of the workers' streams begin the next epoch, if they can say so."""
+        """The states with which the workers' datasets begin the next epoch, if they have any."""
         states = self._unpacked(self._states_at_end)
         return states and tuple(state and state.at_end_of_epoch() for state in states)
 

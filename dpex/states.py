@@ -99,14 +99,14 @@ class StreamState:
         return state.packed()
 
     def at_end_of_epoch(self) -> StreamState:
-        """Return the state that the next epoch begins with, if this is the last of an epoch."""
+        """Return the state with which the next epoch begins, if this one has been read."""
         return replace(self, batches=0, epoch_over=True)
 
     def give_dataset(self, dataset: Any) -> None:
         """Let a dataset stand there, before its iterator is made."""
         state = self.dataset
         if state is None and self.epoch_over and has_state(dataset):
-            state = self.iterator  # the dataset's own, for it has no other
+            state = self.iterator  # which is the dataset itself
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state))
 

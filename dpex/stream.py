@@ -50,7 +50,7 @@ class _Stream:
     Args:
         copy: The worker's copy of the dataset.
         epoch: Of which epoch it is.
-        others: Copies to begin with in its place, as long as there is nothing to read.
+        others: Copies to read instead while they yield nothing.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class _Stream:
         return StreamState.of(self._fetcher, self.made)
 
     def state_at_end(self) -> bytes | None:
-        """Return the same when nothing is left; None if it has been asked for before."""
+        """Return the state once, when the stream has ended."""
         if self._end_told:
             return None
-        self._end_told = True  # also if the dataset cannot say so: that error comes once
+        self._end_told = True  # also if state_dict() raises, so that its error comes once
         return self.state
 
     @property
     def over_state(self) -> StreamState | None:
-        """Where its dataset begins the next epoch, if this one is over and it can say so."""
+        """The state with which its dataset begins the next epoch, if this one is over."""
         state = self.state if self._end_told else None
         return None if state is None else StreamState.unpacked(state).at_end_of_epoch()
 
@@ -262,10 +262,10 @@ def _begin(
     next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
     again, in another process, is the same. Generators that ``worker_init_fn`` seeded go on.
 
-    Some datasets begin every epoch where they were once told to stand. So one that was told goes no
-    further than its epoch: a new copy is told where the old one stands. Told at the end of an
-    epoch, some begin the next one, some find that nothing is left and begin then, and some never
-    do.
+    A dataset that has loaded a state may begin every later epoch at that state. So after such an
+    epoch the worker makes a new copy, and loads the state of the epoch's end into it. Some datasets
+    then begin the next epoch. Some yield nothing, and begin it at their second pass. Some yield
+    nothing again, and are replaced by a copy without a state.
     """
     before = _stream_in(slot)
     if before is not None and before.epoch != (run.epoch - 1, run.base_seed):
@@ -296,7 +296,7 @@ def _begin(
 def _others(
     copy: Copy[Job], slot: Slot, run: Run, read_job: Callable[[], Job]
 ) -> Iterator[Copy[Job]]:
-    """What to begin an epoch with where a copy that was told the end of the last has nothing."""
+    """Yield what to read when a copy with the state of an epoch's end yields nothing."""
     yield copy
     new = _new_copy(slot, run, read_job)
     new.stream = copy.stream

@@ -158,7 +158,7 @@ def test_epochs_after_one_that_went_on_are_whole(
 
 
 class Goes(Itself):
-    """Its iterator does not begin again where it is made, and every sample is drawn."""
+    """Its iterator goes on where the last one stopped."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -201,7 +201,7 @@ def test_without_workers_a_stream_goes_on_as_a_stateful_data_loader_s(
         loader.load_state_dict(state)
         rest = batches_of(loader)
         assert read(notes) == list(range(LENGTH)), "nothing is read a second time"
-        # What was drawn since matters unless the state says what comes.
+        # Without generators in the state, samples draw from what the process has drawn since.
         exact = kind in (HoldsGenerator, ItsDatasetHolds)
         found[loader_type] = (batches, rest) if exact else (batches, [i for i, _ in rest])
     assert found[DpexDataLoader] == found[StatefulDataLoader]

@@ -313,7 +313,7 @@ def without_texts(samples: list[dict[str, Any]]) -> Any:
 
 
 def hf_rebalanced(make: MakeLoader, ranks: int, directory: Path) -> Report:
-    """The same, with batches of as many samples as their lengths allow, dealt out by themselves."""
+    """The same, with a batch sampler that sizes batches by length and shares them out itself."""
     return hf_trainer(make, ranks, directory / "rebalanced", "batch_rebalance")
 
 

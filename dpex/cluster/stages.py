@@ -526,7 +526,7 @@ def _release(lane_key: str) -> None:
     gc.collect()
     with _keeping:
         if not (_jobs_of or _at_work):
-            # What is left belongs to modules, and stays: the next collection need not look at it.
+            # Every object that is left belongs to a module. Later collections skip all of them.
             gc.freeze()
     give_back_memory()
 
