@@ -199,6 +199,28 @@ def forks_that_fail() -> Any:
     return read(loader_of())[2]
 
 
+def a_server_that_never_answers() -> Any:
+    """As one whose import of a module never ends, say."""
+    from dpex.cluster import forkserver
+
+    def load_for_ever(_: Any, trainers_life: int, __: str) -> None:
+        forkserver._leave_the_trainer()
+        forkserver._end_with(trainers_life)
+        while True:
+            signal.pause()
+
+    forkserver._serve = load_for_ever
+    return read(loader_of())[2]
+
+
+def no_worker_program() -> Any:
+    """Every worker that Ray starts ends at once."""
+    from dpex.cluster import forked_worker
+
+    forked_worker.__file__ += ".gone"
+    return read(loader_of())[2]
+
+
 def killed() -> Any:
     loader = loader_of(persistent_workers=True)
     result = read(loader)[2]

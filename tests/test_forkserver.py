@@ -106,6 +106,32 @@ def test_ray_s_own_program_takes_the_place_of_a_fork_that_fails() -> None:
     assert outcomes_of("forks_that_fail") == [False]
 
 
+@pytest.mark.extended
+def test_a_server_that_never_answers_is_told_of_and_ray_starts_the_workers() -> None:
+    with workplace() as place:
+        scenario = "a_server_that_never_answers"
+        done = run_program(PROGRAM, scenario, place=place, seconds=PROGRAM_SECONDS)
+        assert json.loads(done.stdout) == [False], done.stdout + done.stderr
+        for step in ("the process that runs the pipeline", "the first of the batches"):
+            assert f"waiting for {step}" in done.stderr
+
+
+@pytest.mark.extended
+def test_a_wait_for_a_worker_that_never_starts_is_told_again_and_again() -> None:
+    with workplace() as place:
+        command = [sys.executable, str(PROGRAM), "no_worker_program"]
+        trainer = spawn(command, place, stderr=subprocess.PIPE)
+        assert trainer.stderr is not None
+        told = 0
+        while told < 2:
+            line = trainer.stderr.readline()
+            assert line, "the program has ended"
+            told += "waiting for the process that runs the pipeline" in line
+        trainer.kill()
+        trainer.wait()
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+
+
 def test_workers_end_with_a_trainer_that_is_killed() -> None:
     with workplace() as place:
         trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)

@@ -6,6 +6,7 @@ was to come from there, and for ever where that is the node of this process.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -15,6 +16,8 @@ from dpex.cluster.embedded import within
 from dpex.errors import ClusterError
 
 __all__ = ["Nodes"]
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
 # A head that does not answer so soon is Ray's affair: most often it ends this process in the end.
@@ -59,14 +62,27 @@ class Nodes:
             self._dead |= dead
 
     def answered(self, ref: ray.ObjectRef) -> Any:
-        """Return an actor's answer, however long it takes, as long as this process has a node.
+        """Return what this process's host answers, however long it takes, while the node lives.
+
+        The wait is logged after 10 s, 20 s, 40 s and so on.
 
         Raises:
             ClusterError: The node has died.
-            Exception: What the actor raised, or that it has died.
+            Exception: What the host raised, or that it has died.
         """
+        began = time.monotonic()
+        told_s = _LOOK_S
         while True:
             try:
                 return ray.get(ref, timeout=_LOOK_S)
             except ray.exceptions.GetTimeoutError:
                 self.look()
+            waited_s = time.monotonic() - began
+            if waited_s >= 2 * told_s:
+                told_s = waited_s
+                logger.warning(
+                    "waiting for the process that runs the pipeline, which Ray starts on this "
+                    "node: %.0f s by now. If it does not start, Ray's logs say why: raylet.out, "
+                    "and python-core-worker-*.log",
+                    waited_s,
+                )
