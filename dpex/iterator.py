@@ -355,7 +355,8 @@ class ClusterIter(_BaseDataLoaderIter):
     def _wait_for_batch(self) -> Entry:
         """Return the next batch, or what came in its place."""
         deadline = time.monotonic() + self._timeout if self._timeout else None
-        note_at, note_s = time.monotonic() + _SLOW_WAIT_S, _SLOW_WAIT_S
+        began = time.monotonic()
+        note_at, note_s = began + _SLOW_WAIT_S, _SLOW_WAIT_S
         while True:
             self._collect()
             batch = self._demand.choose(self._stash, in_order=self._loader_options.in_order)
@@ -394,6 +395,7 @@ class ClusterIter(_BaseDataLoaderIter):
                 note_s = min(2 * note_s, _MOST_NOTE_S)
                 note_at = time.monotonic() + note_s
                 logger.warning("%s", self._session.waiting_text())
+                self._session.check_still_possible(time.monotonic() - began)
 
     @property
     def _quiet_seen(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from cluster_programs.clusters import Cluster
 from living import Plain
 
 from dpex import DpexDataLoader
@@ -108,6 +109,41 @@ for options in ({"resources": {"decoder": 1}}, {"label_selector": {"disk": "fast
     except ClusterError as error:
         print(next(iter(options)), "is refused:", error)
 """
+
+
+WAITING = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from dpex import ClusterError, DpexDataLoader
+from dpex.cluster import session
+
+session._NODE_JOINS_S = 10
+loader = DpexDataLoader(TensorDataset(torch.arange(100)), 4, num_workers=2, distribute_mode=True,
+                        head_address=sys.argv[1], worker_options={"resources": {"decoder": 1}})
+try:
+    next(iter(loader))
+except ClusterError as error:
+    print("given up:", error)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.extended
+def test_a_cluster_is_given_time_to_get_such_a_node() -> None:
+    with workplace() as place:
+        cluster = Cluster(place)
+        cluster.add("--num-cpus=2")
+        program = place / "program.py"
+        program.write_text(WAITING)
+        done = run_program(
+            program, cluster.address, place=place, seconds=PROGRAM_SECONDS, **cluster.variables
+        )
+    assert "worker_options asks for {'decoder': 1, 'CPU': 1}" in done.stderr
+    assert "The loader waits until such a node joins" in done.stderr
+    assert "waiting for the first of the batches" in done.stderr
+    assert "given up: worker_options asks for {'decoder': 1, 'CPU': 1}" in done.stdout
+    assert "the cluster has no autoscaler" in done.stdout
 
 
 @pytest.mark.multiprocess

@@ -17,7 +17,9 @@ What they buy is speed and seclusion, never results:
 * an embedded Ray that is there in a second and takes workers from a fork server
   (public: three seconds, and every worker imports torch anew);
 * an embedded Ray that cannot be reached from other hosts
-  (public: it listens on all interfaces, for those who have its token).
+  (public: it listens on all interfaces, for those who have its token);
+* an error where workers ask a cluster without an autoscaler for what no node has
+  (public: the loader waits on, and says what for).
 
 ``DPEX_PUBLIC_RAY_ONLY=1`` forces the fallbacks; the tests run both.
 """
@@ -29,6 +31,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import mmap
 import os
@@ -69,6 +72,7 @@ __all__ = [
     "private_mappings",
     "random_ids_untouched",
     "reread_environment",
+    "starts_no_nodes",
     "tune_host_process",
     "untouched_random_ids",
     "upload_package",
@@ -862,6 +866,24 @@ def client_server() -> str | None:
     worker = getattr(ray.util.client.ray.get_context(), "client_worker", None)
     address = getattr(worker, "_conn_str", None)
     return address if isinstance(address, str) else None
+
+
+def starts_no_nodes() -> bool:
+    """Whether nodes join this cluster by hand alone; False where that is not known.
+
+    Without an autoscaler, Ray's monitor reports every node as a type of its own, ``node_<id>``.
+    """
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return False
+    try:
+        from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS))
+        types = status["autoscaler_report"]["node_type_mapping"]
+        return bool(types) and all(name == f"node_{node}" for node, name in types.items())
+    except Exception:  # no such name, no such status, or no answer
+        return False
 
 
 def reread_environment() -> None:

@@ -26,6 +26,7 @@ from dpex.cluster.embedded import free_cores, make_no_errors_of_rays_warnings, s
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
+from dpex.cluster.private import starts_no_nodes
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
 from dpex.errors import ClusterError, DatasetTooLargeError
@@ -55,6 +56,8 @@ _PIPELINE_LOST = (
 )
 # In this time Ray starts elsewhere what a dead node had to do, mostly.
 _NODE_REPLACED_S = 10.0
+# So long a loader waits for a node that has what its workers ask for, if nothing starts nodes.
+_NODE_JOINS_S = 300.0
 # A dataset that is larger is better built where it is read.
 _LARGE_BYTES = 100 << 20
 # Of this process's loaders, as they begin.
@@ -195,6 +198,25 @@ class Session:
         logger.warning(
             "worker_options asks for %s. The loader waits until such a node joins", lacking
         )
+
+    def check_still_possible(self, waited_s: float) -> None:
+        """Give up a wait for a node that has what a worker asks for.
+
+        Args:
+            waited_s: How long nothing has come.
+
+        Raises:
+            ClusterError: No node has it, none has joined for minutes, and the cluster has no
+                autoscaler that could start one.
+        """
+        if waited_s < _NODE_JOINS_S or not cluster_size()[1]:
+            return
+        lacking = unmet(self._options, ray.nodes())
+        if lacking is not None and starts_no_nodes():
+            raise ClusterError(
+                f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "
+                "and the cluster has no autoscaler. Ask for less, or add such a node"
+            )
 
     @property
     def alive(self) -> bool:
