@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,16 @@ pytestmark = [
 
 def run(how: str, *flags: str, ranks: int = 1, **variables: str) -> None:
     with workplace() as place:
-        done = run_program(
-            PROGRAM, how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("reads what torch's loader reads") == ranks
-        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+        run_in(place, PROGRAM, how, *flags, ranks=ranks, **variables)
+
+
+def run_in(
+    place: Path, program: Path, how: str, *flags: str, ranks: int = 1, **variables: str
+) -> None:
+    done = run_program(program, how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("reads what torch's loader reads") == ranks
+    wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,37 @@ def test_the_interpreter_may_have_any_flags(flags: tuple[str, ...]) -> None:
 @pytest.mark.extended
 def test_there_may_be_no_packages_of_the_user_s() -> None:
     run("alone", PYTHONNOUSERSITE="1")
+
+
+@pytest.mark.extended
+def test_the_script_may_be_a_module_that_is_run() -> None:
+    with workplace() as place:
+        shutil.copy(PROGRAM, place)
+        shutil.copy(PROGRAM.with_name("launch_config.py"), place)
+        run_in(place, Path(PROGRAM.stem), "alone", "-m")
+        program = place / "runs.py"
+        program.write_text(
+            f"import runpy\n\nrunpy.run_module({PROGRAM.stem!r}, alter_sys=True, "
+            "run_name='__main__')\n"
+        )
+        run_in(place, program, "alone")
+
+
+@pytest.mark.extended
+def test_the_script_may_lie_in_an_archive() -> None:
+    with workplace() as place:
+        archive = place / "program.pyz"
+        with zipfile.ZipFile(archive, "w") as file:
+            file.write(PROGRAM, "__main__.py")
+            file.write(PROGRAM.with_name("launch_config.py"), "launch_config.py")
+        run_in(place, archive, "alone")
+
+
+@pytest.mark.extended
+def test_accelerate_may_launch_the_script() -> None:
+    with workplace() as place:
+        launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
+        run_in(place, PROGRAM, "alone", *launcher)
 
 
 def test_warnings_may_be_errors() -> None:
