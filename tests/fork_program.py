@@ -199,6 +199,18 @@ def forks_that_fail() -> Any:
     return read(loader_of())[2]
 
 
+def no_fork() -> Any:
+    """As where the kernel promises no memory twice."""
+    fork = os.fork
+
+    def refuse() -> int:
+        os.fork = fork
+        raise OSError("Cannot allocate memory")
+
+    os.fork = refuse
+    return read(loader_of())[2]
+
+
 def a_server_that_never_answers() -> Any:
     """As one whose import of a module never ends, say."""
     from dpex.cluster import forkserver

@@ -102,6 +102,11 @@ def test_ray_starts_the_workers_when_the_server_has_gone() -> None:
     assert outcomes_of("without_server") == [[True, False]]
 
 
+@pytest.mark.extended
+def test_ray_starts_the_workers_where_the_process_cannot_be_forked() -> None:
+    assert outcomes_of("no_fork") == [False]
+
+
 def test_ray_s_own_program_takes_the_place_of_a_fork_that_fails() -> None:
     assert outcomes_of("forks_that_fail") == [False]
 

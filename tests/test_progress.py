@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dpex import DpexDataLoader
 
@@ -238,6 +239,25 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(kind: str, mode: str) 
             pieces = [*before[:-1], before[-1] + after[0], *after[1:]]
         got = [[content(b, draws=draws) for b in piece] for piece in pieces]
         assert got == whole, f"interrupted in epoch {epoch} after {batches} batches"
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_after_an_epoch_s_last_batch_nothing_is_left_of_it_as_in_torchdata(ours: bool) -> None:
+    """Which is why verl does not load such a state."""
+
+    def make() -> Any:
+        arguments: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
+        kind = DpexDataLoader if ours else StatefulDataLoader
+        return kind(DATASET, **arguments, **(OURS if ours else {}))
+
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(len(loader)):
+        next(iterator)
+    state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(state)
+    assert [len(list(loader)) for _ in range(2)] == [0, len(loader)]
 
 
 @pytest.mark.parametrize("first", MODES)
@@ -457,8 +477,6 @@ def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
 
 
 def test_torchdata_s_state_is_refused_with_its_keys() -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     state = StatefulDataLoader(DATASET, 4).state_dict()
     with pytest.raises(ValueError, match=r"version None.*_sampler_iter_yielded"):
         DpexDataLoader(DATASET, 4).load_state_dict(state)
