@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
 from typing import Any
 
-import launch_config as config
 import PIL.ImageFile
 import torch
 import torch.multiprocessing
@@ -63,6 +62,8 @@ class Told(Dataset[Any]):
         return 4
 
     def __getitem__(self, index: int) -> Any:
+        import launch_config as config
+
         mask = os.umask(0)
         os.umask(mask)
         switches = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, config.size, vars(config).get("name")
@@ -70,6 +71,8 @@ class Told(Dataset[Any]):
 
 
 def settings_change() -> None:
+    import launch_config as config  # not above: `python -I` finds nothing beside the script
+
     os.environ["KIND"] = "first"
     for persistent in (False, True):
         loaders = [
