@@ -158,7 +158,7 @@ def test_epochs_after_one_that_went_on_are_whole(
 
 
 class Goes(Itself):
-    """Its iterator goes on where the last one stopped."""
+    """Its ``__iter__`` continues where the last iterator stopped."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -231,8 +231,6 @@ class CountsEpochs(IterableDataset[Any]):
 
 class CountsItself(CountsEpochs):
     """Is its own iterator, and stays at the end until its next pass."""
-
-    epoch = -1
 
     def __init__(self) -> None:
         self.epoch, self.place = -1, 0

@@ -185,9 +185,7 @@ class Session:
         Raises:
             ClusterError: Ray runs on this host alone, and lacks it.
         """
-        if not self._options or not cluster_size()[1]:
-            return  # what the first node with a CPU will have nobody knows
-        lacking = unmet(self._options, ray.nodes())
+        lacking = self._lacking() if self._options else None
         if lacking is None:
             return
         if self._connection.kind == "embedded":
@@ -199,6 +197,12 @@ class Session:
             "worker_options asks for %s. The loader waits until such a node joins", lacking
         )
 
+    def _lacking(self) -> str | None:
+        """Say what a worker asks for that no node has; see ``unmet``."""
+        if not cluster_size()[1]:
+            return None  # what the first node with a CPU will have nobody knows
+        return unmet(self._options, ray.nodes())
+
     def check_still_possible(self, waited_s: float) -> None:
         """Give up a wait for a node that has what a worker asks for.
 
@@ -209,9 +213,7 @@ class Session:
             ClusterError: No node has it, none has joined for minutes, and the cluster has no
                 autoscaler that could start one.
         """
-        if waited_s < _NODE_JOINS_S or not cluster_size()[1]:
-            return
-        lacking = unmet(self._options, ray.nodes())
+        lacking = self._lacking() if waited_s >= _NODE_JOINS_S else None
         if lacking is not None and starts_no_nodes():
             raise ClusterError(
                 f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "
