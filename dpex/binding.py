@@ -4,8 +4,10 @@ torch makes all batches of a logical worker in one process, on one copy of the d
 only if the copy changes: a counter, a generator, an open file. An unchanged copy serves any logical
 worker as well as a new one does.
 
-The rule: a loader begins bound. dpex releases it if it has no ``worker_init_fn`` and its dataset
-and ``collate_fn`` pickle to the same bytes after the first batches as before them.
+The rule: a loader with a ``worker_init_fn`` is bound. Any other is watched: dataset and
+``collate_fn`` are pickled after each batch. It is released if the first batch of each logical
+worker has left the bytes as they were, and bound as soon as one has not. So no number of
+processors, and no time, decides which.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Binding(enum.Enum):
     """The one that made its first batch."""
 
     WATCHED = "watched"
-    """The same, until a batch has left its copy unchanged."""
+    """The one that makes the batch before; any process, if that has left its copy unchanged."""
 
     RELEASED = "released"
     """Any process, on a copy that all logical workers share there."""
@@ -80,6 +82,7 @@ class StateWatch:
         except Exception:  # an open file, say, which no other process can have
             return None
         finally:
+            self._looked_batches = self._batches
             ended = time.perf_counter()
             self._next_look = ended + (ended - started) / _LOOKING_SHARE
             self._next_batches = self._batches * _BATCHES_FACTOR
@@ -99,6 +102,6 @@ class StateWatch:
         Returns:
             Whether it is unchanged; False also if dpex cannot watch it.
         """
-        if self.seen_unchanged:
+        if self.seen_unchanged and self._batches > self._looked_batches:
             self.seen_unchanged = self._take() == self._digest
         return self.seen_unchanged

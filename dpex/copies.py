@@ -126,11 +126,12 @@ def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
         copy.pipeline = _pipeline
 
 
-def hand_over(slot: Slot) -> None:
+def hand_over(slot: Slot, *, watched: bool = False) -> None:
     """Give an empty slot a copy of the same iteration that no batch has changed, if there is one.
 
     Args:
-        slot: ``SHARED``, or a logical worker's; the latter gets none but the shared copy.
+        slot: ``SHARED``, or a logical worker's.
+        watched: Whether a logical worker may get another one's; else it gets none but the shared.
     """
     if slot in _copies:
         return
@@ -138,7 +139,7 @@ def hand_over(slot: Slot) -> None:
         found = [
             copy
             for other, copy in _copies.items()
-            if other[:2] == slot[:2] and SHARED in (slot[2], other[2])
+            if other[:2] == slot[:2] and (watched or SHARED in (slot[2], other[2]))
         ]
     for copy in found:
         if copy.watch is not None and copy.watch.look():

@@ -233,16 +233,17 @@ def _enter_worker(
     worker_id: int, run: Run, read_job: Callable[[], Job], binding: Binding, *, restarted: bool
 ) -> Copy[Job]:
     slot = (run.loader, run.generation, worker_id if binding.bound else SHARED)
-    hand_over(slot)
+    hand_over(slot, watched=binding is Binding.WATCHED)
     copy = copy_of(slot, read_job)
     job = copy.job
     if copy.init_error is not None:
         raise copy.init_error.with_traceback(copy.init_traceback)
     if not copy.initialised:
         copy.initialised = True
-        if binding is not Binding.ALWAYS:
+        if binding is Binding.ALWAYS:
+            copy.restarted = restarted
+        else:  # there was no state to lose
             copy.watch = StateWatch(job.dataset, job.collate_fn, *job.pickled_bytes)
-        copy.restarted = restarted
         if job.worker_init_fn is not None:
             show_worker(worker_id, run, job.dataset)
             try:

@@ -492,36 +492,85 @@ def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
 WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
 
 
-def test_workers_are_released_once_a_batch_has_left_its_copy_unchanged() -> None:
+def test_workers_are_released_when_all_first_batches_are_known() -> None:
     async def scenario(turns: Turns) -> None:
-        turns.parallel = 1
-        feed(turns, b"0", b"1", b"2", b"3")
-        first = await turns.next_chunk("a", 0, 0)
-        assert first == Assignment(b"0", 0, Binding.WATCHED)
-        turns.note_state("a", unchanged=True)
-        assert await turns.next_chunk("a", 1, 1) == Assignment(b"1", 1, Binding.RELEASED)
-        assert await turns.next_chunk("b", 0, 0) == Assignment(b"2", 0, Binding.RELEASED)
+        feed(turns, b"0a", b"1a", b"2a", b"3a")
+        feed(turns, b"0b", b"1b")
+        assert await turns.next_chunk("a", 0, 0) == Assignment(b"0a", 0, Binding.WATCHED)
+        await turns.next_chunk("b", 0, 0)
+        for place, payload in enumerate([b"2a", b"3a", b"0b"], 1):
+            turns.note_state("a", unchanged=True)
+            given = await turns.next_chunk("a", place, place)
+            assert given == Assignment(payload, place, Binding.WATCHED)
+        waiting = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "worker 1 has a batch under way"
+        turns.note_state("b", unchanged=True)
+        assert await waiting == Assignment(b"1b", 0, Binding.RELEASED)
 
     play(scenario, **WATCHED)
 
 
-def test_workers_are_released_when_all_first_batches_are_known() -> None:
+@pytest.mark.parametrize("unchanged", [True, False])
+def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
+    unchanged: bool,
+) -> None:
     async def scenario(turns: Turns) -> None:
-        turns.parallel = 2
-        feed(turns, b"0a", b"1a", b"2a", b"3a")
-        feed(turns, b"0b", b"1b")
+        feed(turns, b"0a", b"1a")
+        feed(turns, b"0b")
         await turns.next_chunk("a", 0, 0)
         await turns.next_chunk("b", 0, 0)
         turns.note_state("a", unchanged=True)
-        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.WATCHED)
-        turns.note_state("a", unchanged=True)
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
+        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
+        turns.note_state("b", unchanged=True)
+        feed(turns, b"0c", b"1b")
+        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.RELEASED)
+        waiting = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        turns.note_state("b", unchanged=True)
-        assert await waiting == Assignment(b"2a", 2, Binding.RELEASED)
+        # A task that begins again still has to report.
+        again = await turns.next_chunk("a", 0, 0)
+        assert again == Assignment(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
+        turns.note_state("a", unchanged=unchanged)
+        if unchanged:
+            assert await waiting == Assignment(b"0c", 0, Binding.RELEASED)
+        else:
+            assert await turns.next_chunk("a", 2, 2) == Assignment(b"0c", 2, Binding.ALWAYS)
+            waiting.cancel()
 
-    play(scenario, **WATCHED)
+    play(scenario, **{**WATCHED, "num_workers": 2})
+
+
+def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a")
+        feed(turns, b"0b", b"1b")
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.WATCHED)
+        turns.note_state("a", unchanged=True)
+        turns.note_state("b", unchanged=True)
+        feed(turns, b"0c")
+        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.RELEASED)
+        assert await turns.next_chunk("b", 2, 2) == Assignment(b"0c", 2, Binding.RELEASED)
+
+    play(scenario, **{**WATCHED, "num_workers": 2})
+
+
+def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0a", b"1a")
+        feed(turns, b"0b", b"0c")
+        await turns.next_chunk("a", 0, 0)
+        turns.note_state("a", unchanged=True)
+        await turns.next_chunk("b", 0, 0)
+        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
+        turns.note_state("b", unchanged=True)
+        turns.release()
+        feed(turns, b"0d")
+        assert await turns.next_chunk("b", 1, 1) is not None
+
+    play(scenario, **{**WATCHED, "num_workers": 2})
 
 
 def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
@@ -533,8 +582,9 @@ def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
         turns.note_state("a", unchanged=True)
         turns.note_state("b", unchanged=False)
         assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.ALWAYS)
-        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.ALWAYS)
-        assert await turns.next_chunk("c", 0, 0) == Assignment(b"2a", 0, Binding.ALWAYS)
+        assert await turns.next_chunk("a", 1, 1) == Assignment(b"2a", 1, Binding.ALWAYS)
+        # Its copy is as it was, so its worker may go on in another process, which has a new one.
+        assert await turns.next_chunk("c", 0, 0) == Assignment(b"0b", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
 

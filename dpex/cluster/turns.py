@@ -5,7 +5,7 @@ chunk costs one. So a task goes on as long as there are chunks, and waits a whil
 
 A bound logical worker lives in one process. The turn that was given its first chunk gets that
 worker's chunks and no others, and waits for them while the iterator lives (``binding.py``). Streams
-are always bound.
+are always bound. A watched one may move after each chunk that has left its copy unchanged.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ class Turns:
         self._waiting: deque[_Waiting] = deque()
         # Logical workers that have had a process, in this iteration or as long as they persist.
         self._placed: set[int] = set()
-        # Turns that make batches on copies of which nobody knows yet whether they change.
-        self._unreported: set[str] = set()
-        # Turns whose batches have left their copies unchanged.
-        self._unchanged: set[str] = set()
-        self._unchanged_since = math.inf
+        # Turns that make batches of which nobody knows yet whether they change their copies, and
+        # the logical worker of each.
+        self._unreported: dict[str, int] = {}
+        # Logical workers whose first batches have left their copies unchanged.
+        self._unchanged: set[int] = set()
         # When a task last asked, and whether any has come back for a second chunk.
         self._asked_at = math.inf
         self._warm = False
@@ -229,7 +229,6 @@ class Turns:
             self._asked_at = math.inf
             self._unreported.clear()
             self._unchanged.clear()
-            self._unchanged_since = math.inf
             if in_run and not self._persistent:
                 self._unbind()
         self.in_run = in_run
@@ -247,37 +246,27 @@ class Turns:
     def note_state(self, name: str, unchanged: bool) -> None:
         """Note whether a batch has left its copy as it was.
 
-        Workers are released when the first batches of all tasks that begin an iteration are known.
+        Until a batch changes its copy a logical worker is bound only while one of its batches is
+        made. Workers are released when the first batch of each of them has left its copy as it was.
 
         Args:
             name: Of the turn that made it.
             unchanged: Whether it has.
         """
         with self._lock:
-            self._unreported.discard(name)
+            self._unreported.pop(name, None)
+            turn = self._turns.get(name)
             if not unchanged:
                 self._binding = Binding.ALWAYS
-                turn = self._turns.get(name)
                 if turn and not turn.workers and turn.last_worker not in self._bound_workers():
                     self._bind(turn, turn.last_worker)  # whose state its process has now
-            elif self._binding is Binding.WATCHED:
-                self._unchanged.add(name)
-                self._unchanged_since = min(self._unchanged_since, time.monotonic())
-                self._release_workers()
+            elif turn and self._binding is not Binding.ALWAYS:
+                turn.workers.discard(turn.last_worker)
+                self._placed.discard(turn.last_worker)
+                self._unchanged.add(turn.last_worker)
+                if len(self._unchanged) == self._num_workers:
+                    self._binding = Binding.RELEASED
             self._hand_out()
-
-    def _release_workers(self) -> None:
-        """Release the logical workers, if the first batches of all tasks are known.
-
-        Until then a task makes batches of its own worker. One that waits for a CPU for long does
-        not count.
-        """
-        if self._binding is not Binding.WATCHED or self._unreported or not self._unchanged:
-            return
-        all_known = len(self._unchanged) >= min(self.parallel, self._num_workers)
-        if all_known or time.monotonic() - self._unchanged_since >= _PROCESS_STARTS_S:
-            self._binding = Binding.RELEASED
-            self._unbind()
 
     def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
         """Append a chunk.
@@ -341,6 +330,10 @@ class Turns:
                 self._begun += 1
                 self._forget_over()
             self._idle.pop(name, None)
+            if place >= turn.given:
+                self._unreported.pop(name, None)  # such a batch was given up, or could not begin
+                if not self._bound:
+                    turn.workers.clear()
             if place < turn.given:
                 self._count_start(turn, place)
                 kept = max(0, place - turn.given + len(turn.chunks))
@@ -350,7 +343,7 @@ class Turns:
                 return Assignment(
                     turn.chunks[kept],
                     place,
-                    self._binding,
+                    self._binding_of(turn),
                     again=True,
                     restarted=bool(turn.workers) and not kept,
                     skipped_blocks=skipped,
@@ -365,7 +358,12 @@ class Turns:
             return None
         turn.blocks[-1] = max(turn.blocks[-1], blocks)
         restarted, turn.restarted = turn.restarted, False
-        return Assignment(turn.chunks[-1], place, self._binding, restarted=restarted)
+        return Assignment(turn.chunks[-1], place, self._binding_of(turn), restarted=restarted)
+
+    def _binding_of(self, turn: _Turn) -> Binding:
+        """Return the binding of the chunk that a turn has: it reports as it was to report."""
+        released = self._binding is Binding.RELEASED
+        return Binding.WATCHED if released and turn.name in self._unreported else self._binding
 
     def _count_start(self, turn: _Turn, place: int) -> None:
         turn.starts += place == 0
@@ -380,7 +378,6 @@ class Turns:
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
             with self._lock:
-                self._release_workers()
                 self._hand_out()
                 waited_s = time.monotonic() - idle_since
                 if name not in self._idle or waited_s < self._patience_s(turn):
@@ -454,8 +451,8 @@ class Turns:
                 self._asked_at = time.monotonic()
                 if self._bound and chunk.worker not in turn.workers:
                     self._bind(turn, chunk.worker)
-                if self._binding is Binding.WATCHED and turn.name not in self._unchanged:
-                    self._unreported.add(turn.name)
+                if self._binding is Binding.WATCHED:
+                    self._unreported[turn.name] = chunk.worker
                 turn.last_worker = chunk.worker
         elif self._releasing:
             turn.over = True
@@ -468,7 +465,9 @@ class Turns:
         if self._held_back(turn):
             return None
         if not self._bound:
-            return 0 if self._waiting else None
+            unknown = self._unreported.values()
+            fitting = (i for i, chunk in enumerate(self._waiting) if chunk.worker not in unknown)
+            return next(fitting, None)
         taken = self._bound_workers() if not turn.workers else ()
         for place, chunk in enumerate(self._waiting):
             if chunk.worker in turn.workers or not (turn.workers or chunk.worker in taken):
@@ -536,6 +535,7 @@ class Turns:
     def release(self) -> None:
         """End the turns of the tasks that wait: one has failed for good."""
         with self._lock:
+            self._unreported.clear()
             if self._bound:
                 # No task would make the chunks of its worker. The reader learns what is lost when
                 # no task runs, so bound turns end. Workers without a turn can still begin.
