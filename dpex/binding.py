@@ -37,7 +37,7 @@ class Binding(enum.Enum):
     """The one that made its first batch."""
 
     WATCHED = "watched"
-    """The one that makes the batch before; any process, if that has left its copy unchanged."""
+    """The one that made the batch before; any process, if that has left its copy unchanged."""
 
     RELEASED = "released"
     """Any process, on a copy that all logical workers share there."""

@@ -113,7 +113,7 @@ def test_state_is_torch_s_on_two_nodes(part: int) -> None:
 
 @pytest.mark.extended
 def test_state_is_torch_s_where_workers_take_turns_on_two_nodes() -> None:
-    # The first task alone has decided about binding when it was free to: no number of CPUs may.
+    # With one CPU a node, few first batches are made at once. These must not decide for all.
     odd = [("counter of odd batches", 5, persistent) for persistent in (False, True)]
     others = [c for c in FULL if c[1] == 5 and c not in odd]
     read_on_two_nodes(odd + others[::5], cpus=1)

@@ -330,10 +330,6 @@ class Turns:
                 self._begun += 1
                 self._forget_over()
             self._idle.pop(name, None)
-            if place >= turn.given:
-                self._unreported.pop(name, None)  # such a batch was given up, or could not begin
-                if not self._bound:
-                    turn.workers.clear()
             if place < turn.given:
                 self._count_start(turn, place)
                 kept = max(0, place - turn.given + len(turn.chunks))
@@ -348,6 +344,9 @@ class Turns:
                     restarted=bool(turn.workers) and not kept,
                     skipped_blocks=skipped,
                 )
+            self._unreported.pop(name, None)  # such a batch was given up, or could not begin
+            if not self._bound:
+                turn.workers.clear()
             if turn.over or self._advance(turn):
                 self._tell(turn)  # an attempt before this one may have waited
             else:
