@@ -216,7 +216,8 @@ def test_a_task_too_many_ends() -> None:
 # --- other trainers on the cluster ----------------------------------------------------------------
 
 
-def test_none_is_started_while_those_of_others_wait() -> None:
+@pytest.mark.parametrize("binding", [Binding.RELEASED, Binding.WATCHED])
+def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, *[b"chunk"] * 9)
         turns.note_others(Others(wait=True, room=0))
@@ -239,7 +240,7 @@ def test_none_is_started_while_those_of_others_wait() -> None:
         turns.note_others(None)
         assert turns.wanted(3) == 1  # four at once
 
-    play(scenario)
+    play(scenario, binding=binding, num_workers=9)
 
 
 def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

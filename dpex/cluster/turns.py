@@ -579,8 +579,9 @@ class Turns:
                 wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
                 # Batches are needed in order: fewer processes that start at once are ready sooner.
                 wanted = min(wanted, self.starting)
-            elif self._others is not None:
-                # With one running already it would have to start another process.
+            if self._binding is not Binding.ALWAYS and self._others is not None:
+                # One task can make all batches. A second one would have to start another process,
+                # and the others' tasks would wait for it.
                 next_one = not active and not self._others.wait
                 wanted = min(wanted, max(self._others.room, int(next_one)))
             room = self._most_tasks - active
@@ -612,7 +613,7 @@ class Turns:
         Args:
             active: As for ``wanted``.
         """
-        if self._bound:
+        if self._binding is Binding.ALWAYS:
             return active < self._most_tasks
         room = self.parallel if self._others is None or not active else self._others.room
         not_begun = self._started - self._begun
