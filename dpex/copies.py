@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from dpex.seeding import Habits, WorkerGenerators
 
 if TYPE_CHECKING:
-    from dpex.binding import StateWatch
+    from dpex.state_watch import StateWatch
 
 __all__ = [
     "Copy",

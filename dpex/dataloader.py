@@ -79,7 +79,7 @@ class DpexDataLoader(DataLoader[T_co]):
             which this host is a node. ``"ray://host:port"``: that one, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
-            ``fallback_strategy``, ``scheduling_strategy``, ``runtime_env``.
+            ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
         prefetch_bytes: Bytes of batches that may be under way beyond ``prefetch_factor``.
         on_error: ``"raise"`` passes an error in a sample on to the training loop; ``"skip"`` leaves
             the sample out of its batch, which is smaller then, or out of the epoch if it had no

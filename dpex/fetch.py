@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data._utils.collate import default_collate
 
 from dpex.batch_memory import BatchMemory
-from dpex.binding import Binding, StateWatch
+from dpex.binding import Binding
 from dpex.copies import SHARED, Copy, copy_of, forget_copy, hand_over, keep_copy
 from dpex.costs import Costs, count, noted, spent
 from dpex.failures import Failures, NothingLeft
@@ -18,6 +18,7 @@ from dpex.frame import Entry
 from dpex.pickling import Pickled, dump
 from dpex.reading import reads_batches
 from dpex.seeding import sample_seed, seed_generators, seeds_offered, stream_key
+from dpex.state_watch import StateWatch
 from dpex.worker import (
     At,
     Cancelled,
@@ -192,6 +193,8 @@ def fetch_chunk(
                 costs.late_changes += binding is Binding.RELEASED
                 binding = Binding.ALWAYS
         yield entry, costs
+        value = None
+        del entry  # whoever has it may let its memory go
         if cancelled():
             return
 

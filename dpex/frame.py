@@ -64,6 +64,7 @@ class Frame:
         entries: The batches, in order.
         costs: What the batches took in the workers.
         size_bytes: Bytes of the block.
+        origin: The task that made it, and the process; empty where nobody asks.
     """
 
     run: str
@@ -71,6 +72,7 @@ class Frame:
     entries: list[Entry]
     costs: Costs
     size_bytes: int
+    origin: tuple[str, str]
 
 
 def _binary_column(data: Any, size: int) -> pa.Array:
@@ -88,10 +90,19 @@ class FrameWriter:
         run: Identity of the iteration that they belong to.
         chunk: Number of their chunk.
         costs: What they took before.
+        origin: The task that makes it, and the process.
     """
 
-    def __init__(self, run: str, chunk: int, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        chunk: int,
+        costs: Costs | None = None,
+        *,
+        origin: tuple[str, str] = ("", ""),
+    ) -> None:
         self._run = run
+        self._origin = origin
         self._chunk = chunk
         self._clear()
         self._costs.add(costs or Costs())
@@ -140,6 +151,7 @@ class FrameWriter:
             (
                 self._run,
                 self._chunk,
+                self._origin,
                 self._costs.plain(),
                 [
                     (replace(e, value=None), e.value.head, e.value.slots, places)
@@ -174,7 +186,7 @@ def read_frame(table: pa.Table) -> Frame:
     Args:
         table: A block as ``FrameWriter.table`` made it.
     """
-    run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
+    run, chunk, origin, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     entries = []
     for entry, head, slots, places in rows:
@@ -183,7 +195,7 @@ def read_frame(table: pa.Table) -> Frame:
             for column, start, size in places
         ]
         entries.append(replace(entry, value=Pickled(head, buffers, *slots)))
-    return Frame(run, chunk, entries, Costs(*costs), table.nbytes)
+    return Frame(run, chunk, entries, Costs(*costs), table.nbytes, origin)
 
 
 def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:

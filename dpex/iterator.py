@@ -28,7 +28,7 @@ from dpex.raising import KeptError, reraise
 from dpex.seeding import generators_kept
 from dpex.settings import Settings
 from dpex.stats import Meter
-from dpex.under_way import Sent, described, joined_streams, lost_error
+from dpex.under_way import BLOCK_LOST, Sent, described, joined_streams, lost_error
 from dpex.worker import Run
 
 if TYPE_CHECKING:
@@ -271,7 +271,6 @@ class ClusterIter(_BaseDataLoaderIter):
                 parallel=self._planner.parallel,
                 starting=self._planner.free_cores,
                 one_by_one=one_by_one,
-                hurried=not self._stash,
             )
         except SerializationError as error:
             for chunk in chunks:
@@ -496,6 +495,9 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _send_one_by_one(self, lost: list[Sent]) -> None:
         self._draining = False
+        if self._errors and all(error.startswith(BLOCK_LOST) for error in self._errors):
+            self._make_again(lost)
+            return
         reason = "; ".join(dict.fromkeys(self._errors)) or "no reason known"
         self._errors = []
         no_room = _NO_ROOM in reason
@@ -531,6 +533,18 @@ class ClusterIter(_BaseDataLoaderIter):
         for sent in again_alone:
             self._send_again(list(sent.rest()), alone=True, tries=sent.tries, one_by_one=no_room)
 
+    def _make_again(self, lost: list[Sent]) -> None:
+        """Have batches made again that went with the process that had made them."""
+        self._losses += 1
+        if self._losses == _MOST_LOSSES:
+            self._fail(None)
+        batches = sum(len(sent.missing) for sent in lost)
+        logger.warning("blocks were lost with a worker process; %d batches are made again", batches)
+        self._errors = []
+        self.meter.retries += batches
+        for sent in joined_streams(lost):
+            self._send_again(list(sent.rest()), alone=sent.alone, tries=sent.tries)
+
     def _go_on_elsewhere(self) -> None:
         """Have a new pipeline make the batches under way, where the old one was lost.
 
@@ -540,6 +554,7 @@ class ClusterIter(_BaseDataLoaderIter):
         """
         assert self._run is not None
         failure = self._run.failure()
+        self._errors.extend(self._run.receiver.take_errors())
         self._losses += 1
         if not self._run.lost or not self._session.alive or self._losses == _MOST_LOSSES:
             self._fail(failure)

@@ -9,7 +9,10 @@ from dataclasses import replace
 from dpex.errors import ChunkLostError
 from dpex.fetch import Chunk
 
-__all__ = ["Sent", "described", "joined_streams", "lost_error"]
+__all__ = ["BLOCK_LOST", "Sent", "described", "joined_streams", "lost_error"]
+
+BLOCK_LOST = "a block was lost"
+"""With what the errors of a block begin that went with the process that had made it."""
 
 
 def described(chunk: Chunk, batch: int) -> str:

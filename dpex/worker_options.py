@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -19,6 +20,10 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "runtime_env": (Mapping, "a dict"),
     "scheduling_strategy": (object, ""),
 }
+# The label that Ray gives each node.
+_NODE_LABEL = "ray.io/node-id"
+# From the warning to the user's call of the loader's constructor.
+_USERS_CALL = 5
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # Ray's values of a label selector: one of several, any but one, any but several.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
@@ -53,6 +58,28 @@ def check(options: Any) -> None:
     for name, amount in _amounts(options).items():
         if amount < 0:
             raise ValueError(f"worker_options asks for {amount} of {name!r}; it must be >= 0")
+    if options.get("scheduling_strategy") is not None:
+        _warn_of_strategy(options["scheduling_strategy"])
+
+
+def _warn_of_strategy(strategy: Any) -> None:
+    """Say what to pass in place of a scheduling strategy, for which Ray Data has no option."""
+    if isinstance(strategy, str):
+        instead = "Leave it out: Ray Data spreads tasks by itself"
+    elif (node := getattr(strategy, "node_id", None)) is not None:
+        instead = f"Pass label_selector={ {_NODE_LABEL: node} }"
+        if getattr(strategy, "soft", False):
+            instead += f", fallback_strategy=[{ {'label_selector': {_NODE_LABEL: '!' + node}} }]"
+    elif hasattr(strategy, "hard"):
+        instead = "Pass the same labels as label_selector, and soft ones as fallback_strategy"
+    else:
+        instead = "Give the nodes a label, and pass it as label_selector"
+    warnings.warn(
+        f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray 2.64 takes none "
+        f"for one stage. {instead}",
+        DeprecationWarning,
+        stacklevel=_USERS_CALL,
+    )
 
 
 def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:

@@ -11,7 +11,6 @@ from living import AlwaysKills, DividesByZero, Plain, read_past_errors
 from torch.utils.data import DataLoader
 
 from dpex import ChunkLostError, DpexDataLoader
-from dpex.cluster.private import fast_executor_available
 from dpex.transforms import MappedDataset, Stage
 
 
@@ -19,9 +18,8 @@ def double(value: torch.Tensor) -> torch.Tensor:
     return value * 2
 
 
-def main(fast: bool) -> None:
+def main() -> None:
     """Iterate, break, fail and recover; raises where something is wrong."""
-    assert fast_executor_available() is fast, "the wrong way was taken"
     options = {"batch_size": 10, "num_workers": 2, "distribute_mode": True, "head_address": "local"}
     for persistent in (False, True):
         epochs = []
@@ -55,4 +53,4 @@ def main(fast: bool) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(fast=sys.argv[1] == "fast")
+    main()

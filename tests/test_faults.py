@@ -230,7 +230,7 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     next(iterator)
     receiver = iterator._run.receiver
     wait_until(lambda: receiver.quiet_at == iterator._sent, 30, "end of all chunks")
-    ask_host(loader, lambda host: host._note_error("a full disk"))
+    ask_host(loader, lambda host: [lane.note_error("a full disk") for lane in host._opened()])
     wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
     assert len(list(iterator)) == 3
 
@@ -298,8 +298,10 @@ def test_a_dataset_larger_than_the_object_store_says_both_sizes(
 
 
 def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
+    with pytest.warns(DeprecationWarning, match="scheduling_strategy"):
+        loader = loader_of(Plain(), worker_options={"scheduling_strategy": "nowhere"})
     with pytest.raises(RuntimeError, match="scheduling_strategy"):
-        next(iter(loader_of(Plain(), worker_options={"scheduling_strategy": "nowhere"})))
+        next(iter(loader))
 
 
 def test_workers_that_cannot_be_set_up_are_an_error() -> None:

@@ -194,6 +194,17 @@ assert "ray" not in sys.modules
     )
 
 
+def test_the_host_and_the_stage_that_starts_tasks_do_not_load_torch() -> None:
+    run_python(
+        """
+import sys
+import dpex.cluster.host
+import dpex.cluster.stages
+assert "torch" not in sys.modules
+"""
+    )
+
+
 def test_the_command_line_waits_for_nothing() -> None:
     run_python(
         """

@@ -14,7 +14,5 @@ PROGRAM = Path(__file__).with_name("public_ray_program.py")
 @pytest.mark.extended
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
-        done = run_program(
-            PROGRAM, "public", place=place, seconds=PROGRAM_SECONDS, DPEX_PUBLIC_RAY_ONLY="1"
-        )
+        done = run_program(PROGRAM, place=place, seconds=PROGRAM_SECONDS, DPEX_PUBLIC_RAY_ONLY="1")
         assert "all as it should be" in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]

@@ -22,11 +22,21 @@ BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
 def play(scenario: Scenario, **options: Any) -> None:
     async def run() -> None:
-        turns = Turns(asyncio.get_running_loop(), on_wanted=lambda: None, **options)
+        turns = Turns(asyncio.get_running_loop(), lambda: None, **options)
         turns.parallel = turns.starting = 4
         await scenario(turns)
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def start_tasks(turns: Turns) -> int:
+    """Start the tasks that are wanted now; returns how many."""
+    asking = asyncio.ensure_future(turns.more_tasks(turns.started))
+    await asyncio.sleep(0)
+    if asking.done():
+        return asking.result() or 0
+    asking.cancel()
+    return 0
 
 
 def feed(turns: Turns, *payloads: bytes, alone: bool = False) -> None:
@@ -82,12 +92,15 @@ def test_a_task_is_not_begun_for_ever() -> None:
                 assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
 
         feed(turns, b"0", b"1", b"2")
-        await begin(turns_module._MAX_STARTS)
+        await begin(turns_module.MAX_DEATHS)
         assert payload_of(await turns.next_chunk("a", 1, 1)) == b"1"  # it comes on
-        await begin(turns_module._MAX_STARTS - 1)
-        with pytest.raises(MemoryError, match="died 6 times in a row"):
+        await begin(turns_module.MAX_DEATHS - 1)
+        with pytest.raises(MemoryError, match="died 4 times in a row"):
             await turns.next_chunk("a", 0, 0)
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"2"
+        assert turns.at_work
+        assert await turns.next_chunk("b", 1, 0) is None
+        assert turns.quiet_at == 3
 
     play(scenario)
 
@@ -159,42 +172,88 @@ def test_an_iteration_that_begins_waits_for_no_task_to_start(
 
 def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
     async def scenario(turns: Turns) -> None:
-        assert turns.wanted(0) == 0
+        assert await start_tasks(turns) == 0
         feed(turns, b"0", b"1")
-        assert turns.wanted(0) == 2
-        turns.started(2)
-        assert turns.wanted(2) == 0  # they have not asked yet
+        assert await start_tasks(turns) == 2
+        assert await start_tasks(turns) == 0  # they have not asked yet
         await turns.next_chunk("a", 0, 0)
-        assert turns.wanted(2) == 0
+        assert await start_tasks(turns) == 0
         await turns.next_chunk("b", 0, 0)
         feed(turns, *[b"more"] * 9)
-        assert turns.wanted(2) == 2  # four at once
-        turns.started()
-        assert turns.wanted(0) == 4  # the one that never asked is known to be gone
+        assert await start_tasks(turns) == 2  # four at once
 
     play(scenario)
 
 
-def test_tasks_that_fail_before_they_ask_use_up_the_chunks() -> None:
+def test_who_starts_the_tasks_may_begin_again() -> None:
     async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1", b"2")
-        for left in (1, 0):
-            turns.started(turns.wanted(0) - left)
-        assert turns.wanted(0) == 0
-        assert turns.all_ended() == 3
+        feed(turns, b"0", b"1")
+        assert await turns.more_tasks(0) == 2
+        assert await turns.more_tasks(0) == 2, "its process has died"
+        waiting = asyncio.ensure_future(turns.more_tasks(2))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await turns.next_chunk("a", 0, 0)
+        await turns.next_chunk("b", 0, 0)
+        feed(turns, b"2")
+        assert await waiting == 1
+        waiting = asyncio.ensure_future(turns.more_tasks(3))
+        await asyncio.sleep(0)
+        turns.close()
+        assert await waiting is None
 
     play(scenario)
 
 
-def test_nothing_is_quiet_while_chunks_wait() -> None:
+def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0")
-        assert turns.all_ended() is None
-        await turns.next_chunk("a", 0, 0)
+        assert turns.quiet_at == 0
+        await turns.next_chunk("a", 0, 0, "process")
         assert turns.at_work
-        assert turns.all_ended() == 1  # its task has died
+        # It asks before its second block has been stored.
+        turns.delivered("a", "process")
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 2, "process"))
+        await asyncio.sleep(0)
         assert not turns.at_work
-        assert await turns.next_chunk("a", 1, 1) is None
+        assert turns.quiet_at == 0
+        turns.delivered("a", "another process")
+        assert turns.quiet_at == 0
+        turns.delivered("a", "process")
+        assert turns.quiet_at == 1
+        turns.close()
+        assert await waiting is None
+
+    play(scenario)
+
+
+def test_blocks_of_a_process_that_has_died_are_not_waited_for() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        await turns.next_chunk("a", 0, 0, "first")
+        assert await turns.next_chunk("a", 1, 3, "first") is None
+        assert payload_of(await turns.next_chunk("a", 0, 0, "second")) == b"0"
+        for _ in range(3):
+            turns.delivered("a", "first")
+        assert turns.quiet_at == 0
+        turns.delivered("a", "second")
+        assert await turns.next_chunk("a", 1, 1, "second") is None
+        assert turns.quiet_at == 1
+
+    play(scenario)
+
+
+def test_blocks_of_another_iteration_are_not_waited_for() -> None:
+    async def scenario(turns: Turns) -> None:
+        feed(turns, b"0")
+        await turns.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 9))  # it was cancelled
+        await asyncio.sleep(0)
+        turns.begin(in_run=True)
+        feed(turns, b"1")
+        assert payload_of(await waiting) == b"1"
+        assert await turns.next_chunk("a", 2, 0) is None
+        assert turns.quiet_at == 2
 
     play(scenario)
 
@@ -202,12 +261,12 @@ def test_nothing_is_quiet_while_chunks_wait() -> None:
 def test_a_task_too_many_ends() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0", b"1", b"2")
+        assert await start_tasks(turns) == 3
         await turns.next_chunk("a", 0, 0)
         await turns.next_chunk("b", 0, 0)
-        turns.parallel = 1
-        assert turns.wanted(2) == 0
+        turns.parallel = 2
         assert await turns.next_chunk("a", 1, 1) is None
-        assert turns.wanted(1) == 0
+        assert await start_tasks(turns) == 0
         assert payload_of(await turns.next_chunk("b", 1, 1)) == b"2"
 
     play(scenario)
@@ -221,24 +280,20 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, *[b"chunk"] * 9)
         turns.note_others(Others(wait=True, room=0))
-        assert turns.wanted(0) == 0
-        turns.note_others(Others(wait=False, room=0))
-        assert turns.wanted(0) == 1
+        assert await start_tasks(turns) == 0
         assert not turns.waits
-        turns.started()
+        turns.note_others(Others(wait=False, room=0))
+        assert await start_tasks(turns) == 1
         assert turns.waits
-        assert turns.wanted(1) == 0
+        assert await start_tasks(turns) == 0
         await turns.next_chunk("a", 0, 0)
         assert not turns.waits
-        assert turns.wanted(1) == 0  # it has one
+        assert await start_tasks(turns) == 0  # it has one
         turns.note_others(Others(wait=True, room=2))  # there are free CPUs
-        assert turns.wanted(1) == 2
-        assert turns.may_want(1)
-        turns.started(2)
-        assert turns.wanted(3) == 0
-        assert not turns.may_want(3)
+        assert await start_tasks(turns) == 2
+        assert await start_tasks(turns) == 0
         turns.note_others(None)
-        assert turns.wanted(3) == 1  # four at once
+        assert await start_tasks(turns) == 1  # four at once
 
     play(scenario, binding=binding, num_workers=9)
 
@@ -246,7 +301,7 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
 def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0")
-        turns.started()
+        assert await start_tasks(turns) == 1
         assert turns.waits
         monkeypatch.setattr(turns_module, "_HOPELESS_S", 0.0)
         assert not turns.waits
@@ -282,8 +337,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
         turns.note_others(Others(wait=True, room=0))
         for worker in (0, 0, 0, 1):
             turns.feed(b"chunk", alone=False, worker=worker)
-        assert turns.wanted(0) == 2
-        turns.started(2)
+        assert await start_tasks(turns) == 2
         assert await turns.next_chunk("a", 0, 0) is not None  # all begin
 
         second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
@@ -309,7 +363,7 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The clock may pass the border while a chunk is handed out."""
-    times: list[float] = []
+    times = [100.0]
 
     def monotonic() -> float:
         return times.pop(0) if len(times) > 1 else times[0]
@@ -408,12 +462,11 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     async def scenario(turns: Turns) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             turns.feed(payload, alone=False, worker=worker)
-        assert turns.wanted(0) == 2  # one for each stream
-        turns.started(2)
+        assert await start_tasks(turns) == 2  # one for each stream
         assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
-        assert turns.wanted(2) == 0
+        assert await start_tasks(turns) == 0
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1a"
-        assert turns.wanted(2) == 0
+        assert await start_tasks(turns) == 0
         assert payload_of(await turns.next_chunk("b", 1, 1)) == b"1b"
         waiting = asyncio.ensure_future(turns.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
@@ -427,23 +480,35 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     play(scenario, **BOUND)
 
 
+async def die(turns: Turns, name: str) -> None:
+    """Have a task's process die with its chunk until the task is given up."""
+    for _ in range(turns_module.MAX_DEATHS - 1):
+        assert await turns.next_chunk(name, 0, 0) is not None
+    with pytest.raises(MemoryError):
+        await turns.next_chunk(name, 0, 0)
+    turns.release()
+
+
 def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
     async def scenario(turns: Turns) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             turns.feed(payload, alone=False, worker=worker)
         await turns.next_chunk("dies", 0, 0)
         await turns.next_chunk("slow", 0, 0)
-        turns.release()  # the first has failed for good
+        await die(turns, "dies")
         turns.feed(b"0c", alone=False, worker=0)  # before the reader knew
-        assert turns.all_ended() == 5  # in truth when "slow" has ended
+        assert turns.quiet_at == 0
+        assert await turns.next_chunk("slow", 1, 0) is None
+        assert turns.quiet_at == 5
         turns.feed(b"0a again", alone=True, worker=0)
         turns.feed(b"1b again", alone=True, worker=1)
-        assert turns.wanted(0) == 2
+        assert await start_tasks(turns) == 2
         assert payload_of(await turns.next_chunk("c", 0, 0)) == b"0a again"
-        turns.release()  # once more; the other has not begun, and is not lost
-        assert turns.all_ended() is None
+        await die(turns, "c")  # the other has not begun, and is not lost
+        assert turns.quiet_at == 5
         assert payload_of(await turns.next_chunk("d", 0, 0)) == b"1b again"
-        assert await turns.next_chunk("d", 1, 1) is None
+        assert await turns.next_chunk("d", 1, 0) is None
+        assert turns.quiet_at == 7
 
     play(scenario, **BOUND)
 
@@ -464,12 +529,11 @@ def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -
     async def scenario(turns: Turns) -> None:
         turns.feed(b"5", alone=True, worker=1)
         turns.feed(b"7", alone=True, worker=1)
-        assert turns.wanted(0) == 1
-        turns.started()
+        assert await start_tasks(turns) == 1
         await turns.next_chunk("dies", 0, 0)
-        assert turns.wanted(1) == 0
-        turns.release()  # it has failed for good
-        assert turns.wanted(0) == 1
+        assert await start_tasks(turns) == 0
+        await die(turns, "dies")
+        assert await start_tasks(turns) == 1
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"7"
 
     play(scenario, **BOUND)
@@ -479,10 +543,13 @@ def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
     async def scenario(turns: Turns) -> None:
         turns.feed(b"0", alone=False, worker=0)
         await turns.next_chunk("a", 0, 0)
-        assert turns.all_ended() == 1
+        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 0))
+        await asyncio.sleep(0)
+        assert turns.quiet_at == 1
         turns.release()
+        assert await waiting is None
         turns.feed(b"1", alone=False, worker=0)
-        assert turns.wanted(0) == 1
+        assert await start_tasks(turns) == 1
         assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
 
     play(scenario, **BOUND)
@@ -526,7 +593,7 @@ def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
         turns.note_state("b", unchanged=True)
         feed(turns, b"0c", b"1b")
         assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.RELEASED)
-        waiting = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
+        waiting = asyncio.ensure_future(turns.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
         assert not waiting.done()
         # A task that begins again still has to report.
@@ -534,7 +601,7 @@ def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
         assert again == Assignment(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
         turns.note_state("a", unchanged=unchanged)
         if unchanged:
-            assert await waiting == Assignment(b"0c", 0, Binding.RELEASED)
+            assert await waiting == Assignment(b"0c", 2, Binding.RELEASED)
         else:
             assert await turns.next_chunk("a", 2, 2) == Assignment(b"0c", 2, Binding.ALWAYS)
             waiting.cancel()
@@ -645,7 +712,8 @@ def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
     async def scenario(turns: Turns) -> None:
         feed(turns, b"0a")
         await turns.next_chunk("a", 0, 0)
-        turns.all_ended()
+        turns.release()
+        assert await turns.next_chunk("a", 1, 0) is None
         feed(turns, b"0b", b"1b")
         assert await turns.next_chunk("b", 0, 0) == Assignment(
             b"0b", 0, Binding.ALWAYS, restarted=True
@@ -675,16 +743,14 @@ def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -
     async def scenario(turns: Turns) -> None:
         turns.parallel = turns.starting = 2
         feed(turns, b"0", b"1", b"2", b"3")
-        assert turns.wanted(0) == 2
-        turns.started(2)
+        assert await start_tasks(turns) == 2
         for name in "ab":
             await turns.next_chunk(name, 0, 0)
-        assert turns.wanted(2) == 0
+        assert await start_tasks(turns) == 0
         clock.now += turns_module._STUCK_IDLE_S
-        assert turns.wanted(2) == 0, "no processor is idle"
+        assert await start_tasks(turns) == 0, "no processor is idle"
         clock.now += turns_module._STUCK_S
-        assert turns.wanted(2) == 2
-        turns.started(2)
+        assert await start_tasks(turns) == 2
         for name in "cd":
             assert await turns.next_chunk(name, 0, 0) is not None
 

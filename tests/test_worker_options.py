@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
+from ray.util.scheduling_strategies import (
+    In,
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+)
 
 from dpex import DpexDataLoader
 from dpex.worker_options import check, unmet
 
+NODE = "ab" * 28
 NODES = [
     {
         "Alive": True,
@@ -49,6 +57,30 @@ def test_what_is_not_well_formed_is_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(error, match=match):
         DpexDataLoader(Plain(), num_workers=2, distribute_mode=True, worker_options=options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        ("SPREAD", "Leave it out"),
+        (
+            NodeAffinitySchedulingStrategy(NODE, soft=False),
+            f"Pass label_selector={ {'ray.io/node-id': NODE} }",
+        ),
+        (
+            NodeAffinitySchedulingStrategy(NODE, soft=True),
+            f"fallback_strategy=[{ {'label_selector': {'ray.io/node-id': '!' + NODE}} }]",
+        ),
+        (NodeLabelSchedulingStrategy(hard={"disk": In("fast")}), "Pass the same labels"),
+        (object(), "Give the nodes a label"),
+    ],
+)
+def test_a_scheduling_strategy_warns_and_names_the_label_selector(
+    strategy: Any, instead: str
+) -> None:
+    with pytest.warns(DeprecationWarning, match=re.escape(instead)) as caught:
+        DpexDataLoader(Plain(), worker_options={"scheduling_strategy": strategy})
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
 
 
 def test_what_ray_takes_is_well_formed() -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from dpex.cluster.embedded import settled
 from dpex.cluster.private import Block, data_iterator
 from dpex.frame import Entry, Frame, decode, read_frame
 from dpex.memory_pool import MemoryPool
+from dpex.under_way import BLOCK_LOST
 
 __all__ = ["Arrival", "Receiver"]
 
@@ -71,8 +72,11 @@ class _Decode(ArrowBatchCollateFn):
 def _fetched(replies: Iterable[list[Block]]) -> Iterator[pa.Table]:
     """Fetch the blocks of each reply, some at a time; yields their tables in order."""
     with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
-        for reply in replies:
-            yield from pool.map(ray.get, [ref for ref, _ in reply])
+        for blocks in replies:
+            refs = [ref for ref, _ in blocks]
+            blocks.clear()
+            yield from pool.map(ray.get, refs)
+            del refs
 
 
 class Receiver:
@@ -103,66 +107,74 @@ class Receiver:
         self._changed = threading.Condition()
         self._arrivals: deque[Arrival] = deque()
         self._read = 0
+        self._handed = 0
         self._notes: deque[tuple[int, int]] = deque()
         self._quiet_at = 0
         self._errors: list[str] = []
         self._failure: BaseException | None = None
         self._ended = False
-        self._known_at = 0.0
+        self._known_at = self._last_at = 0.0
         self.arrived_at = 0.0
+        self._host, self._lane_key, self._run = host, lane_key, run
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
-        decode_block = _Decode(run, pool, pin_memory=pin_memory, device_index=device_index)
-        replies = self._replies(host, lane_key, run)
-        arrivals: Iterator[Arrival]
-        # Through a client Ray Data does not work; elsewhere it may have other names.
-        blocks = None if through_client else data_iterator(replies)
-        if blocks is None:
-            arrivals = map(decode_block, _fetched(replies))
-        else:
-            arrivals = iter(
+        self._decode = decode_block = _Decode(
+            run, pool, pin_memory=pin_memory, device_index=device_index
+        )
+        replies = self._replies()
+
+        def arrivals() -> Iterator[Arrival]:
+            # Through a client Ray Data does not work; elsewhere it may have other names.
+            blocks = None if through_client else data_iterator(replies)
+            if blocks is None:
+                return map(decode_block, _fetched(replies))
+            return iter(
                 blocks.iter_torch_batches(
                     batch_size=None, prefetch_batches=0, collate_fn=decode_block
                 )
             )
+
         self._thread = threading.Thread(
             target=self._receive, args=(arrivals,), name="dpex-receive", daemon=True
         )
         self._thread.start()
 
-    def _replies(self, host: Any, lane_key: str, run: str) -> Iterator[list[Block]]:
+    def _replies(self) -> Iterator[list[Block]]:
         """Ask the host for news until there is no more; yields the blocks of each reply."""
-        count = 0
-        request = host.take.remote(lane_key, run)
+        take, run = self._host.take, (self._lane_key, self._run)
+        request = take.remote(*run)
         while True:
             reply = ray.get(request)
             if not reply.ended:
                 # Asked ahead, so that the answer is on its way while these blocks are read.
-                request = host.take.remote(lane_key, run)
-            count += len(reply.blocks)
-            self._note(count, reply.quiet_at, reply.errors)
+                request = take.remote(*run)
+            self._handed += len(reply.blocks)
+            self._note(self._handed, reply.quiet_at, reply.errors)
             self._known_at = time.perf_counter()
-            yield reply.blocks
-            if reply.ended:
+            stored: list[Block] = []
+            for block, size_bytes in reply.blocks:
+                if isinstance(block, ray.ObjectRef):
+                    stored.append((block, size_bytes))
+                else:
+                    self._take_in(self._decode(block))
+            ended = reply.ended
+            reply = block = None  # whoever waits for the next reply keeps no block
+            yield stored
+            if ended:
                 return
 
     def join(self, timeout: float) -> None:
         """Wait until the reading thread has ended."""
         self._thread.join(timeout)
 
-    def _receive(self, arrivals: Iterator[Arrival]) -> None:
+    def _receive(self, arrivals: Callable[[], Iterator[Arrival]]) -> None:
         try:
-            last_at = 0.0
-            for arrival in arrivals:
-                settled.set()
-                now = time.perf_counter()
-                transfer_s = now - max(last_at, self._known_at) - arrival.decode_s
-                last_at = now
-                with self._changed:
-                    self.arrived_at = time.monotonic()
-                    self._read += 1
-                    self._arrivals.append(replace(arrival, transfer_s=transfer_s))
-                    self._settle()
-                    self._changed.notify_all()
+            while True:
+                try:
+                    for arrival in arrivals():
+                        self._take_in(arrival)
+                    break
+                except ray.exceptions.ObjectLostError as error:
+                    self._lose(error)
         except BaseException as error:
             logger.debug("nothing more can be read", exc_info=True)
             # Its frames hold this object, which would wait for the garbage collector then.
@@ -172,13 +184,35 @@ class Receiver:
                 self._ended = True
                 self._changed.notify_all()
 
+    def _take_in(self, arrival: Arrival) -> None:
+        """Keep a block that has arrived for the training loop."""
+        settled.set()
+        now = time.perf_counter()
+        transfer_s = now - max(self._last_at, self._known_at) - arrival.decode_s
+        self._last_at = now
+        with self._changed:
+            self.arrived_at = time.monotonic()
+            self._read += 1
+            self._arrivals.append(replace(arrival, transfer_s=transfer_s))
+            self._settle()
+            self._changed.notify_all()
+
+    def _lose(self, error: ray.exceptions.ObjectLostError) -> None:
+        """Go on without a block that went with its process, and those that came with it."""
+        self._host.release.remote(self._lane_key, self._run)
+        with self._changed:
+            self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")
+            self._read = self._handed
+            self._settle()
+            self._changed.notify_all()
+
     def _note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
         """Take what the host says beside the blocks.
 
         Args:
             blocks: Number of blocks up to and with this reply.
             quiet_at: Number of chunks that are surely done once those blocks are read.
-            errors: What made tasks fail for good.
+            errors: What lost something that was under way.
         """
         with self._changed:
             self._notes.append((blocks, quiet_at))
@@ -204,7 +238,7 @@ class Receiver:
             return self._arrivals.popleft() if self._arrivals else None
 
     def take_errors(self) -> list[str]:
-        """Return what made tasks fail since the last call."""
+        """Return what has lost something that was under way, since the last call."""
         with self._changed:
             errors, self._errors = self._errors, []
             return errors

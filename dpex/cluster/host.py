@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dpex.cluster.execution import Execution
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.limits import IdleCores
-from dpex.cluster.private import LentBlocks, StandingExecution, tune_host_process
+from dpex.cluster.private import tune_host_process
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
-from dpex.cluster.stages import NAMESPACE, Pipeline, build, store_job, turn
-from dpex.cluster.turns import Assignment, Others, Turns
+from dpex.cluster.stages import FIRST_TASKS, NAMESPACE, Pipeline, build, store_job
+from dpex.cluster.turns import MAX_DEATHS, Assignment, Others, Turns
 
 __all__ = ["HostHandle", "get_host"]
 
@@ -42,14 +43,14 @@ class Reply:
     """What a lane has to say.
 
     Attributes:
-        blocks: New blocks: reference and size in bytes.
+        blocks: New blocks: a reference, or a small block itself, and its size in bytes.
         quiet_at: Number of the run's chunks when last all of them were done; their blocks have
             all been handed out with or before this reply.
         ended: Whether no more will come for this run.
-        errors: What made tasks fail for good.
+        errors: What lost something that was under way.
     """
 
-    blocks: list[tuple[ray.ObjectRef, int]] = field(default_factory=list)
+    blocks: list[tuple[Any, int]] = field(default_factory=list)
     quiet_at: int = 0
     ended: bool = False
     errors: list[str] = field(default_factory=list)
@@ -71,17 +72,15 @@ class _Lane:
     ) -> None:
         self.job_key = pipeline.job_key
         self._loop = loop
-        self._lock = threading.Lock()
-        self._blocks: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._blocks: deque[tuple[Any, int]] = deque()
         self._errors: list[str] = []
-        self._quiet_at = 0
         self._told_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
         self.turns = Turns(
             loop,
-            on_wanted=lambda: self.execution.wake(),
+            self.changed.set,
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
             claims_cpus=pipeline.claims_cpus,
             choosy="fallback_strategy" in pipeline.options,
@@ -90,16 +89,34 @@ class _Lane:
             persistent=pipeline.persistent,
             idle=None if pipeline.claims_cpus else IdleCores().any,
             somebody_waits=somebody_waits,
+            first_tasks=FIRST_TASKS,
         )
+        self._starts: Counter[tuple[str, int, int]] = Counter()
         self._serve(run)
-        self.execution = StandingExecution(
-            lambda tables: build(tables, pipeline),
-            turn(),
-            self.turns,
-            on_blocks=self._take_blocks,
-            on_quiet=self._take_quiet,
-            on_end=self._take_end,
-        )
+        self._pipeline = pipeline
+        self._executions = [Execution(lambda: build(pipeline, first=True), self._take_end)]
+        self._adding = asyncio.ensure_future(self._add_tasks())
+
+    async def _add_tasks(self) -> None:
+        """Start the Dataset of further tasks when the first of them is wanted."""
+        if await self.turns.more_tasks(FIRST_TASKS) is not None:
+            pipeline = self._pipeline
+
+            def take_end(error: BaseException | None) -> None:
+                self._take_end(error or RuntimeError("Ray Data's execution has ended"))
+
+            further = Execution(lambda: build(pipeline, first=False), take_end)
+            self._executions.append(further)
+
+    def close(self) -> None:
+        """End all tasks: none gets another chunk."""
+        self.begin(None)
+        self.turns.close()
+
+    def join(self) -> None:
+        """Wait some seconds for the end of the executions."""
+        for execution in self._executions:
+            execution.close()
 
     def begin(self, run: str | None) -> None:
         """Serve another iteration, or none; what waits is dropped."""
@@ -115,6 +132,7 @@ class _Lane:
         self._early: dict[int, tuple[bytes, int, bool]] = {}
         self._blocks.clear()
         self._errors.clear()
+        self._starts.clear()
         self.changed.set()
 
     def feed(self, number: int, payloads: list[bytes], workers: list[int], *, alone: bool) -> None:
@@ -129,43 +147,56 @@ class _Lane:
 
     def news(self) -> Reply | None:
         """Return what is new since the last call, or None."""
-        with self._lock:
-            blocks, errors, quiet_at = list(self._blocks), list(self._errors), self._quiet_at
-            broken = self.broken
-            self._blocks.clear()
-            self._errors.clear()
+        blocks, errors, quiet_at = list(self._blocks), list(self._errors), self.turns.quiet_at
+        broken = self.broken
+        self._blocks.clear()
+        self._errors.clear()
         if not (blocks or errors or broken or quiet_at != self._told_quiet_at):
             return None
         self._told_quiet_at = quiet_at
         return Reply(blocks, quiet_at - self._first_chunk, broken, errors)
 
-    def note_error(self, text: str, *, broken: bool = False) -> None:
-        """Remember what made a task fail for good, or ended the pipeline."""
-        with self._lock:
-            self._errors.append(text)
-            self.broken = self.broken or broken
-        self.release()
-        self._signal()
+    def note_error(self, text: str) -> None:
+        """Record what lost something that was under way."""
+        self._errors.append(text)
+        self.changed.set()
+        self.turns.release()
 
-    def release(self) -> None:
-        """Let waiting tasks end: what is lost is known when no task runs."""
-        self._loop.call_soon_threadsafe(self.turns.release)
+    def deliver(
+        self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, error: str
+    ) -> None:
+        """Take a block from a worker, or what it says in its place."""
+        self._blocks.extend((block, size_bytes) for block in blocks)
+        if error:
+            self.note_error(error)
+        self.turns.delivered(*origin)
+        self.changed.set()
 
-    def _take_blocks(self, blocks: list[tuple[ray.ObjectRef, int]]) -> None:
-        with self._lock:
-            self._blocks.extend(blocks)
-        self._signal()
+    def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
+        """Count how often a later stage has begun with a block, and give it up in the end.
 
-    def _take_quiet(self, fed: int) -> None:
-        with self._lock:
-            self._quiet_at = fed
-        self._signal()
+        Args:
+            block: The stage's task, and the block's chunk and first batch.
+            origin: The task that began it, and the process.
+        """
+        self._starts[block] += 1
+        if self._starts[block] <= MAX_DEATHS:
+            return True
+        text = f"the worker process of a later stage died {MAX_DEATHS} times in a row"
+        self.deliver(origin, [], 0, text)
+        return False
 
-    def _take_end(self, error: BaseException) -> None:
-        self.note_error(f"{type(error).__name__}: {error}", broken=True)
+    def _take_end(self, error: BaseException | None) -> None:
+        """Tell the reader that an execution has failed; called in the execution's thread."""
+        if error is None:  # the first tasks have no more to do
+            return
 
-    def _signal(self) -> None:
-        self._loop.call_soon_threadsafe(self.changed.set)
+        def end() -> None:
+            self.broken = True
+            self._errors.append(f"{type(error).__name__}: {error}")
+            self.changed.set()
+
+        self._loop.call_soon_threadsafe(end)
 
 
 class _Recent(OrderedDict[str, None]):
@@ -192,8 +223,7 @@ class _Host:
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
         self._round = Round(free_cpus)
-        self._lent = LentBlocks()
-        tune_host_process(self._note_error)
+        tune_host_process()
         gc.freeze()  # what is loaded by now stays, so no collection need look at it
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -216,10 +246,7 @@ class _Host:
         loop = asyncio.get_running_loop()
         opening = self._opening(lane_key)
         try:
-            # Planning takes some ten milliseconds, in which other lanes must be served.
-            opening.set_result(
-                await loop.run_in_executor(None, _Lane, pipeline, run, loop, self._somebody_waits)
-            )
+            opening.set_result(_Lane(pipeline, run, loop, self._somebody_waits))
             if pipeline.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
@@ -255,7 +282,6 @@ class _Host:
         parallel: int,
         starting: int,
         one_by_one: bool,
-        hurried: bool,
     ) -> None:
         """Append chunks to a run.
 
@@ -269,7 +295,6 @@ class _Host:
             parallel: Number of tasks to run at once, if logical workers are not bound.
             starting: Number of tasks to start at once, if they are.
             one_by_one: Whether one task is to run at a time.
-            hurried: Whether the training loop waits, so that it pays to look often.
         """
         if lane_key in self._closed:
             return
@@ -277,27 +302,75 @@ class _Host:
         if lane.run == run:
             lane.turns.parallel, lane.turns.starting = parallel, starting
             lane.turns.one_by_one = one_by_one
-            lane.execution.hurried = hurried
             lane.feed(number, payloads, workers, alone=alone)
 
+    async def more_tasks(self, lane_key: str, started: int) -> int | None:
+        """Wait until a pipeline wants tasks; see ``Turns.more_tasks``."""
+        if lane_key in self._closed:
+            return None
+        return await (await self._opening(lane_key)).turns.more_tasks(started)
+
     async def next_chunk(
-        self, lane_key: str, turn: str, place: int, blocks: int, unchanged: bool | None
+        self,
+        lane_key: str,
+        origin: tuple[str, str],
+        place: int,
+        made: int,
+        unchanged: bool | None,
     ) -> Assignment | None:
         """Answer a task that asks for its next chunk.
 
         Args:
             lane_key: Its lane.
-            turn: See ``Turns.next_chunk``.
-            place: See there.
-            blocks: See there.
+            origin: The task, and its process.
+            place: See ``Turns.next_chunk``.
+            made: See there.
             unchanged: Whether its last batch has left the copy as it was; None if not looked at.
         """
         if lane_key in self._closed:
             return None
-        turns = (await self._opening(lane_key)).turns
+        lane = await self._opening(lane_key)
+        name, attempt = origin
         if unchanged is not None:
-            turns.note_state(turn, unchanged)
-        return await turns.next_chunk(turn, place, blocks)
+            lane.turns.note_state(name, unchanged)
+        try:
+            return await lane.turns.next_chunk(name, place, made, attempt)
+        except MemoryError as error:
+            lane.note_error(f"{type(error).__name__}: {error}")
+            return None
+
+    async def deliver(
+        self,
+        lane_key: str,
+        origin: tuple[str, str],
+        blocks: list[Any],
+        size_bytes: int,
+        error: str,
+    ) -> None:
+        """Take a block.
+
+        Args:
+            lane_key: The lane that it belongs to.
+            origin: The task that made it, and the process.
+            blocks: A reference to it, or a small one itself; none if it is lost.
+            size_bytes: Its size.
+            error: Why it is lost.
+        """
+        if lane_key not in self._closed:
+            (await self._opening(lane_key)).deliver(origin, blocks, size_bytes, error)
+
+    async def may_begin(
+        self, lane_key: str, block: tuple[str, int, int], origin: tuple[str, str]
+    ) -> bool:
+        """Tell a task of a later stage whether to begin; see ``_Lane.may_begin``."""
+        if lane_key in self._closed:
+            return False
+        return (await self._opening(lane_key)).may_begin(block, origin)
+
+    async def release(self, lane_key: str, run: str) -> None:
+        """Have a run come to rest: its reader has lost a block."""
+        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
+            lane.turns.release()
 
     async def take(self, lane_key: str, run: str) -> Reply:
         """Wait for news of a run; one that was given up has ended."""
@@ -305,7 +378,6 @@ class _Host:
             lane.changed.clear()
             reply = lane.news()
             if reply is not None:
-                self._lent.add(ref for ref, _ in reply.blocks)
                 return reply
             await lane.changed.wait()
         return Reply(ended=True)
@@ -355,14 +427,12 @@ class _Host:
             return
         finally:
             self._lanes.pop(lane_key, None)
-        lane.begin(None)
-        lane.turns.close()
+        lane.close()
         still_read = {other.job_key for other in self._opened()}
         if lane.job_key not in still_read:
             self._stored_jobs.pop(lane.job_key, None)
         loop = asyncio.get_running_loop()
-        # Ending waits for the executor's thread.
-        await loop.run_in_executor(None, lane.execution.close)
+        await loop.run_in_executor(None, lane.join)
         del lane
         # A plan of Ray Data's refers to itself, and to the job in the object store.
         await loop.run_in_executor(None, gc.collect)
@@ -385,15 +455,6 @@ class _Host:
             for lane in opened:
                 lane.turns.note_others(others)
             await asyncio.sleep(POLL_S)
-
-    def _note_error(self, text: str) -> None:
-        for opening in list(self._lanes.values()):
-            if opening.done() and not opening.exception():
-                if opening.result().turns.in_run:
-                    # A task may ask for its next chunk, so not be at work, while it stores a block.
-                    opening.result().note_error(text)
-                else:  # it may have been one that waits here
-                    opening.result().release()
 
 
 @dataclass

@@ -2,18 +2,14 @@
 
 What they buy is speed and seclusion, never results:
 
-* a pipeline that starts tasks whenever they are wanted, so that one execution serves all epochs
-  (public: one execution after the other, each of which drains);
-* an executor that polls as often as the consumer needs, and starts no helper actors
-  (public: 100 ms polls, two actors beside it);
+* an executor that passes blocks on between stages at once, and starts no helper actors
+  (public: it looks ten times a second, and has two actors beside it);
 * stages that are held back by nothing but their number of workers
   (public: also where Ray sees much on its way);
 * ``iter_torch_batches`` over blocks that another process refers to
   (public: ``ray.get``);
 * dataset copies that share the object store's memory until they write to it
   (public: a copy in every worker process);
-* a host that keeps nothing of the blocks that were read
-  (public: each small one, for as long as it lives);
 * an embedded Ray that is there in a second and takes workers from a fork server
   (public: three seconds, and every worker imports torch anew);
 * an embedded Ray that cannot be reached from other hosts
@@ -39,11 +35,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -54,18 +48,13 @@ from dpex.cluster import late_agent
 from dpex.memory import address_of, spans
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import ray.data
 
-    from dpex.cluster.turns import Turns
 
 __all__ = [
     "Block",
-    "LentBlocks",
-    "StandingExecution",
     "client_server",
     "data_iterator",
-    "fast_executor_available",
     "lean_start",
     "limit_to_concurrency",
     "on_loopback",
@@ -81,10 +70,8 @@ __all__ = [
 Block = tuple[ray.ObjectRef, int]
 """A block's reference and its size in bytes."""
 
-_BUSY_POLL_S = 0.01
-_CALM_POLL_S = 0.1
-_IDLE_WAIT_S = 5.0
 _NODE_POLL_S = 0.01
+_NO_LIMIT = 1e15
 _NODE_WAIT_S = 20.0
 # Without these Ray has no dashboard.
 _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
@@ -92,35 +79,6 @@ _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
 _NO_PORT = -1
 # Keeps a port for the agent that is to have it.
 _reserved: socket.socket | None = None
-# A block that was handed out is read within this time, mostly, and looked at again if not.
-_LENT_S = 5.0
-_LOOKED_AT_ONCE = 200
-# As long as torch gives its workers to end.
-_KILL_AFTER_S = 5.0
-
-
-@functools.cache
-def fast_executor_available() -> bool:
-    """Tell whether this Ray has every private name that the fast execution needs."""
-    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
-        return False
-    try:
-        from ray.data._internal.execution import streaming_executor_state
-        from ray.data._internal.execution.execution_callback import ExecutionCallback
-        from ray.data._internal.execution.interfaces import RefBundle
-        from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
-        from ray.data._internal.execution.streaming_executor import StreamingExecutor
-        from ray.data._internal.logical.optimizers import get_execution_plan
-    except ImportError:
-        return False
-    return (
-        callable(get_execution_plan)
-        and hasattr(ExecutionCallback, "on_execution_step")
-        and hasattr(streaming_executor_state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")
-        and hasattr(StreamingExecutor, "execute")
-        and hasattr(InputDataBuffer, "_get_next_inner")
-        and hasattr(RefBundle, "size_bytes")
-    )
 
 
 @contextlib.contextmanager
@@ -381,6 +339,10 @@ def _data_iterator_class() -> Any:
     parts = len(get_args(inspect.signature(to_bundles).return_annotation))
     beside_bundles = (None, False, None) if parts == 4 else (None, None)
 
+    def bundle_of(ref: ray.ObjectRef, size_bytes: int) -> Any:
+        metadata = BlockMetadata(num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None)
+        return _bundle(ref, metadata, schema=None, owns_blocks=False)
+
     class BlocksOfReplies(DataIterator):
         """As Ray's own split iterator meets the contract of ``ray.data.DataIterator``."""
 
@@ -388,18 +350,12 @@ def _data_iterator_class() -> Any:
             self._replies = replies
 
         def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
-            return (
-                _bundle(
-                    ref,
-                    BlockMetadata(
-                        num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
-                    ),
-                    schema=None,
-                    owns_blocks=False,
-                )
-                for blocks in self._replies
-                for ref, size_bytes in blocks
-            ), *beside_bundles
+            return self._bundles(), *beside_bundles
+
+        def _bundles(self) -> Iterator[Any]:
+            for blocks in self._replies:
+                while blocks:  # this frame keeps none that has been read
+                    yield bundle_of(*blocks.pop(0))
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
             iterator = super()._create_batch_iterator(*args, **kwargs)
@@ -450,219 +406,7 @@ def _bundle(ref: ray.ObjectRef, metadata: Any, **options: Any) -> Any:
     return RefBundle([BlockEntry(ref, metadata)], **options)
 
 
-def _blocks_of(bundle: Any) -> Iterator[Block]:
-    for ref, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
-        if metadata.num_rows:  # a task that yields nothing still makes one empty block
-            yield ref, metadata.size_bytes or 0
-
-
-class StandingExecution:
-    """A running Ray Data pipeline that starts a task whenever one is wanted and gives blocks back.
-
-    Args:
-        dataset_of: Builds a Dataset: source blocks, then the stages.
-        source: The source block of a task, one like the other.
-        turns: Says how many tasks are wanted.
-        on_blocks: Called with new blocks.
-        on_quiet: Called with the number of chunks fed so far whenever no task runs or is wanted.
-        on_end: Called once if the execution ends by itself, with the error.
-
-    Attributes:
-        hurried: Whether the training loop waits, so that it pays to look often.
-
-    The callbacks run in the executor's thread.
-    """
-
-    def __init__(
-        self,
-        dataset_of: Callable[[list[pa.Table]], ray.data.Dataset],
-        source: pa.Table,
-        turns: Turns,
-        *,
-        on_blocks: Callable[[list[Block]], None],
-        on_quiet: Callable[[int], None],
-        on_end: Callable[[BaseException], None],
-    ) -> None:
-        self._dataset_of = dataset_of
-        self._source = source
-        self._turns = turns
-        self._on_blocks = on_blocks
-        self._on_quiet = on_quiet
-        self._on_end = on_end
-        self._wake = threading.Event()
-        self._quiet_at = 0
-        self._closed = False
-        self.hurried = True
-        self._stop: Callable[[], None] = lambda: None
-        if fast_executor_available():
-            self._start_fast()
-        else:
-            self._start_public()
-
-    def wake(self) -> None:
-        """Look soon whether a task is wanted."""
-        self._wake.set()
-
-    def close(self) -> None:
-        """Stop. Blocks until tasks have ended, or have been killed.
-
-        With public names alone the tasks under way are left to end by themselves.
-        """
-        self._closed = True
-        self._wake.set()
-        self._stop()
-
-    def _note_quiet(self) -> None:
-        """Say that no task runs, unless it has been said, and wait until one is wanted."""
-        fed = self._turns.all_ended()
-        if fed is None:
-            if not self._turns.wanted(0):  # it is the others' turn
-                self._wake.wait(_BUSY_POLL_S)
-                self._wake.clear()
-            return
-        if self._quiet_at != fed:
-            self._quiet_at = fed
-            self._on_quiet(fed)
-        self._wake.wait(_IDLE_WAIT_S)
-        self._wake.clear()
-
-    # --- public names only: one execution after the other ----------------------------------------
-
-    def _start_public(self) -> None:
-        self._turns.fixed_tasks = True
-        threading.Thread(target=self._run_in_turn, name="dpex-run", daemon=True).start()
-
-    def _run_in_turn(self) -> None:
-        try:
-            while not self._closed:
-                if not self._turns.wanted(0):
-                    self._note_quiet()
-                    continue
-                # More cannot be started until these have ended.
-                tasks = self._turns.tasks_until_all_end
-                self._turns.started(tasks)
-                for bundle in self._dataset_of([self._source] * tasks).iter_internal_ref_bundles():
-                    self._on_blocks(list(_blocks_of(bundle)))
-        except BaseException as error:
-            self._on_end(error)
-
-    # --- private names: one execution for all ----------------------------------------------------
-
-    def _start_fast(self) -> None:
-        from ray.data._internal.execution.execution_callback import ExecutionCallback
-        from ray.data._internal.execution.operators.input_data_buffer import InputDataBuffer
-        from ray.data._internal.execution.streaming_executor import StreamingExecutor
-        from ray.data._internal.logical.optimizers import get_execution_plan
-
-        execution = self
-        dataset = self._dataset_of([self._source])
-        bundle_of_task = _source_bundle(self._source)
-
-        class Feed(InputDataBuffer):
-            """A source operator that has more input whenever a task is wanted."""
-
-            def has_next(self) -> bool:
-                return execution._turns.wanted(execution._active()) > 0
-
-            def _get_next_inner(self) -> Any:
-                execution._turns.started()
-                return bundle_of_task()
-
-            def has_execution_finished(self) -> bool:
-                return execution._closed
-
-            def has_completed(self) -> bool:
-                return execution._closed
-
-        class Steps(ExecutionCallback):
-            """Our turn in each pass of the executor's loop."""
-
-            def on_execution_step(self, executor: Any) -> None:
-                execution._step(executor)
-
-        plan, _ = get_execution_plan(dataset._logical_plan)
-        first = plan.dag
-        while not isinstance(first.input_dependencies[0], InputDataBuffer):
-            first = first.input_dependencies[0]
-        feed = Feed(dataset.context, input_data=[])
-        feed._output_dependencies = [first]
-        first.input_dependencies[0] = feed
-        self._first, self._feed = first, feed
-        self._executor = StreamingExecutor(dataset.context, f"dpex-{id(self):x}")
-        # The executor stops when this iterator is dropped.
-        self._output = self._executor.execute(plan.dag, callbacks=[Steps()])
-        self._stop = self._stop_fast
-        threading.Thread(target=self._watch, name="dpex-watch", daemon=True).start()
-
-    def _active(self) -> int:
-        """Return the number of tasks that run or are about to."""
-        queued = len(self._executor._topology[self._feed].output_queue)
-        return int(self._first.num_active_tasks()) + queued
-
-    def _step(self, executor: Any) -> None:
-        from ray.data._internal.execution import streaming_executor_state
-
-        _, state = executor._output_node
-        blocks: list[Block] = []
-        while (bundle := state.output_queue.pop()) is not None:
-            blocks.extend(_blocks_of(bundle))
-        if blocks:
-            self._on_blocks(blocks)
-            for op in executor._topology:
-                _forget_finished(op)
-        if self._closed or executor._shutdown:
-            return
-        if any(op.num_active_tasks() for op in executor._topology):
-            # What a task has to say ends the wait; a new chunk does not, and may want a task.
-            hurried = self.hurried and self._turns.may_want(self._active())
-            poll = _BUSY_POLL_S if hurried else _CALM_POLL_S
-            streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = poll
-            return
-        if any(len(s.output_queue) for s in executor._topology.values()):
-            return
-        # A stage whose workers have not started yet keeps its input to itself.
-        if any(op.internal_input_queue_num_blocks() for op in _stages_of(executor)):
-            return
-        if any(op.has_next() for op in executor._topology):
-            return
-        # With nothing to wait for, Ray's loop would spin.
-        self._note_quiet()
-
-    def _watch(self) -> None:
-        """Report an execution that ended without being told to."""
-        self._executor.join()
-        if not self._closed:
-            _, state = self._executor._output_node
-            self._on_end(state._exception or RuntimeError("Ray Data's executor ended"))
-
-    def _stop_fast(self) -> None:
-        # Ray's gentle cancellation interrupts a task wherever it is: in the middle of an import,
-        # say, which no process recovers from. Tasks end by themselves, or with their process.
-        self._executor.join(_KILL_AFTER_S)
-        self._executor.shutdown(force=True)
-
-
-def _stages_of(executor: Any) -> list[Any]:
-    return [op for op in executor._topology if hasattr(op, "internal_input_queue_num_blocks")]
-
-
-def _forget_finished(op: Any) -> None:
-    """Drop what an operator keeps for a summary at the end: an endless execution never ends."""
-    stats = getattr(op, "_output_blocks_stats", None)
-    if stats is not None:
-        stats.clear()
-
-
-def _source_bundle(table: pa.Table) -> Callable[[], Any]:
-    """Store a block once, to be the input of any number of tasks."""
-    from ray.data.block import BlockAccessor
-
-    metadata = BlockAccessor.for_block(table).get_metadata()
-    ref = ray.put(table)
-    return lambda: _bundle(ref, metadata, schema=table.schema, owns_blocks=False)
-
-
-def tune_host_process(on_task_error: Callable[[str], None]) -> None:
+def tune_host_process() -> None:
     """Fit Ray Data to being alone in this process, for a pipeline that never ends.
 
     Only the host's own process is changed: the user's Ray Data keeps its defaults.
@@ -677,9 +421,8 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
     logger.setLevel(logging.ERROR)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    logger.addHandler(_TaskErrors(on_task_error))
     logger.propagate = False
-    if not fast_executor_available():
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return
     with contextlib.suppress(ImportError, AttributeError):
         from ray.data._internal.execution import metadata_fetcher
@@ -699,52 +442,12 @@ def tune_host_process(on_task_error: Callable[[str], None]) -> None:
         for name in ("register_dataset_to_stats_actor", "update_execution_metrics"):
             if callable(getattr(_StatsManager, name)):
                 setattr(_StatsManager, name, staticmethod(lambda *_, **__: None))
-    with contextlib.suppress(ImportError, AttributeError):
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
         from ray.data._internal.execution import streaming_executor
 
+        autoscaler = _NoAutoscaler()
         if callable(streaming_executor.create_cluster_autoscaler):
-            streaming_executor.create_cluster_autoscaler = lambda *_, **__: _NoAutoscaler()
-
-
-class LentBlocks:
-    """Blocks that were handed to the trainer, and what Ray keeps of them here.
-
-    An owner's copy of a small object, or its note that a large one is in the object store, goes
-    when the owner drops the last reference: not when a borrower does, so that a host would keep
-    every small block for good. A reference that is made and dropped later makes up for that. Where
-    Ray's private names have changed, nothing is done.
-    """
-
-    def __init__(self) -> None:
-        self._lent: deque[tuple[float, bytes]] = deque()
-
-    def add(self, refs: Iterable[ray.ObjectRef]) -> None:
-        """Note references that are about to go, and let go of what nobody has any more."""
-        if not _lent_blocks_can_go():
-            return
-        core = ray._private.worker.global_worker.core_worker
-        now = time.monotonic()
-        self._lent.extend((now, ref.binary()) for ref in refs)
-        for _ in range(min(_LOOKED_AT_ONCE, len(self._lent))):
-            lent_at, name = self._lent[0]
-            if now - lent_at < _LENT_S:
-                break
-            self._lent.popleft()
-            ray.ObjectRef(name)
-            if core.object_exists(ray.ObjectRef(name), memory_store_only=True):
-                self._lent.append((now, name))  # it has not been read yet
-
-
-@functools.cache
-def _lent_blocks_can_go() -> bool:
-    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
-        return False
-    try:
-        core = ray._private.worker.global_worker.core_worker
-        unknown = ray.ObjectRef(ray.ObjectRef.from_random().binary())
-        return core.object_exists(unknown, memory_store_only=True) is False
-    except (AttributeError, TypeError, ValueError):
-        return False
+            streaming_executor.create_cluster_autoscaler = lambda *_, **__: autoscaler
 
 
 class _WaitForAny:
@@ -773,6 +476,12 @@ class _NoAutoscaler:
     whole numbers: four loaders on two CPUs would get none each.
     """
 
+    def __init__(self) -> None:
+        # Ray Data divides it, which infinity does not stand.
+        self._limits = ray.data.ExecutionResources(
+            cpu=_NO_LIMIT, gpu=_NO_LIMIT, object_store_memory=_NO_LIMIT, memory=_NO_LIMIT
+        )
+
     def try_trigger_scaling(self) -> None:
         """Do nothing."""
 
@@ -780,10 +489,8 @@ class _NoAutoscaler:
         """Do nothing."""
 
     def get_total_resources(self) -> Any:
-        """Return no limit: tasks wait for CPUs in Ray's scheduler."""
-        from ray.data._internal.execution.interfaces import ExecutionResources
-
-        return ExecutionResources.inf()
+        """Return what nothing reaches: tasks wait for CPUs in Ray's scheduler."""
+        return self._limits
 
 
 def limit_to_concurrency(context: ray.data.DataContext) -> None:
@@ -792,7 +499,7 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
     Ray's own policies also hold back what the reader has asked for, and reserve resources for each
     stage, which takes a second to begin with.
     """
-    if not fast_executor_available():
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return
     try:
         from ray.data._internal.execution.backpressure_policy import BackpressurePolicy
@@ -814,20 +521,6 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
             return limit is None or op.num_active_tasks() < limit
 
     context.set_config("backpressure_policies.enabled", [Caps])
-    context.op_resource_reservation_enabled = False
-
-
-class _TaskErrors(logging.Handler):
-    """Collects what Ray Data logs of tasks that failed for good."""
-
-    def __init__(self, on_task_error: Callable[[str], None]) -> None:
-        super().__init__(logging.ERROR)
-        self._on_task_error = on_task_error
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Pass the error itself on, without Ray Data's words around it."""
-        error = record.exc_info[1] if record.exc_info else None
-        self._on_task_error(f"{type(error).__name__}: {error}" if error else record.getMessage())
 
 
 def upload_package(package: Path, kept_seconds: int) -> list[str]:

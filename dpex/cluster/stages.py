@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from dpex.binding import Binding
 from dpex.cluster.forkserver import inheritance, show_script_arguments
 from dpex.cluster.private import limit_to_concurrency, private_mappings
 from dpex.cluster.releasing import be_ready, release_later
-from dpex.copies import kept_for, release_copies
 from dpex.memory import shared_memory
 
 if TYPE_CHECKING:
@@ -36,20 +36,30 @@ if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
 __all__ = [
+    "FIRST_TASKS",
     "HOST_DIED",
     "LaterStage",
     "NAMESPACE",
     "Pipeline",
     "build",
+    "hand_out_turns",
     "make_batches",
     "store_job",
     "transform_batches",
-    "turn",
 ]
+
+FIRST_TASKS = 1
+"""Number of tasks that start with a pipeline. A second process would delay the first batch."""
 
 NAMESPACE = "dpex"
 """Ray namespace of the host actors."""
 
+# Ray Data's setting of what holds tasks back. If it has another name, tasks start later.
+_POLICIES = "backpressure_policies.enabled"
+# What Ray passes with a call, and not through the object store.
+_SMALL_BYTES = 100_000
+# The label that Ray gives each node.
+_NODE = "ray.io/node-id"
 # A block is handed over when it holds this much, or when this much time went into it. A batch
 # that took long is handed over at once, for the next one may never end; unless enough is under way
 # before it: fewer blocks are less work for everybody.
@@ -63,12 +73,12 @@ _CANCEL_CHECK_S = 0.1
 _ANSWER_S = 0.02
 # Until a host that could not be reached is asked again when a pipeline is closed.
 _ASK_AGAIN_S = 2.0
+# As long as torch gives its workers to end.
+_MOST_END_S = 5.0
 # A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
 # place: not while it is to have its next chunk soon, or its turn is to be over.
 _KEEP_CPU_S = 1.0
 _HOST_AWAY_S = 30.0
-# How often Ray starts a chunk whose worker process died.
-_MAX_RETRIES = 3
 # Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
 # for such a task where its configuration does not say how much memory a node has.
 _NO_MEMORY = {"memory": 0}
@@ -141,41 +151,60 @@ class Pipeline:
         return (self.job_key, *(stage.job_key for stage in self.later))
 
 
-def turn() -> pa.Table:
-    """Return the source block of a task, which asks the host what to do."""
-    return pa.table({"turn": [0]})
+def build(pipeline: Pipeline, *, first: bool) -> ray.data.Dataset:
+    """Return a Dataset whose tasks make a pipeline's batches.
 
-
-def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
-    """Return the Dataset that makes a lane's batches.
+    The last stage delivers the batches to the host and yields no rows: Ray Data's executor looks
+    only ten times a second.
 
     Args:
-        tables: One source block for each task.
-        pipeline: What to do with them.
+        pipeline: The pipeline.
+        first: Whether the Dataset has the pipeline's first task, or starts the further ones: then
+            its first stage yields a block whenever the host wants a task.
     """
     import ray.data
+    from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
-    first_options = {**_NO_MEMORY, "num_cpus": 1, "max_retries": _MAX_RETRIES, **pipeline.options}
+    first_options = {**_NO_MEMORY, "num_cpus": 1, **pipeline.options}
+    scheduling_strategy = first_options.pop("scheduling_strategy", None)
     whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
-    dataset = ray.data.from_blocks(tables).map_batches(
+    dataset = ray.data.from_blocks([_turn()])
+    if not first:
+        dataset = dataset.map_batches(
+            hand_out_turns,
+            batch_size=None,
+            batch_format="pyarrow",
+            fn_kwargs=whose,
+            compute=TaskPoolStrategy(size=1),
+            # Ray would do stages that ask for the same in one task.
+            num_cpus=0 if first_options["num_cpus"] else 0.001,
+            **_on_this_node(),
+            **_NO_MEMORY,
+        )
+    dataset = dataset.map_batches(
         make_batches,
         batch_size=None,
         batch_format="pyarrow",
-        fn_kwargs={"job": pipeline.job, "job_key": pipeline.job_key, **whose},
+        fn_kwargs={
+            "job": pipeline.job,
+            "job_key": pipeline.job_key,
+            "last": not pipeline.later,
+            **whose,
+        },
         **first_options,
     )
     for number, stage in enumerate(pipeline.later, 1):
         what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
+        what["last"] = number == len(pipeline.later)
         options = {**_NO_MEMORY, **stage.options}
-        fused = {**options, "max_retries": _MAX_RETRIES} == first_options and not stage.capped
         if stage.keeps_processes:
-            # A sample that kills its worker is lost in the end, as it is with tasks.
-            options |= {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}
             options |= {"fn_constructor_kwargs": what}
+            options["compute"] = ActorPoolStrategy(size=stage.most_workers)
         else:
-            options |= {"max_retries": _MAX_RETRIES, "fn_kwargs": what}
-        if not fused:  # what asks for the same as the first stage is done by Ray in its tasks
-            options["concurrency"] = stage.most_workers
+            options |= {"fn_kwargs": what}
+            # What asks for the same as the first stage is done by Ray in its tasks.
+            if stage.capped or {**_NO_MEMORY, **stage.options} != first_options:
+                options["compute"] = TaskPoolStrategy(size=stage.most_workers)
         dataset = dataset.map_batches(
             _Transforming if stage.keeps_processes else transform_batches,
             # A block has one row. With GPUs Ray wants to be told.
@@ -189,9 +218,12 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     # Every row that a task yields becomes a block at once.
     context.target_max_block_size = 1
     # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
-    limit_to_concurrency(context)
-    # A chunk whose worker died for good is missing in the output; the reader notices.
-    context.max_errored_blocks = -1
+    if pipeline.later:
+        limit_to_concurrency(context)
+    else:
+        context.set_config(_POLICIES, [])
+    if scheduling_strategy is not None:
+        context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
     # A trainer that evaluates for an hour is not stuck.
     for name, value in (
         ("execution_no_progress_timeout_s", -1),
@@ -208,8 +240,55 @@ def build(tables: list[pa.Table], pipeline: Pipeline) -> ray.data.Dataset:
     return dataset
 
 
+def _on_this_node() -> dict[str, Any]:
+    """Return options of a task that is to run beside the host.
+
+    On another node it would keep an autoscaler from taking that away.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    labels = next((n.get("Labels") or {} for n in ray.nodes() if n["NodeID"] == here), {})
+    return {"label_selector": {_NODE: here}} if labels.get(_NODE) == here else {}
+
+
+def _turn() -> pa.Table:
+    """Return the source block of a task, which asks the host what to do."""
+    return pa.table({"turn": [0]})
+
+
+def hand_out_turns(_: pa.Table, *, host_name: str, lane_key: str) -> Iterator[pa.Table]:
+    """Yield a block for each further task that is wanted, when it is: a stage's function.
+
+    Args:
+        host_name: Name of the host actor.
+        lane_key: The lane that the tasks belong to.
+
+    Yields:
+        Blocks that say nothing.
+    """
+    started = FIRST_TASKS
+    with contextlib.suppress(ValueError, *HOST_DIED):
+        while True:
+            answer = _host(host_name).more_tasks.remote(lane_key, started)
+            try:
+                tasks = ray.get(answer)
+            except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
+                time.sleep(_ANSWER_S)
+                continue
+            if tasks is None:
+                return
+            for _ in range(tasks):
+                yield _turn()
+            started += tasks
+
+
 def make_batches(
-    _: pa.Table, *, job: list[ray.ObjectRef], job_key: str, host_name: str, lane_key: str
+    _: pa.Table,
+    *,
+    job: list[ray.ObjectRef],
+    job_key: str,
+    host_name: str,
+    lane_key: str,
+    last: bool,
 ) -> Iterator[pa.Table]:
     """Make one chunk after the other: the function of the ``map_batches`` stage.
 
@@ -218,9 +297,10 @@ def make_batches(
         job_key: Digest of the job's bytes.
         host_name: Name of the host actor.
         lane_key: The lane that has the chunks.
+        last: Whether there is no later stage.
 
     Yields:
-        Blocks of one row, as ``FrameWriter.table`` makes them.
+        Blocks of one row, as ``FrameWriter.table`` makes them, if there is a later stage.
     """
     from dpex.frame import FrameWriter
 
@@ -236,12 +316,36 @@ def make_batches(
         asking.keeps_cpu = assignment.binding is not Binding.ALWAYS
         for _ in range(assignment.skipped_blocks):
             # Ray has got these from an earlier attempt, and drops what comes in their place.
-            asking.blocks += 1
-            yield FrameWriter("", 0).table()
+            asking.made += 1
+            if not last:
+                yield FrameWriter("", 0).table()
         with _working(lane_key):
             for table in _make_chunk(chunk, assignment, read_job, interest.lost, asking):
-                asking.blocks += 1
-                yield table
+                asking.made += 1
+                if last:
+                    deliver(table, asking.origin, host_name, lane_key)
+                else:
+                    yield table
+                del table  # the next batch is made in its memory
+
+
+def deliver(table: pa.Table, origin: tuple[str, str], host_name: str, lane_key: str) -> None:
+    """Put a block into the object store, unless it is small, and send the host a reference to it.
+
+    Args:
+        table: The block.
+        origin: The task that began it, and the process.
+        host_name: Name of the host actor.
+        lane_key: The lane that the block belongs to.
+    """
+    block, error = [], ""
+    try:
+        # In the store even a small one would keep an autoscaler from taking its node away.
+        block.append(table if table.nbytes < _SMALL_BYTES else ray.put(table))
+    except ray.exceptions.RayError as failure:  # no room in the store, nor on the disk
+        error = f"{type(failure).__name__}: {failure}"
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        _host(host_name).deliver.remote(lane_key, origin, block, table.nbytes, error)
 
 
 def transform_batches(
@@ -252,6 +356,7 @@ def transform_batches(
     job_key: str,
     host_name: str,
     lane_key: str,
+    last: bool,
     kept: bool = False,
 ) -> Iterator[pa.Table]:
     """Do a later stage's part of one block: the function of its ``map_batches``.
@@ -263,27 +368,38 @@ def transform_batches(
         job_key: Digest of its bytes.
         host_name: Name of the host actor.
         lane_key: The lane that the block belongs to.
+        last: Whether there is no later stage.
         kept: Whether this process serves all iterations.
 
     Yields:
-        The block with the batches in it transformed.
+        The block with the batches in it transformed, if there is a later stage.
     """
     from dpex.apply import apply_stage
     from dpex.frame import FrameWriter, read_frame
 
     show_script_arguments()
     frame = read_frame(table)
+    if not frame.run:  # in place of a block that had arrived
+        return
     interest = _interest(host_name, lane_key)
-    if frame.run:  # not a block in place of one that had arrived
-        interest.in_run(frame.run)
+    interest.in_run(frame.run)
+    # A task has several blocks where Ray does two stages in it. One of a run that was given up may
+    # have no batches.
+    first_batch = frame.entries[0].batch if frame.entries else -1
+    block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
+    if not ray.get(_host(host_name).may_begin.remote(lane_key, block, frame.origin)):
+        return
     read_job = functools.partial(_read_job, job, job_key, host_name)
     _release_when_closed(host_name, lane_key, job_key)
-    writer = FrameWriter(frame.run, frame.chunk, frame.costs)
+    writer = FrameWriter(frame.run, frame.chunk, frame.costs, origin=frame.origin)
     with _working(lane_key):
         batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
-    yield writer.table()
+    if last:
+        deliver(writer.table(), frame.origin, host_name, lane_key)
+    else:
+        yield writer.table()
 
 
 class _Transforming:
@@ -300,7 +416,8 @@ class _Asking:
     """A task's questions to the host: what to do next.
 
     Attributes:
-        blocks: How many blocks the task has made.
+        made: How many blocks the task has made.
+        origin: The task and its process, as the host tells them from others.
         keeps_cpu: Whether it keeps its CPU while it waits for an answer.
         unchanged: Whether the last batch has left its copy as it was; None if not looked at.
     """
@@ -308,9 +425,9 @@ class _Asking:
     def __init__(self, host_name: str, lane_key: str) -> None:
         self._host_name = host_name
         self._lane_key = lane_key
-        self._turn = ray.get_runtime_context().get_task_id()
+        self.origin = (ray.get_runtime_context().get_task_id(), uuid.uuid4().hex)
         self._place = 0
-        self.blocks = 0
+        self.made = 0
         self.keeps_cpu = True
         self.unchanged: bool | None = None
         self._answer: ray.ObjectRef | None = None
@@ -324,14 +441,14 @@ class _Asking:
         if self._answer is None:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 self._answer = _host(self._host_name).next_chunk.remote(
-                    self._lane_key, self._turn, self._place, self.blocks + coming, self.unchanged
+                    self._lane_key, self.origin, self._place, self.made + coming, self.unchanged
                 )
                 self.unchanged = None
 
     def tell_changed(self) -> None:
         """Report that a batch has changed its copy, which the host took for one that does not."""
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            _host(self._host_name).note_state.remote(self._lane_key, self._turn, False)
+            _host(self._host_name).note_state.remote(self._lane_key, self.origin[0], False)
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host.
@@ -381,7 +498,8 @@ def _make_chunk(
     from dpex.stream import stream_chunk
 
     again, binding = assignment.again, assignment.binding
-    writer = FrameWriter(chunk.run.key, chunk.number, Costs(retries=int(again)))
+    costs_before = Costs(retries=int(again))
+    writer = FrameWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
     opened = time.monotonic()
     # The last batch comes in one block, with others or alone.
     ask = functools.partial(asking.ask, coming=1)
@@ -407,9 +525,7 @@ def _make_chunk(
             seen_unchanged=note_state,
         )
     remaining = len(chunk.batches)
-    if again:
-        # Ray drops as many blocks of this attempt as it had got of the one that failed: with a
-        # batch in each those hold nothing that had not arrived.
+    if again:  # what is delivered is not lost if its process dies once more
         long_block_s = long_batch_s = 0.0
     elif chunk.patient:
         long_block_s = long_batch_s = _PATIENT_SECONDS
@@ -419,14 +535,15 @@ def _make_chunk(
     for entry, costs in batches:
         writer.add(entry, costs)
         remaining -= 1
+        ended = entry.outcome == "end"
+        del entry
         full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
-        last = remaining == 0 or entry.outcome == "end"
+        last = remaining == 0 or ended
         if last or full or costs.seconds >= long_batch_s:
-            table = writer.table()
             if last:
                 # The answer comes while the block is stored.
                 ask()
-            yield table
+            yield writer.table()
             opened = time.monotonic()
 
 
@@ -499,11 +616,11 @@ def _ask_for_the_end(host_name: str, lane_key: str) -> None:
         error = closed.exception()
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, HOST_DIED):
             # The host cannot be reached at this moment.
-            again = threading.Timer(_ASK_AGAIN_S, _ask_for_the_end, (host_name, lane_key))
-            again.daemon = True
-            again.start()
+            _later(_ASK_AGAIN_S, _ask_for_the_end, host_name, lane_key)
         else:
             release_later(functools.partial(_release, lane_key))
+            if error is None:
+                _later(_MOST_END_S, _end_work, lane_key)
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is no host any more
         closed = _host(host_name).closed.remote(lane_key).future()
@@ -512,8 +629,26 @@ def _ask_for_the_end(host_name: str, lane_key: str) -> None:
     release_later(functools.partial(_release, lane_key))
 
 
+def _later(seconds: float, function: Callable[..., None], *args: Any) -> None:
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_work(lane_key: str) -> None:
+    """End this process if it is still at work for a pipeline that was closed.
+
+    torch terminates its workers then. Ray starts the task again, and that one ends at once.
+    """
+    with _keeping:
+        at_work = lane_key in _at_work
+    if at_work:
+        os._exit(1)
+
+
 def _release(lane_key: str) -> None:
     """Drop what this process keeps for a pipeline; a task at work for it does that at its end."""
+    from dpex.copies import release_copies
     from dpex.pickling import give_back_memory
 
     with _keeping:
@@ -534,6 +669,8 @@ def _release(lane_key: str) -> None:
 @contextlib.contextmanager
 def _working(lane_key: str) -> Iterator[None]:
     """Use what this process keeps for a pipeline: it is not released inside the block."""
+    from dpex.copies import kept_for
+
     with _keeping:
         outer = lane_key in _at_work
         _at_work.add(lane_key)

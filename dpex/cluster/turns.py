@@ -1,7 +1,8 @@
 """Which task makes which chunk: tasks take turns at a lane, and in its turn each asks for chunks.
 
 Starting a task costs Ray some ten milliseconds in which a worker does nothing; asking for the next
-chunk costs one. So a task goes on as long as there are chunks, and waits a while for more.
+chunk costs one. So a task goes on as long as there are chunks, and waits a while for more. A task
+is started only when one is wanted.
 
 A bound logical worker lives in one process. The turn that was given its first chunk gets that
 worker's chunks and no others, and waits for them while the iterator lives (``binding.py``). Streams
@@ -11,8 +12,8 @@ are always bound. A watched one may move after each chunk that has left its copy
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from dataclasses import dataclass, field
 
 from dpex.binding import Binding
 
-__all__ = ["Assignment", "Others", "Turns"]
+__all__ = ["Assignment", "MAX_DEATHS", "Others", "Turns"]
+
+MAX_DEATHS = 4
+"""How often a worker process may die with the same chunk or block. Ray starts tasks for ever."""
 
 _TURN_S = 30.0
 # Where other tasks may wait for a CPU it is theirs soon.
@@ -47,9 +51,8 @@ _STUCK_IDLE_S = 1.0
 _STUCK_S = 3.0
 # A task that has not begun for so long asks for what no node has.
 _HOPELESS_S = 60.0
-# Ray starts a task again for ever that it has killed because memory was short, after longer and
-# longer pauses: so many starts take minutes.
-_MAX_STARTS = 6
+# How often conditions are looked at that change with time.
+_LOOK_S = 0.1
 # Turns that are over are kept, for Ray starts a task again if what it made is lost.
 _MAX_OVER = 256
 
@@ -63,8 +66,8 @@ class Assignment:
         place: How many chunks come before it in the turn.
         binding: Whether its logical worker lives in this process.
         again: Whether the task has been given it before, and died.
-        restarted: Whether its logical worker begins again, because it had another task before.
         skipped_blocks: How many blocks the chunks made that the task need not make again.
+        restarted: Whether its logical worker begins again, because it had another task before.
     """
 
     payload: bytes
@@ -118,8 +121,12 @@ class _Turn:
         workers: The logical workers that are bound to its process.
         last_worker: The logical worker whose chunk it was given last.
         restarted: Whether its next chunk is the first one of a worker that was bound elsewhere.
-        starts: How often it was started since it was given the last chunk.
+        deaths: How often its process has died since it was given the last chunk.
+        busy: Whether it makes a chunk.
         over: Whether it is to get no more.
+        attempt: Its process: another one when Ray starts the task again.
+        made: How many blocks this attempt has made, or is about to have made.
+        delivered: How many of them have been delivered.
         news: Done when a chunk, or the end, has come for the task that waits.
     """
 
@@ -133,8 +140,12 @@ class _Turn:
     workers: set[int] = field(default_factory=set)
     last_worker: int = 0
     restarted: bool = False
-    starts: int = 0
+    deaths: int = 0
+    busy: bool = False
     over: bool = False
+    attempt: str = ""
+    made: int = 0
+    delivered: int = 0
     news: asyncio.Future[None] | None = None
 
 
@@ -142,8 +153,8 @@ class Turns:
     """Hands a lane's chunks to the tasks that ask for them.
 
     Args:
-        loop: The event loop that all methods are called in, unless they say otherwise.
-        on_wanted: Called when there may be work for another task.
+        loop: The event loop that all methods are called in.
+        on_quiet: Called when ``quiet_at`` has changed.
         holds_resources: Whether a task that waits keeps others from running.
         claims_cpus: Whether others may wait for the CPUs of these tasks.
         choosy: Whether tasks prefer some nodes to others.
@@ -152,19 +163,22 @@ class Turns:
         persistent: Whether they outlive an iteration.
         idle: Tells whether the machine has a processor to spare; None where Ray counts them.
         somebody_waits: Tells whether other tasks may wait for what these hold.
+        first_tasks: Number of tasks that start by themselves.
 
     Attributes:
         parallel: Number of tasks that may be at work at once, if no logical worker is bound.
         starting: Number of tasks that may be about to begin at once, if they are bound.
         one_by_one: Whether one task at a time is to work.
-        fixed_tasks: Whether no further task can start before all have ended.
         in_run: Whether an iteration goes on.
+        started: Number of tasks that were ever started.
+        quiet_at: Number of the chunks that were fed when last all of them were done, and what was
+            made of them delivered or lost.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_wanted: Callable[[], None],
+        on_quiet: Callable[[], None],
         *,
         holds_resources: bool = False,
         claims_cpus: bool = False,
@@ -174,6 +188,7 @@ class Turns:
         persistent: bool = False,
         idle: Callable[[], bool] | None = None,
         somebody_waits: Callable[[], bool] = lambda: True,
+        first_tasks: int = 0,
     ) -> None:
         self._loop = loop
         # A task that goes on after it has waited has its CPU again, free or not.
@@ -184,9 +199,10 @@ class Turns:
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
         self._turn_s = _SHARED_TURN_S if claims_cpus else _TURN_S
-        self._on_wanted = on_wanted
-        # Of what the executor's thread reads or writes too.
-        self._lock = threading.Lock()
+        self._on_quiet = on_quiet
+        self.quiet_at = 0
+        # Set when another task may be wanted.
+        self._changed = asyncio.Event()
         self._waiting: deque[_Waiting] = deque()
         # Logical workers that have had a process, in this iteration or as long as they persist.
         self._placed: set[int] = set()
@@ -208,29 +224,29 @@ class Turns:
         self._idle: OrderedDict[str, _Turn] = OrderedDict()
         self._closed = False
         self._begun = 0
-        self._started = 0
-        self._started_at = 0.0
-        self._active = 0
+        self.started = first_tasks
+        self._started_at = time.monotonic()
+        self._ended = 0
         self._choosy = choosy
         # Until when the CPU of each task that has ended lately is taken for one in use.
         self._freed: deque[float] = deque()
         self.parallel = self.starting = 1
         self.one_by_one = False
-        self.fixed_tasks = False
         self.in_run = True
         self._others: Others | None = None
         self._waited_for_since = math.inf
 
     def begin(self, *, in_run: bool) -> None:
         """Note that an iteration begins, or that there is none."""
-        with self._lock:
-            self._run += in_run
-            self._stuck = False
-            self._asked_at = math.inf
-            self._unreported.clear()
-            self._unchanged.clear()
-            if in_run and not self._persistent:
-                self._unbind()
+        self._run += in_run
+        self._stuck = False
+        for turn in self._turns.values():
+            turn.made = turn.delivered  # nobody waits for what was under way
+        self._asked_at = math.inf
+        self._unreported.clear()
+        self._unchanged.clear()
+        if in_run and not self._persistent:
+            self._unbind()
         self.in_run = in_run
 
     def _unbind(self) -> None:
@@ -253,20 +269,19 @@ class Turns:
             name: Of the turn that made it.
             unchanged: Whether it has.
         """
-        with self._lock:
-            self._unreported.pop(name, None)
-            turn = self._turns.get(name)
-            if not unchanged:
-                self._binding = Binding.ALWAYS
-                if turn and not turn.workers and turn.last_worker not in self._bound_workers():
-                    self._bind(turn, turn.last_worker)  # whose state its process has now
-            elif turn and self._binding is not Binding.ALWAYS:
-                turn.workers.discard(turn.last_worker)
-                self._placed.discard(turn.last_worker)
-                self._unchanged.add(turn.last_worker)
-                if len(self._unchanged) == self._num_workers:
-                    self._binding = Binding.RELEASED
-            self._hand_out()
+        self._unreported.pop(name, None)
+        turn = self._turns.get(name)
+        if not unchanged:
+            self._binding = Binding.ALWAYS
+            if turn and not turn.workers and turn.last_worker not in self._bound_workers():
+                self._bind(turn, turn.last_worker)  # whose state its process has now
+        elif turn and self._binding is not Binding.ALWAYS:
+            turn.workers.discard(turn.last_worker)
+            self._placed.discard(turn.last_worker)
+            self._unchanged.add(turn.last_worker)
+            if len(self._unchanged) == self._num_workers:
+                self._binding = Binding.RELEASED
+        self._hand_out()
 
     def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
         """Append a chunk.
@@ -276,26 +291,25 @@ class Turns:
             worker: The logical worker whose batches it has.
             alone: Whether its task may make no other: it has killed one before, perhaps.
         """
-        with self._lock:
-            self._fed += 1
-            if self._releasing and self._bound:
-                return  # lost with its worker; the reader sends it again
-            self._waiting.append(_Waiting(payload, worker, alone))
-            self._hand_out()
-            wanted = bool(self._waiting)
-        if wanted:
-            self._on_wanted()
+        self._fed += 1
+        if self._releasing and self._bound:
+            self._settle()
+            return  # lost with its worker; the reader sends it again
+        self._waiting.append(_Waiting(payload, worker, alone))
+        self._hand_out()
+        if self._waiting:
+            self._changed.set()
 
     def note_others(self, others: Others | None) -> None:
         """Note how the other trainers on the cluster fare; None where there are none."""
-        with self._lock:
-            self._others = others
-            if others is None or not others.wait:
-                self._waited_for_since = math.inf
-            else:
-                since = time.monotonic() + (_PROCESS_STARTS_S if others.room else 0.0)
-                self._waited_for_since = min(since, self._waited_for_since)
-            self._hand_out()
+        self._others = others
+        if others is None or not others.wait:
+            self._waited_for_since = math.inf
+        else:
+            since = time.monotonic() + (_PROCESS_STARTS_S if others.room else 0.0)
+            self._waited_for_since = min(since, self._waited_for_since)
+        self._hand_out()
+        self._changed.set()
 
     def _hand_out(self) -> None:
         """Give what waits to the turns that wait for it."""
@@ -307,84 +321,125 @@ class Turns:
                 break
             self._tell(self._idle.pop(name))
 
-    async def next_chunk(self, name: str, place: int, blocks: int) -> Assignment | None:
+    async def next_chunk(
+        self, name: str, place: int, made: int, attempt: str = ""
+    ) -> Assignment | None:
         """Answer a task.
 
         Args:
             name: Of its turn: the same when Ray starts the task again.
             place: How many chunks it has made; one that was started again begins at 0.
-            blocks: How many blocks they were.
+            made: How many blocks it has made of them, or is about to have made.
+            attempt: Name of its process.
 
         Returns:
             Its next chunk, or None where its turn is over.
 
         Raises:
-            MemoryError: It was started too often for one chunk.
+            MemoryError: It has died too often with one chunk, which is lost.
         """
-        with self._lock:
-            self._asked_at = time.monotonic()
-            self._warm = self._warm or place > 0
-            turn = self._turns.get(name)
-            if turn is None:
-                turn = self._turns[name] = _Turn(name, time.monotonic())
-                self._begun += 1
-                self._forget_over()
-            self._idle.pop(name, None)
-            if place < turn.given:
-                self._count_start(turn, place)
-                kept = max(0, place - turn.given + len(turn.chunks))
-                place = turn.given - len(turn.chunks) + kept
-                skipped = max(0, turn.blocks[kept] - blocks)
-                turn.blocks[kept] = max(turn.blocks[kept], blocks)
-                return Assignment(
-                    turn.chunks[kept],
-                    place,
-                    self._binding_of(turn),
-                    again=True,
-                    restarted=bool(turn.workers) and not kept,
-                    skipped_blocks=skipped,
-                )
-            self._unreported.pop(name, None)  # such a batch was given up, or could not begin
-            if not self._bound:
-                turn.workers.clear()
-            if turn.over or self._advance(turn):
-                self._tell(turn)  # an attempt before this one may have waited
-            else:
-                self._idle[name] = turn
-                turn.news = turn.news or self._loop.create_future()
-        await self._wait_for_news(name, turn)
+        self._asked_at = time.monotonic()
+        self._warm = self._warm or place > 0
+        turn = self._turns.get(name)
+        if turn is None:
+            turn = self._turns[name] = _Turn(name, time.monotonic(), attempt=attempt)
+            self._begun += 1
+            self._forget_over()
+        if attempt != turn.attempt:
+            turn.attempt, turn.delivered = attempt, 0
+        turn.made = made
+        self._idle.pop(name, None)
+        if place < turn.given:
+            return self._chunk_again(turn, place)
+        turn.busy = False
+        self._unreported.pop(name, None)  # such a batch was given up, or could not begin
+        if not self._bound:
+            turn.workers.clear()
+        if turn.over or self._advance(turn):
+            self._tell(turn)  # an attempt before this one may have waited
+        else:
+            self._idle[name] = turn
+            turn.news = turn.news or self._loop.create_future()
+        self._settle()
+        await self._wait_for_news(turn)
         if place == turn.given:
             return None
-        turn.blocks[-1] = max(turn.blocks[-1], blocks)
+        turn.blocks[-1] = max(turn.blocks[-1], made)
         restarted, turn.restarted = turn.restarted, False
         return Assignment(turn.chunks[-1], place, self._binding_of(turn), restarted=restarted)
+
+    def _chunk_again(self, turn: _Turn, place: int) -> Assignment:
+        """Return a chunk that the turn has had: Ray has started its task again."""
+        turn.deaths += place == 0
+        if turn.deaths >= MAX_DEATHS:
+            turn.busy = False
+            turn.made = turn.delivered
+            self._end(turn)
+            raise MemoryError(
+                f"its worker process died {turn.deaths} times in a row, by the code or for want of "
+                "memory: Ray's logs say why"
+            )
+        turn.busy = True
+        kept = max(0, place - turn.given + len(turn.chunks))
+        place = turn.given - len(turn.chunks) + kept
+        skipped = max(0, turn.blocks[kept] - turn.made)
+        turn.blocks[kept] = max(turn.blocks[kept], turn.made)
+        turn.made += skipped
+        turn.delivered += skipped
+        return Assignment(
+            turn.chunks[kept],
+            place,
+            self._binding_of(turn),
+            again=True,
+            restarted=bool(turn.workers) and not kept,
+            skipped_blocks=skipped,
+        )
+
+    def delivered(self, name: str, attempt: str) -> None:
+        """Record that a block has been delivered, or is lost.
+
+        Args:
+            name: Of the turn that made it.
+            attempt: The process that did.
+        """
+        turn = self._turns.get(name)
+        if turn is not None and turn.attempt == attempt:
+            turn.delivered += 1
+            self._settle()
+
+    def _settle(self) -> None:
+        """Tell once when nothing is under way."""
+        turns = self._turns.values()
+        if self._waiting or any(t.busy or t.made > t.delivered for t in turns):
+            return
+        self._releasing = False
+        if self.quiet_at != self._fed:
+            self.quiet_at = self._fed
+            self._on_quiet()
+
+    def _end(self, turn: _Turn) -> None:
+        if not turn.over:
+            turn.over = True
+            self._ended += 1
+            self._changed.set()
 
     def _binding_of(self, turn: _Turn) -> Binding:
         """Return the binding of the chunk that a turn has: it reports as it was to report."""
         released = self._binding is Binding.RELEASED
         return Binding.WATCHED if released and turn.name in self._unreported else self._binding
 
-    def _count_start(self, turn: _Turn, place: int) -> None:
-        turn.starts += place == 0
-        if turn.starts >= _MAX_STARTS:
-            raise MemoryError(
-                f"its worker process died {turn.starts} times in a row, for want of memory most "
-                "likely: Ray tells where"
-            )
-
-    async def _wait_for_news(self, name: str, turn: _Turn) -> None:
+    async def _wait_for_news(self, turn: _Turn) -> None:
         idle_since = time.monotonic()
         while turn.news is not None and not turn.news.done():
             await asyncio.wait([turn.news], timeout=_IDLE_S)
-            with self._lock:
-                self._hand_out()
-                waited_s = time.monotonic() - idle_since
-                if name not in self._idle or waited_s < self._patience_s(turn):
-                    continue
-                if not self._adopt(turn):
-                    turn.over = True
-                del self._idle[name]
-                self._tell(turn)
+            self._hand_out()
+            waited_s = time.monotonic() - idle_since
+            if turn.name not in self._idle or waited_s < self._patience_s(turn):
+                continue
+            if not self._adopt(turn):
+                self._end(turn)
+            del self._idle[turn.name]
+            self._tell(turn)
 
     def _patience_s(self, turn: _Turn) -> float:
         """Return how long a turn waits for its next chunk, or for the next iteration."""
@@ -392,8 +447,6 @@ class Turns:
         keeps_state = bool(turn.workers) and (self.in_run or self._persistent)
         if not keeps_state:
             return _IDLE_S if self.in_run else self._between_runs_s
-        if self.fixed_tasks and self.in_run and self._homeless_worker() is not None:
-            return _IDLE_S
         if not self._holds_resources:
             return math.inf
         others_wait = self._others is not None and self._others.wait
@@ -434,18 +487,19 @@ class Turns:
             # iteration is not to wait: this one stays for it.
             late = turn.run == self._run and bool(self._waiting)
         if self._closed or turn.alone or late or self._active > self._most_tasks:
-            turn.over = True
+            self._end(turn)
         elif (place := self._place_for(turn)) is not None:
             chunk = self._waiting[place]
             if chunk.alone and turn.given:
-                turn.over = True
+                self._end(turn)
             else:
                 del self._waiting[place]
                 turn.chunks.append(chunk.payload)
                 turn.blocks.append(0)
                 turn.given += 1
+                turn.busy = True
                 turn.run = self._run
-                turn.starts = 0
+                turn.deaths = 0
                 turn.alone = chunk.alone
                 self._asked_at = time.monotonic()
                 if self._bound and chunk.worker not in turn.workers:
@@ -454,7 +508,7 @@ class Turns:
                     self._unreported[turn.name] = chunk.worker
                 turn.last_worker = chunk.worker
         elif self._releasing:
-            turn.over = True
+            self._end(turn)
         else:
             return False
         return True
@@ -493,7 +547,7 @@ class Turns:
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for those of logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
-        about_to_begin = self._started > self._begun
+        about_to_begin = self.started > self._begun
         if about_to_begin or not self._waiting or quiet_s < _STUCK_IDLE_S:
             return False
         return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
@@ -516,9 +570,7 @@ class Turns:
     @property
     def at_work(self) -> bool:
         """Whether any task makes a chunk, or is about to."""
-        with self._lock:
-            begun = (not t.over and name not in self._idle for name, t in self._turns.items())
-            return bool(self._waiting) or any(begun)
+        return bool(self._waiting) or any(turn.busy for turn in self._turns.values())
 
     @property
     def fed(self) -> int:
@@ -527,72 +579,95 @@ class Turns:
 
     def drop(self) -> None:
         """Forget the chunks that no task has, and what was lost of them."""
-        with self._lock:
-            self._waiting.clear()
-            self._releasing = False
+        self._waiting.clear()
+        self._releasing = False
 
     def release(self) -> None:
-        """End the turns of the tasks that wait: one has failed for good."""
-        with self._lock:
-            self._unreported.clear()
-            if self._bound:
-                # No task would make the chunks of its worker. The reader learns what is lost when
-                # no task runs, so bound turns end. Workers without a turn can still begin.
-                self._releasing = any(not turn.over for turn in self._turns.values())
-                for turn in self._turns.values():
-                    if turn.alone:  # it ends with its chunk, so its workers begin again elsewhere
-                        turn.workers.clear()
-                taken = self._bound_workers()
-                kept = (c for c in self._waiting if c.alone and c.worker not in taken)
-                self._waiting = deque(kept)
-            while self._idle:
-                _, turn = self._idle.popitem()
-                turn.over = True
-                self._tell(turn)
+        """End the turns of the tasks that wait: something is lost.
+
+        The reader learns what is lost when nothing is under way. No task would make the chunks of
+        a bound worker whose process has gone, so bound turns end. Workers without one can begin.
+        """
+        self._unreported.clear()
+        if self._bound:
+            self._releasing = any(not turn.over for turn in self._turns.values())
+            for turn in self._turns.values():
+                if turn.alone:  # it ends with its chunk, so its workers begin again elsewhere
+                    turn.workers.clear()
+            taken = self._bound_workers()
+            kept = (c for c in self._waiting if c.alone and c.worker not in taken)
+            self._waiting = deque(kept)
+        while self._idle:
+            _, turn = self._idle.popitem()
+            self._end(turn)
+            self._tell(turn)
+        self._settle()
 
     def close(self) -> None:
         """End all turns as soon as their tasks ask again."""
         self._closed = True
         self.drop()
         self.release()
+        self._changed.set()
 
-    # --- called by the executor's thread --------------------------------------------------------
+    # --- starting tasks ---------------------------------------------------------------------------
 
-    def wanted(self, active: int) -> int:
-        """Return how many tasks to start.
+    async def more_tasks(self, started: int) -> int | None:
+        """Wait until tasks are wanted.
 
         Args:
-            active: Number of those that run, or were started and have not begun yet.
-        """
-        with self._lock:
-            ended, self._active = self._active - active, active
-            if not active:
-                # A task that failed before it asked takes a chunk with it, as if it had been given
-                # it: what is lost is tried again in the end, or is an error.
-                for _ in range(min(self._started - self._begun, len(self._waiting))):
-                    self._waiting.popleft()
-                self._started = self._begun
-            not_begun = self._started - self._begun
-            self._stuck = self._stuck or self._is_stuck()
-            wanted = len(self._waiting)
-            if self._bound:
-                wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
-                # Batches are needed in order: fewer processes that start at once are ready sooner.
-                wanted = min(wanted, self.starting)
-            if self._binding is not Binding.ALWAYS and self._others is not None:
-                # One task can make all batches. A second one would have to start another process,
-                # and the others' tasks would wait for it.
-                next_one = not active and not self._others.wait
-                wanted = min(wanted, max(self._others.room, int(next_one)))
-            room = self._most_tasks - active
-            if self._choosy:
-                room -= self._not_known_free(ended)
-            return max(0, min(room, wanted - not_begun))
+            started: How many whoever asks has started. One that begins again begins at 0.
 
-    def _not_known_free(self, ended: int) -> int:
-        """Return how many tasks have ended lately, some of them since this was called last."""
+        Returns:
+            How many to start now; None if none will be wanted any more.
+        """
+        while not self._closed:
+            if started < self.started:
+                return self.started - started
+            if tasks := self._wanted():
+                self.started += tasks
+                self._started_at = time.monotonic()
+                continue
+            self._changed.clear()
+            timeout = _LOOK_S if self._waiting else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout)
+        return None
+
+    @property
+    def _active(self) -> int:
+        """Number of tasks that have not ended, or are about to begin."""
+        alive = sum(turn.busy or not turn.over for turn in self._turns.values())
+        return alive + self._not_begun
+
+    @property
+    def _not_begun(self) -> int:
+        return max(0, self.started - self._begun)
+
+    def _wanted(self) -> int:
+        """Return how many tasks to start."""
+        active = self._active
+        self._stuck = self._stuck or self._is_stuck()
+        wanted = len(self._waiting)
+        if self._bound:
+            wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
+            # Batches are needed in order: fewer processes that start at once are ready sooner.
+            wanted = min(wanted, self.starting)
+        if self._binding is not Binding.ALWAYS and self._others is not None:
+            # One task can make all batches. A second one would have to start another process, and
+            # the others' tasks would wait for it.
+            next_one = not active and not self._others.wait
+            wanted = min(wanted, max(self._others.room, int(next_one)))
+        room = self._most_tasks - active
+        if self._choosy:
+            room -= self._not_known_free()
+        return max(0, min(room, wanted - self._not_begun))
+
+    def _not_known_free(self) -> int:
+        """Return how many tasks have ended lately."""
         now = time.monotonic()
-        self._freed.extend([now + _FREED_S] * ended)
+        self._freed.extend([now + _FREED_S] * self._ended)
+        self._ended = 0
         while self._freed and self._freed[0] <= now:
             self._freed.popleft()
         return len(self._freed)
@@ -603,49 +678,7 @@ class Turns:
         return self._persistent and self._bound
 
     @property
-    def tasks_until_all_end(self) -> int:
-        """How many tasks to start where no further one can start before all have ended."""
-        return self._num_workers if self._binding is Binding.ALWAYS else self.parallel
-
-    def may_want(self, active: int) -> bool:
-        """Tell whether a chunk that is fed now needs another task.
-
-        Args:
-            active: As for ``wanted``.
-        """
-        if self._binding is Binding.ALWAYS:
-            return active < self._most_tasks
-        room = self.parallel if self._others is None or not active else self._others.room
-        not_begun = self._started - self._begun
-        return active < self.parallel and not self._idle and not_begun < room
-
-    @property
     def waits(self) -> bool:
         """Whether a task has not begun yet that may be about to: others hold theirs back for it."""
         about_to = time.monotonic() - self._started_at < _HOPELESS_S
-        return self._started > self._begun and about_to
-
-    def started(self, tasks: int = 1) -> None:
-        """Note that tasks were started."""
-        with self._lock:
-            self._started += tasks
-            self._started_at = time.monotonic()
-
-    def all_ended(self) -> int | None:
-        """Note that no task runs.
-
-        Returns:
-            The number of chunks fed so far, which are all done or lost; None if some still wait.
-        """
-        with self._lock:
-            if self._waiting:
-                return None
-            for turn in self._turns.values():
-                turn.over = True
-            self._unreported.clear()
-            self._releasing = False
-            idle, self._idle = self._idle, OrderedDict()
-            fed = self._fed
-        for turn in idle.values():
-            self._loop.call_soon_threadsafe(self._tell, turn)
-        return fed
+        return self.started > self._begun and about_to

@@ -1,0 +1,119 @@
+"""Blocks on their way into the training process: what is lost with its process is made again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster_programs import wait_until
+from living import Plain
+
+from dpex import DpexDataLoader
+from dpex.costs import Costs
+from dpex.fetch import encode
+from dpex.frame import Entry, FrameWriter
+from dpex.memory_pool import MemoryPool
+from dpex.under_way import BLOCK_LOST
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+
+def table_of(batch: int) -> Any:
+    writer = FrameWriter("run", batch)
+    writer.add(Entry(batch, encode(torch.full((4,), batch)), "batch"), Costs())
+    return writer.table()
+
+
+def is_lost(block: Any) -> bool:
+    import ray
+
+    try:
+        ray.get(block)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("through_client", [False, True])
+def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
+    through_client: bool,
+) -> None:
+    """With and without Ray Data, as through a client the trainer has none."""
+    import ray
+
+    from dpex.cluster.blocks import Receiver
+    from dpex.cluster.host import Reply
+
+    class Worker:
+        def put(self, table: Any) -> list[Any]:
+            return [ray.put(table)]
+
+    class Host:
+        def __init__(self, replies: list[Any]) -> None:
+            self.replies = replies
+            self.released: list[Any] = []
+
+        def take(self, lane_key: str, run: str) -> Any:
+            return self.replies.pop(0)
+
+        def release(self, lane_key: str, run: str) -> None:
+            self.released.append((lane_key, run))
+
+        def calls(self) -> list[Any]:
+            return self.released
+
+    worker: Any = ray.remote(num_cpus=0)(Worker)
+    lives, dies = worker.remote(), worker.remote()
+    workers = enumerate([lives, dies, lives])
+    blocks = [ray.get(worker.put.remote(table_of(batch)))[0] for batch, worker in workers]
+    ray.kill(dies)
+    wait_until(lambda: is_lost(blocks[1]), 60, "loss of the block")
+    replies = [Reply([(block, 1)], quiet_at=number + 1) for number, block in enumerate(blocks)]
+    host_class: Any = ray.remote(num_cpus=0)(Host)
+    host = host_class.remote([*replies, Reply(ended=True)])
+    receiver = Receiver(
+        host, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
+    )
+    wait_until(lambda: receiver._ended, 60, "end of the replies")
+    read = []
+    while (arrival := receiver.take()) is not None:
+        read += [entry.batch for entry in arrival.batches]
+    assert read == [0, 2]
+    assert receiver.failure is None
+    [error] = receiver.take_errors()
+    assert error.startswith(BLOCK_LOST)
+    assert ray.get(host.calls.remote()) == [("lane", "run")]
+    assert receiver.quiet_at == 0, "of the last reply, which has ended the run"
+
+
+class DiesAfterLargeBatches(Plain):
+    """Kills its process as soon as a large batch is on its way, once for each mark."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(120)
+        self.place = place
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 40 == 20:
+            mark = self.place / str(index)
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return index, np.full(1 << 20, index, dtype=np.uint8)
+
+
+def test_no_batch_is_lost_or_comes_twice_where_processes_die(tmp_path: Path) -> None:
+    loader: DpexDataLoader[Any] = DpexDataLoader(
+        DiesAfterLargeBatches(tmp_path), 10, num_workers=2, distribute_mode=True
+    )
+    seen = []
+    for indices, arrays in loader:
+        assert [int(array[-1]) for array in arrays] == indices.tolist()
+        seen += indices.tolist()
+    assert seen == list(range(120))
+    assert len(list(tmp_path.iterdir())) == 3
