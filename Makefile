@@ -8,7 +8,8 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11,
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-# The floor that pyproject.toml names, so that it stands in one place.
+# The floors that pyproject.toml names, so that each stands in one place.
+OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 OLDEST_RAY := $(shell sed -n 's/^ *"ray\[data\]>=\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 OLDEST_VENV := .venv-ray-$(OLDEST_RAY)
 
@@ -41,7 +42,12 @@ test: check ## check, then the tests (TEST_ARGS="-k parity")
 # Two at a time: most of them wait for processes that start or are found to be dead.
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
-	$(RUN) -m pytest -m "extended and not dist" --numprocesses 2 --dist worksteal $(TEST_ARGS)
+	$(RUN) -m pytest -m "extended and not dist and not sabotage" --numprocesses 2 --dist worksteal \
+		$(TEST_ARGS)
+
+.PHONY: test-sabotage
+test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn
+	$(RUN) -m pytest -m sabotage tests/test_sabotage.py $(TEST_ARGS)
 
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back
@@ -104,7 +110,7 @@ endurance: $(VENV)/.installed-test ## Whether anything grows in 300 epochs, and 
 	$(RUN) tests/endurance.py
 
 .PHONY: test-oldest
-test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray that dpex supports
+test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray and torch that dpex supports
 	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(TEST_ARGS)
 
 .PHONY: dist
@@ -141,11 +147,11 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --editable . --group $*
 	@touch $@
 
-# Only Ray is held back; torch is the newest here too.
+# Only Ray and torch are held back, and with torch what depends on it.
 $(OLDEST_VENV)/.installed-test: pyproject.toml | $(OLDEST_VENV)/bin/python
 	$(OLDEST_VENV)/bin/python -m pip install $(NEW_PIP)
 	$(OLDEST_VENV)/bin/python -m pip install --editable . --group test \
-		'ray[data]==$(OLDEST_RAY).*'
+		'ray[data]==$(OLDEST_RAY).*' 'torch==$(OLDEST_TORCH).*'
 	@touch $@
 
 $(VENV)/bin/python $(OLDEST_VENV)/bin/python:

@@ -128,11 +128,15 @@ def main() -> None:
     record["command"] = command(options)
     record["revisions"] = {"old": revision, "new": git("describe", "--always", "--dirty")}
     record["rounds"], record["epochs"] = options.rounds, EPOCHS
+    record["new_env"] = options.new_env
     started = time.monotonic()
     with two_trees(revision) as trees:
         for tree in trees.values():
             run_fresh(check_workers, tree=tree)
-        record["cases"] = {name: compare(name, trees, options.rounds) for name in options.cases}
+        new_env = dict(setting.split("=", 1) for setting in options.new_env)
+        record["cases"] = {
+            name: compare(name, trees, options.rounds, new_env) for name in options.cases
+        }
     record["seconds"] = time.monotonic() - started
     write(record, options.out)
     print(report(record))
@@ -148,6 +152,13 @@ def arguments() -> Any:
         "--cases", nargs="+", default=DEFAULT_CASES, choices=[*comparisons()], metavar="CASE"
     )
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
+    parser.add_argument(
+        "--new-env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable of the new side alone",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench/against.json"))
     return parser.parse_args()
 
@@ -155,8 +166,9 @@ def arguments() -> Any:
 def command(options: Any) -> str:
     """Return the make target that runs this as the command line does."""
     cases = shlex.quote(" ".join(options.cases))
-    rounds = f'"--rounds {options.rounds}"'
-    return f"make bench-against REV={options.revision} AGAINST={cases} BENCH_ARGS={rounds}"
+    more = "".join(f" --new-env {setting}" for setting in options.new_env)
+    arguments = f'"--rounds {options.rounds}{more}"'
+    return f"make bench-against REV={options.revision} AGAINST={cases} BENCH_ARGS={arguments}"
 
 
 def git(*words: str) -> str:
@@ -328,13 +340,28 @@ def memory_turn(tree: Path) -> Turn:
     return Turn(figures, runs)
 
 
-def compare(name: str, trees: Mapping[Side, Path], rounds: int) -> dict[str, Any]:
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that start inside the block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def compare(
+    name: str, trees: Mapping[Side, Path], rounds: int, new_env: Mapping[str, str]
+) -> dict[str, Any]:
     """Measure both sides of a case in turn.
 
     Args:
         name: Of the case.
         trees: By side.
         rounds: How many turns of each side count.
+        new_env: Environment variables of the new side alone.
 
     Returns:
         The case's part of the record.
@@ -345,7 +372,8 @@ def compare(name: str, trees: Mapping[Side, Path], rounds: int) -> dict[str, Any
     load_before = os.getloadavg()
     for number, side in turns(rounds, comparison.warm_ups):
         time.sleep(SETTLE_S)
-        turn = comparison.turn(trees[side])
+        with environment(new_env if side == "new" else {}):
+            turn = comparison.turn(trees[side])
         values = ", ".join(f"{f.name} {value:{f.form}}" for f, value in turn.figures.items())
         say(f"{name} round {number}/{rounds} {side}: {values}")
         if number > 0:
@@ -399,11 +427,13 @@ def report(record: Mapping[str, Any]) -> str:
                 f"| {spread(part['new_over_old'])} | {word} |"
             )
     old, new = record["revisions"]["old"][:12], record["revisions"]["new"]
+    with_env = "".join(f", with {setting}" for setting in record["new_env"])
     loads = " and ".join(f"{record[key][0]:.1f}" for key in ("load_before", "load_after"))
     busiest = statistics.median(case["load_before"][0] for case in record["cases"].values())
     caption = (
-        f"Old is {old}, new is the working tree at {new}. Each side has {record['rounds']} "
-        "round(s), which alternate. A ratio compares the two turns of one round. "
+        f"Old is {old}, new is the working tree at {new}{with_env}. Each side has "
+        f"{record['rounds']} round(s), which alternate. A ratio compares the two turns of one "
+        "round. "
         'A figure is "worse" only if its new median lies outside of the range of the old rounds, '
         'on the bad side; it is "better" on the good side, and "within" otherwise. '
         f"With equal code, chance makes at most {chance_of_worse(record['rounds']):.0%} of the "

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from dpex.batch_memory import BatchMemory
+from dpex.compat.torch_names import tree_map_only
 from dpex.copies import SHARED, Copy, copy_of
 from dpex.costs import Costs, noted, spent
 from dpex.failures import Failures, NothingLeft

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.collate import (
+from torch.utils.data import default_collate
+
+from dpex.compat.torch_names import (
     collate,
     collate_tensor_fn,
-    default_collate,
     default_collate_fn_map,
+    set_worker_info,
 )
 
 __all__ = ["BatchMemory"]
@@ -126,11 +127,11 @@ def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
     There the first tensor has the memory made that the others are copied to. So the batch has its
     dtype, and an error says if another tensor cannot be cast to it or requires a gradient.
     """
-    info, torch_worker._worker_info = torch_worker._worker_info, None
+    info = set_worker_info(None)
     try:
         batch: torch.Tensor = collate_tensor_fn(tensors)
     finally:
-        torch_worker._worker_info = info
+        set_worker_info(info)
     first = tensors[0]
     if batch.dtype == first.dtype and not batch.requires_grad:
         return batch

@@ -9,11 +9,11 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpex.chunking import ChunkPlanner
 from dpex.cluster import forkserver
 from dpex.cluster.connect import connect, parse_address
+from dpex.compat.torch_names import BaseDataLoaderIter
 from dpex.epochs import SamplerEpochs
 from dpex.indices import Indices, Source
 from dpex.iterator import ClusterIter, Generations
@@ -210,7 +210,7 @@ class DpexDataLoader(DataLoader[T_co]):
         method = context.get_start_method(allow_none=True)
         return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
+    def _get_iterator(self) -> BaseDataLoaderIter:
         if not self._distributed:
             return plain_iterator(self)
 
@@ -280,7 +280,7 @@ class DpexDataLoader(DataLoader[T_co]):
         if not self._distributed:
             super().check_worker_number_rationality()
 
-    def __iter__(self) -> _BaseDataLoaderIter:
+    def __iter__(self) -> BaseDataLoaderIter:
         if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
             self._iterator = None  # persistent workers of a Ray that has gone
         meter = Meter()

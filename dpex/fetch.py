@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data._utils.collate import default_collate
+from torch.utils.data import default_collate
 
 from dpex.batch_memory import BatchMemory
 from dpex.binding import Binding

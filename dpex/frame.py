@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from dpex.compat.torch_names import ExceptionWrapper
+from dpex.compat.torch_names import pin_memory as pin
 from dpex.costs import Costs
 from dpex.memory_pool import MemoryPool
 from dpex.pickling import Pickled, load

@@ -16,10 +16,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
-
 from dpex.binding import Binding
 from dpex.chunking import ChunkPlanner
+from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.demand import Demand, IndexDemand, StreamDemand
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.fetch import Chunk
@@ -67,7 +66,7 @@ _USERS_LOOP = 7
 _STREAM_TRIES = 2
 
 
-class ClusterIter(_BaseDataLoaderIter):
+class ClusterIter(BaseDataLoaderIter):
     """Iterates once over a loader's dataset, as its sampler says.
 
     Args:
@@ -155,7 +154,7 @@ class ClusterIter(_BaseDataLoaderIter):
         self._epoch_drawn_for = self._sampler_epochs.now
 
     def _make_demand(self) -> Demand:
-        if self._dataset_kind == _DatasetKind.Iterable:
+        if self._dataset_kind == DatasetKind.Iterable:
             return StreamDemand(self._sampler_iter, self._planner, run=self._run_spec)
         return IndexDemand(
             self._sampler_iter,
@@ -167,7 +166,7 @@ class ClusterIter(_BaseDataLoaderIter):
 
     def _open_run(self) -> None:
         """Have a run begin; ``_opened`` waits for it."""
-        streams = self._dataset_kind == _DatasetKind.Iterable
+        streams = self._dataset_kind == DatasetKind.Iterable
         stateful = streams or self._loader_options.worker_init_fn is not None
         self._opening = self._session.open(
             self._run_spec,

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from torch.utils.data import dataloader as torch_dataloader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from dpex.compat.torch_names import (
+    BaseDataLoaderIter,
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
+)
 from dpex.seeding import generators_kept
 from dpex.states import StreamState
 from dpex.stats import Meter
@@ -25,7 +28,7 @@ def plain_iterator(loader: Any) -> PlainIter:
     return _MultiProcessingDataLoaderIter(loader)
 
 
-class PlainIter(_BaseDataLoaderIter):
+class PlainIter(BaseDataLoaderIter):
     """What dpex adds to torch's iterators.
 
     Attributes:
@@ -62,7 +65,7 @@ class PlainIter(_BaseDataLoaderIter):
             return data
 
 
-class _GoesOn(_BaseDataLoaderIter):
+class _GoesOn(BaseDataLoaderIter):
     """Loads a stream's state when torch's base class is set up, before the fetcher is made."""
 
     stream_state: StreamState | None = None
@@ -78,9 +81,7 @@ class _GoesOn(_BaseDataLoaderIter):
 
 
 # They have torch's names, which profiles show.
-class _SingleProcessDataLoaderIter(
-    PlainIter, torch_dataloader._SingleProcessDataLoaderIter, _GoesOn
-):
+class _SingleProcessDataLoaderIter(PlainIter, SingleProcessDataLoaderIter, _GoesOn):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         if isinstance(self._dataset, IterableDataset):
@@ -89,7 +90,5 @@ class _SingleProcessDataLoaderIter(
             self._sampler_iter.epoch.read_here(self._dataset_fetcher)
 
 
-class _MultiProcessingDataLoaderIter(
-    PlainIter, torch_dataloader._MultiProcessingDataLoaderIter, _GoesOn
-):
+class _MultiProcessingDataLoaderIter(PlainIter, MultiProcessingDataLoaderIter, _GoesOn):
     pass

@@ -15,8 +15,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher
-
+from dpex.compat.torch_names import IterableDatasetFetcher
 from dpex.copies import Copy, Slot, copy_of, find_copy, forget_copy, keep_copy
 from dpex.costs import Costs, count, noted
 from dpex.fetch import Chunk, Job, collate, encode
@@ -71,7 +70,7 @@ class _Stream:
         job = copy.job
         self.dataset = job.dataset
         self.owns_generator = copy.generators.owns_torchs
-        self._fetcher = _IterableDatasetFetcher(
+        self._fetcher = IterableDatasetFetcher(
             job.dataset,
             job.auto_collation,
             functools.partial(_collate, job.collate_fn),

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data._utils import worker as torch_worker
 
+from dpex.compat.torch_names import ExceptionWrapper, WorkerInfo, numpy_seed, set_worker_info
 from dpex.errors import SerializationError
 from dpex.pickling import dump
 from dpex.seeding import WorkerGenerators
@@ -119,8 +118,8 @@ def show_worker(worker_id: int, run: Run, dataset: Any, *, owns_generator: bool 
     global _initial_seed
     seed = run.base_seed + worker_id
     _initial_seed = None if owns_generator else seed
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=run.num_workers, seed=seed, dataset=dataset
+    set_worker_info(
+        WorkerInfo(id=worker_id, num_workers=run.num_workers, seed=seed, dataset=dataset)
     )
 
 
@@ -142,7 +141,7 @@ def initialise(
     seed = base_seed + worker_id
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(torch_worker._generate_state(base_seed, worker_id))
+    np.random.seed(numpy_seed(base_seed, worker_id))
     if worker_init_fn is not None:
         _initial_seed = None  # it may seed torch's generator, and ask for its seed then
         with generators.taken():
@@ -153,7 +152,7 @@ def leave_worker() -> None:
     """Be no logical worker any more."""
     global _initial_seed
     _initial_seed = None
-    torch_worker._worker_info = None
+    set_worker_info(None)
 
 
 class At:

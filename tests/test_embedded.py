@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -502,6 +503,35 @@ def test_nobody_else_can_enter_its_directories(place: Path) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     assert list(directory.glob("ray/session_*/sockets"))
     assert not (place / "ray").exists()
+
+
+def test_the_files_of_local_rays_go_after_their_processes(place: Path) -> None:
+    """Those of a local Ray that lives stay while another one starts."""
+    variables = environment(place)
+    del variables["RAY_TMPDIR"]
+    sessions = place / f"dpex-{os.getuid()}" / "ray"
+
+    def start(then: str = "", **pipes: int) -> Popen[str]:
+        program = [sys.executable, "-c", QUIET_PROGRAM + then]
+        return spawn(program, place, env=variables, **pipes)
+
+    assert start().wait(100) == 0
+    [ended] = sessions.glob("session_2*")
+    lives = start(
+        "print('up', flush=True)\n"
+        "sys.stdin.read()\n"
+        "assert ray.get(ray.remote(lambda: 2).remote()) == 2\n",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert lives.stdout is not None
+    assert lives.stdout.readline() == "up\n"
+    wait_until(lambda: not ended.exists(), 60, "end of the old files")
+    [living] = sessions.glob("session_2*")
+    assert start().wait(100) == 0
+    assert living.exists()
+    lives.communicate()
+    assert lives.returncode == 0
 
 
 def test_without_a_home_the_token_lies_elsewhere(place: Path) -> None:

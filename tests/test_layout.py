@@ -13,6 +13,8 @@ import dpex
 PACKAGE = Path(dpex.__file__).parent
 # Those that may know that there is a cluster.
 DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.doctor", "dpex.iterator"}
+# The modules of dpex.compat that need no Ray.
+WITHOUT_RAY = {"dpex.compat.names", "dpex.compat.torch_names"}
 # Each may be imported by the module of its name in dpex.integrations, and by no other.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
@@ -66,6 +68,11 @@ def is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
+def reaches_ray(module: str) -> bool:
+    in_compat = is_within(module, "dpex.compat") and module not in {"dpex.compat", *WITHOUT_RAY}
+    return in_compat or is_within(module, "dpex.cluster")
+
+
 def assigned_all(path: Path) -> list[str] | None:
     for node in ast.parse(path.read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -77,20 +84,18 @@ def assigned_all(path: Path) -> list[str] | None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_cluster_imports_ray(module: str) -> None:
-    if is_within(module, "dpex.cluster"):
+def test_only_cluster_and_compat_import_ray(module: str) -> None:
+    if reaches_ray(module):
         return
     ray_imports = {name for name in imports(module, top_level_only=False) if is_within(name, "ray")}
-    assert not ray_imports, f"{module} imports {ray_imports}; only dpex.cluster may"
+    assert not ray_imports, f"{module} imports {ray_imports}; only dpex.cluster and dpex.compat may"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_only_its_doors_import_cluster(module: str) -> None:
-    if is_within(module, "dpex.cluster") or module in DOORS_TO_CLUSTER:
+    if reaches_ray(module) or module in DOORS_TO_CLUSTER:
         return
-    cluster_imports = {
-        name for name in imports(module, top_level_only=False) if is_within(name, "dpex.cluster")
-    }
+    cluster_imports = {name for name in imports(module, top_level_only=False) if reaches_ray(name)}
     assert not cluster_imports, f"{module} imports {cluster_imports}"
 
 

@@ -11,7 +11,6 @@ PROGRAM = Path(__file__).with_name("public_ray_program.py")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.extended
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
         done = run_program(PROGRAM, place=place, seconds=PROGRAM_SECONDS, DPEX_PUBLIC_RAY_ONLY="1")

@@ -440,17 +440,32 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         nonlocal free
         notes = Round(lambda: free)
-        assert await notes.others("a", waits=True) is None
-        assert await notes.others("b", waits=False) == Others(wait=True, room=0)
+
+        async def ask(name: str, *, waits: bool) -> Others | None:
+            return (await notes.others(name, waits))[0]
+
+        assert await ask("a", waits=True) is None
+        assert await ask("b", waits=False) == Others(wait=True, room=0)
         # What was free twice is divided.
-        assert await notes.others("a", waits=True) == Others(wait=False, room=4)
+        assert await ask("a", waits=True) == Others(wait=False, room=4)
         free = 0.5
-        assert await notes.others("b", waits=False) == Others(wait=True, room=0)
-        assert await notes.others("a", waits=False) == Others(wait=False, room=0)
+        assert await ask("b", waits=False) == Others(wait=True, room=0)
+        assert await ask("a", waits=False) == Others(wait=False, room=0)
         monkeypatch.setattr(sharing, "_CALM_S", 0.0)
-        assert await notes.others("a", waits=False) == Others(wait=False, room=1)
+        assert await ask("a", waits=False) == Others(wait=False, room=1)
         monkeypatch.setattr(sharing, "_GONE_S", 1e-9)
-        assert await notes.others("b", waits=False) is None  # "a" has gone
+        monkeypatch.setattr(sharing, "_GONE_PAUSES", 0)
+        assert await ask("b", waits=False) is None  # "a" has gone
+
+    asyncio.run(scenario())
+
+
+def test_many_hosts_ask_more_rarely() -> None:
+    async def scenario() -> None:
+        notes = Round(lambda: 0.0)
+        pauses = [(await notes.others(str(host), waits=False))[1] for host in range(256)]
+        assert pauses[:16] == [0.25] * 16
+        assert 256 / pauses[-1] == 64
 
     asyncio.run(scenario())
 

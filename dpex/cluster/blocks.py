@@ -17,7 +17,7 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex.cluster.embedded import settled
-from dpex.cluster.private import Block, data_iterator
+from dpex.compat.data_iterator import DATA_ITERATOR, Block, data_iterator
 from dpex.frame import Entry, Frame, decode, read_frame
 from dpex.memory_pool import MemoryPool
 from dpex.under_way import BLOCK_LOST
@@ -47,16 +47,28 @@ class Arrival:
 
 
 class _Decode(ArrowBatchCollateFn):
-    """The collate_fn of ``iter_torch_batches``: one block in, its batches out."""
+    """The collate_fn of ``iter_torch_batches``: one block in, its batches out.
+
+    Attributes:
+        failure: Exception that it has raised.
+    """
 
     def __init__(self, run: str, pool: MemoryPool, *, pin_memory: bool, device_index: int) -> None:
         self._run = run
         self._pool = pool
         self._pin_memory = pin_memory
         self._device_index = device_index
+        self.failure: BaseException | None = None
 
     def __call__(self, table: pa.Table) -> Arrival:
         """Copy a block's batches into memory of their own."""
+        try:
+            return self._decode(table)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _decode(self, table: pa.Table) -> Arrival:
         started = time.perf_counter()
         frame = read_frame(table)
         if frame.run != self._run:  # a chunk of an iteration that was given up
@@ -113,6 +125,8 @@ class Receiver:
         self._errors: list[str] = []
         self._failure: BaseException | None = None
         self._ended = False
+        self._all_told = False
+        self._through_data = False
         self._known_at = self._last_at = 0.0
         self.arrived_at = 0.0
         self._host, self._lane_key, self._run = host, lane_key, run
@@ -125,6 +139,7 @@ class Receiver:
         def arrivals() -> Iterator[Arrival]:
             # Through a client Ray Data does not work; elsewhere it may have other names.
             blocks = None if through_client else data_iterator(replies)
+            self._through_data = blocks is not None
             if blocks is None:
                 return map(decode_block, _fetched(replies))
             return iter(
@@ -160,6 +175,7 @@ class Receiver:
             reply = block = None  # whoever waits for the next reply keeps no block
             yield stored
             if ended:
+                self._all_told = True
                 return
 
     def join(self, timeout: float) -> None:
@@ -172,8 +188,17 @@ class Receiver:
                 try:
                     for arrival in arrivals():
                         self._take_in(arrival)
-                    break
+                    if self._all_told:
+                        break
+                    raise RuntimeError("the blocks ended before the last one")
                 except ray.exceptions.ObjectLostError as error:
+                    self._lose(error)
+                except ray.exceptions.RayError:
+                    raise
+                except Exception as error:
+                    if error is self._decode.failure or not self._through_data:
+                        raise
+                    DATA_ITERATOR.fail(error)
                     self._lose(error)
         except BaseException as error:
             logger.debug("nothing more can be read", exc_info=True)
@@ -197,8 +222,8 @@ class Receiver:
             self._settle()
             self._changed.notify_all()
 
-    def _lose(self, error: ray.exceptions.ObjectLostError) -> None:
-        """Go on without a block that went with its process, and those that came with it."""
+    def _lose(self, error: Exception) -> None:
+        """Report the blocks of the last reply as lost: their batches are made again."""
         self._host.release.remote(self._lane_key, self._run)
         with self._changed:
             self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")

@@ -83,7 +83,7 @@ def check_server(request: str) -> None:
     Raises:
         ClusterError: It is another one.
     """
-    from dpex.cluster.private import client_server
+    from dpex.compat.cluster_state import client_server
 
     connected = client_server()
     if connected is not None and request not in {"auto", SCHEME + connected}:

@@ -360,7 +360,7 @@ def _follow_auth_mode(raylet_pid: int) -> None:
     with contextlib.suppress(OSError):
         if b"RAY_AUTH_MODE=token" in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
             os.environ["RAY_AUTH_MODE"] = "token"
-            from dpex.cluster.private import reread_environment
+            from dpex.compat.local_ray import reread_environment
 
             reread_environment()
 

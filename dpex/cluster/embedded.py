@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +45,8 @@ START_SECONDS = 120.0
 _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
 # Modules whose warnings are no matter of the user's.
-_NOT_THE_USERS = r"(dpex|google|grpc|pyarrow|ray)(\.|$)"
+_NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
+_OURS = r"dpex(\.|$)"
 
 settled = threading.Event()
 """Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
@@ -78,9 +80,9 @@ def start(fork_server: str | None = None) -> None:
     Raises:
         ClusterError: Ray did not start; says why.
     """
-    load_ray()
-    from dpex.cluster.private import lean_start
+    from dpex.cluster.session_files import delete_ended, mark_alive
 
+    load_ray()
     settled.clear()
     require_token()
     variables = {
@@ -110,23 +112,70 @@ def start(fork_server: str | None = None) -> None:
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
-    with lean_start(program) as finish, _environment(variables):
-        try:
-            context = init_ray(
-                START_SECONDS,
-                afterwards=lambda: _finish_and_stay(finish),
-                address="local",
-                num_cpus=embedded_cpus(),
-                object_store_memory=_object_store_bytes(),
-                include_dashboard=False,
-            )
-        except Exception as error:
-            raise ClusterError(
-                f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
-                "RAY_TMPDIR, which must be writable and shorter than 38 characters (if it is not "
-                "set: in a directory of this user alone in TMPDIR or /tmp)"
-            ) from error
-    _reap_after_us(context.address_info["session_dir"])
+    with _environment(variables):
+        context = _start_lean_or_plain(program)
+    session = Path(context.address_info["session_dir"])
+    mark_alive(session)
+    _reap_after_us(str(session))
+    if "RAY_TMPDIR" in variables:  # others' sessions are not in our own directory
+        threading.Thread(
+            target=delete_ended, args=(session.parent,), name="dpex-delete", daemon=True
+        ).start()
+
+
+def _start_lean_or_plain(program: Path | None) -> Any:
+    """Start Ray lean, or plainly where that fails.
+
+    Args:
+        program: See ``lean_start``.
+
+    Returns:
+        What ``ray.init`` returned.
+
+    Raises:
+        ClusterError: Neither has started Ray.
+    """
+    import ray
+
+    from dpex.compat.local_ray import LEAN_START, lean_start
+
+    try:
+        return _init_local(lean_start(program))
+    except TimeoutError as error:  # the attempt still goes on
+        raise _not_started(error) from error
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if not LEAN_START.usable:
+            raise _not_started(error) from error
+        lean_error = error
+    try:
+        context = _init_local(contextlib.nullcontext(lambda: None))
+    except Exception as error:
+        raise _not_started(error) from error
+    LEAN_START.fail(lean_error)
+    return context
+
+
+def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
+    """Call ``ray.init`` in a given way, which yields what is to be done later."""
+    with way as finish:
+        return init_ray(
+            START_SECONDS,
+            afterwards=lambda: _finish_and_stay(finish),
+            address="local",
+            num_cpus=embedded_cpus(),
+            object_store_memory=_object_store_bytes(),
+            include_dashboard=False,
+        )
+
+
+def _not_started(error: Exception) -> ClusterError:
+    return ClusterError(
+        f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
+        "RAY_TMPDIR, which must be writable and shorter than 38 characters (if it is not "
+        "set: in a directory of this user alone in TMPDIR or /tmp)"
+    )
 
 
 def _finish_and_stay(finish: Callable[[], None]) -> None:
@@ -165,7 +214,7 @@ def init_ray(
     load_ray()
     import ray
 
-    from dpex.cluster.private import on_loopback
+    from dpex.compat.local_ray import on_loopback
 
     # Whoever is not on this host has nothing to do with an embedded Ray.
     ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
@@ -192,9 +241,13 @@ def load_ray() -> None:
 
 
 def make_no_errors_of_rays_warnings() -> None:
-    """Leave Ray's and our own warnings out of the user's filters that make errors of warnings."""
+    """Leave Ray's and our own warnings out of the user's filters that make errors of warnings.
+
+    An error would end dpex's work halfway. dpex's warnings are shown instead.
+    """
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
+        warnings.filterwarnings("default", module=_OURS)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def main() -> None:
     """Be replaced by a fork, or else by Ray's own program."""
     try:
         forked = ask(sys.argv[1:])
-    except (OSError, KeyError):
+    except Exception:  # no server, or Ray starts its workers in another way
         forked = False
     if not forked:
         os.execv(sys.executable, [sys.executable, os.environ[RAYS_OWN], *sys.argv[1:]])

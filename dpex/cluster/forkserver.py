@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import module_settings
 from dpex.cluster.embedded import hold, load_ray, make_no_errors_of_rays_warnings
+from dpex.compat.names import private_ray_allowed
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
@@ -118,7 +119,7 @@ def _can_fork() -> bool:
         hasattr(os, "pidfd_open")
         and "ray" not in sys.modules
         # Ray would not know of the server either.
-        and os.environ.get("DPEX_PUBLIC_RAY_ONLY") != "1"
+        and private_ray_allowed()
     )
 
 
@@ -144,7 +145,7 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user may have made them errors
             load_ray()
-            from dpex.cluster.private import random_ids_untouched, untouched_random_ids
+            from dpex.compat.forked_workers import random_ids_untouched, untouched_random_ids
 
             with untouched_random_ids():
                 for module in _PRELOADED:
@@ -280,7 +281,7 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         script_arguments[:], sys.argv = sys.argv, request["arguments"]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         make_no_errors_of_rays_warnings()
-        from dpex.cluster.private import reread_environment
+        from dpex.compat.local_ray import reread_environment
 
         reread_environment()
         _run(Path(sys.argv[0]))

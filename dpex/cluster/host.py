@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dpex.cluster.execution import Execution
 from dpex.cluster.forkserver import inheritance
 from dpex.cluster.limits import IdleCores
-from dpex.cluster.private import tune_host_process
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
 from dpex.cluster.stages import FIRST_TASKS, NAMESPACE, Pipeline, build, store_job
 from dpex.cluster.turns import MAX_DEATHS, Assignment, Others, Turns
+from dpex.compat.executor import tune_executor
 
 __all__ = ["HostHandle", "get_host"]
 
@@ -93,20 +93,27 @@ class _Lane:
         )
         self._starts: Counter[tuple[str, int, int]] = Counter()
         self._serve(run)
-        self._pipeline = pipeline
-        self._executions = [Execution(lambda: build(pipeline, first=True), self._take_end)]
-        self._adding = asyncio.ensure_future(self._add_tasks())
+        self._executions: list[Execution] = []
+        if pipeline.later:  # the number of a later stage's workers is limited in one Dataset
+            self._execute(pipeline, first=True, further=True)
+        else:
+            self._execute(pipeline, first=True, further=False)
+            self._adding = asyncio.ensure_future(self._add_tasks(pipeline))
 
-    async def _add_tasks(self) -> None:
+    async def _add_tasks(self, pipeline: Pipeline) -> None:
         """Start the Dataset of further tasks when the first of them is wanted."""
         if await self.turns.more_tasks(FIRST_TASKS) is not None:
-            pipeline = self._pipeline
+            self._execute(pipeline, first=False, further=True)
 
-            def take_end(error: BaseException | None) -> None:
-                self._take_end(error or RuntimeError("Ray Data's execution has ended"))
+    def _execute(self, pipeline: Pipeline, *, first: bool, further: bool) -> None:
+        def take_end(error: BaseException | None) -> None:
+            if error is None and further:
+                error = RuntimeError("Ray Data's execution has ended")
+            if error is not None:  # else the first task has no more to do
+                self._take_end(error)
 
-            further = Execution(lambda: build(pipeline, first=False), take_end)
-            self._executions.append(further)
+        execution = Execution(lambda: build(pipeline, first=first, further=further), take_end)
+        self._executions.append(execution)
 
     def close(self) -> None:
         """End all tasks: none gets another chunk."""
@@ -186,10 +193,8 @@ class _Lane:
         self.deliver(origin, [], 0, text)
         return False
 
-    def _take_end(self, error: BaseException | None) -> None:
+    def _take_end(self, error: BaseException) -> None:
         """Tell the reader that an execution has failed; called in the execution's thread."""
-        if error is None:  # the first tasks have no more to do
-            return
 
         def end() -> None:
             self.broken = True
@@ -223,7 +228,7 @@ class _Host:
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
         self._round = Round(free_cpus)
-        tune_host_process()
+        tune_executor()
         gc.freeze()  # what is loaded by now stays, so no collection need look at it
 
     def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
@@ -437,7 +442,7 @@ class _Host:
         # A plan of Ray Data's refers to itself, and to the job in the object store.
         await loop.run_in_executor(None, gc.collect)
 
-    async def others(self, name: str, waits: bool) -> Others | None:
+    async def others(self, name: str, waits: bool) -> tuple[Others | None, float]:
         """Answer a host that asks how the others fare; see ``Round.others``."""
         return await self._round.others(name, waits)
 
@@ -448,13 +453,13 @@ class _Host:
         while True:
             opened = self._opened()
             waits = any(lane.turns.waits for lane in opened)
+            # What is known now would be old when an iteration begins.
+            others, pause_s = None, POLL_S
             if waits or any(lane.turns.in_run for lane in opened):
-                others = await loop.run_in_executor(None, ask_others, name, waits)
-            else:
-                others = None  # what is known now would be old when an iteration begins
+                others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)
             for lane in opened:
                 lane.turns.note_others(others)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause_s)
 
 
 @dataclass

@@ -26,9 +26,9 @@ from dpex.cluster.embedded import free_cores, make_no_errors_of_rays_warnings, s
 from dpex.cluster.host import HostHandle, get_host
 from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
-from dpex.cluster.private import starts_no_nodes
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
+from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk
 from dpex.local_modules import by_value, changed

@@ -27,9 +27,12 @@ __all__ = ["HOST_PREFIX", "POLL_S", "Round", "ask_others"]
 HOST_PREFIX = "dpex-host-"
 """What the names of hosts begin with."""
 POLL_S = 0.25
-"""How often a host asks."""
+"""How often a host asks, if there are few."""
 
-# A host that has not asked for so long has no work, or is dead.
+# The host that notes answers this many calls a second at most, however many hosts there are.
+_CALLS_PER_S = 64
+# A host that has not asked for so many of its pauses, or seconds, has no work, or is dead.
+_GONE_PAUSES = 3
 _GONE_S = 3.0
 # After so long in which nobody waited all may have a task that does: an autoscaler sees it.
 _CALM_S = 5.0
@@ -54,7 +57,12 @@ class Round:
         self._hosts: dict[str, tuple[float, bool]] = {}
         self._waited_at = 0.0
 
-    async def others(self, name: str, waits: bool) -> Others | None:
+    @property
+    def pause_s(self) -> float:
+        """How long a host waits before it asks again."""
+        return max(POLL_S, len(self._hosts) / _CALLS_PER_S)
+
+    async def others(self, name: str, waits: bool) -> tuple[Others | None, float]:
         """Note a host, and tell it about the others.
 
         Args:
@@ -62,24 +70,27 @@ class Round:
             waits: Whether a task of its own has not begun yet.
 
         Returns:
-            None if no other has work.
+            The others, or None if no other has work; and how many seconds later to ask again.
         """
         now = time.monotonic()
         self._hosts[name] = (now, waits)
-        self._hosts = {n: host for n, host in self._hosts.items() if now - host[0] < _GONE_S}
+        gone_s = max(_GONE_S, _GONE_PAUSES * self.pause_s)
+        self._hosts = {n: host for n, host in self._hosts.items() if now - host[0] < gone_s}
         if waits:
             self._waited_at = now
         if len(self._hosts) == 1:
-            return None
+            return None, self.pause_s
         if now - self._looked_at >= POLL_S:
             self._looked_at = now
             loop = asyncio.get_running_loop()
             self._free.append(await loop.run_in_executor(None, self._free_cpus))
         others_wait = any(waits for n, (_, waits) in self._hosts.items() if n != name)
         free = int(min(self._free))
-        if free:
-            return Others(others_wait, room=max(1, free // len(self._hosts)))
-        return Others(others_wait, room=int(now - self._waited_at >= _CALM_S))
+        room = max(1, free // len(self._hosts)) if free else int(self._calm(now))
+        return Others(others_wait, room), self.pause_s
+
+    def _calm(self, now: float) -> bool:
+        return now - self._waited_at >= _CALM_S
 
 
 def free_cpus() -> float:
@@ -87,14 +98,16 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
-def ask_others(name: str, waits: bool) -> Others | None:
+def ask_others(name: str, waits: bool) -> tuple[Others | None, float]:
     """Ask the host that notes; see ``Round.others``. None also where that fails."""
     try:
         notes = _who_notes(int(time.monotonic() / _LOOK_S))
-        return cast("Others | None", ray.get(notes.others.remote(name, waits), timeout=_ANSWER_S))
+        answer = ray.get(notes.others.remote(name, waits), timeout=_ANSWER_S)
+        others, pause_s = cast("tuple[Others | None, float]", answer)
     except Exception:  # it has gone, say, or is another version's: sharing must not stop work
         _who_notes.cache_clear()
-        return None
+        return None, POLL_S
+    return others, pause_s
 
 
 @functools.lru_cache(maxsize=1)

@@ -22,8 +22,9 @@ import ray
 
 from dpex.binding import Binding
 from dpex.cluster.forkserver import inheritance, show_script_arguments
-from dpex.cluster.private import limit_to_concurrency, private_mappings
 from dpex.cluster.releasing import be_ready, release_later
+from dpex.compat.executor import limit_to_concurrency
+from dpex.compat.objects import private_mappings
 from dpex.memory import shared_memory
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Pipeline:
         return (self.job_key, *(stage.job_key for stage in self.later))
 
 
-def build(pipeline: Pipeline, *, first: bool) -> ray.data.Dataset:
+def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset:
     """Return a Dataset whose tasks make a pipeline's batches.
 
     The last stage delivers the batches to the host and yields no rows: Ray Data's executor looks
@@ -159,8 +160,9 @@ def build(pipeline: Pipeline, *, first: bool) -> ray.data.Dataset:
 
     Args:
         pipeline: The pipeline.
-        first: Whether the Dataset has the pipeline's first task, or starts the further ones: then
-            its first stage yields a block whenever the host wants a task.
+        first: Whether the Dataset has the pipeline's first task.
+        further: Whether it has the further ones: a stage before them yields a block whenever the
+            host wants a task.
     """
     import ray.data
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
@@ -168,9 +170,9 @@ def build(pipeline: Pipeline, *, first: bool) -> ray.data.Dataset:
     first_options = {**_NO_MEMORY, "num_cpus": 1, **pipeline.options}
     scheduling_strategy = first_options.pop("scheduling_strategy", None)
     whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
-    dataset = ray.data.from_blocks([_turn()])
-    if not first:
-        dataset = dataset.map_batches(
+    sources = [ray.data.from_blocks([_turn()])] if first else []
+    if further:
+        turns = ray.data.from_blocks([_turn()]).map_batches(
             hand_out_turns,
             batch_size=None,
             batch_format="pyarrow",
@@ -181,6 +183,8 @@ def build(pipeline: Pipeline, *, first: bool) -> ray.data.Dataset:
             **_on_this_node(),
             **_NO_MEMORY,
         )
+        sources.append(turns)
+    dataset = sources[0].union(*sources[1:]) if sources[1:] else sources[0]
     dataset = dataset.map_batches(
         make_batches,
         batch_size=None,

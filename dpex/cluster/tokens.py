@@ -61,7 +61,7 @@ def stop_requiring_token() -> None:
 
 def _tell_ray() -> None:
     if "ray" in sys.modules:  # which reads its settings when it is imported
-        from dpex.cluster.private import reread_environment
+        from dpex.compat.local_ray import reread_environment
 
         reread_environment()
 

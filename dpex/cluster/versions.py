@@ -193,7 +193,7 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
     import ray
 
     try:
-        from dpex.cluster.private import upload_package
+        from dpex.compat.uploads import upload_package
 
         with quiet_ray():
             uris = upload_package(PACKAGE, _PACKAGE_KEPT_SECONDS)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data._utils.collate import default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpex.reading import read_at_once, reads_batches
 from dpex.seeding import begin_sample, one_deeper

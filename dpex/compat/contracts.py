@@ -1,0 +1,75 @@
+"""Habits of Ray's processes that dpex relies on, and that are no names in Ray's code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CONTRACTS", "Contract"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One habit.
+
+    Attributes:
+        habit: What Ray does.
+        used_in: The module that relies on it.
+        without: What happens if a later Ray does something else.
+    """
+
+    habit: str
+    used_in: str
+    without: str
+
+
+CONTRACTS = (
+    Contract(
+        "Ray starts a worker as `setup_worker.py default_worker.py --worker-type=WORKER "
+        "--serialized-runtime-env-context=… --language=…`, with `RAY_JOB_ID` and "
+        "`RAY_RAYLET_PID` in its environment",
+        "cluster/forked_worker.py",
+        "Ray starts its workers itself",
+    ),
+    Contract(
+        "a worker's library reads `RAY_JOB_ID` and `RAY_RAYLET_PID` when it is loaded",
+        "cluster/forkserver.py",
+        "Ray starts its workers itself",
+    ),
+    Contract(
+        "the raylet is given its agents' commands as `--dashboard_agent_command` and "
+        "`--runtime_env_agent_command`",
+        "compat/local_ray.py",
+        "the agents start at once",
+    ),
+    Contract(
+        "`RAY_prestart_worker_first_driver`, `RAY_worker_maximum_startup_concurrency`, "
+        "`RAY_raylet_client_connect_timeout_milliseconds`, "
+        "`RAY_raylet_client_num_connect_attempts`, `RAY_gcs_rpc_server_reconnect_timeout_s`, "
+        "`RAY_task_events_report_interval_ms` and `RAY_worker_niceness` are settings of Ray's "
+        "processes",
+        "cluster/embedded.py",
+        "a local Ray has Ray's own values: more idle workers, a later start, lower priority",
+    ),
+    Contract(
+        "a raylet's command line has `--gcs-address=`, and its environment `RAY_AUTH_MODE`",
+        "cluster/local_nodes.py, cluster/connect.py",
+        "`head_address='auto'` finds no cluster on this host: give its address, or set "
+        "RAY_AUTH_MODE",
+    ),
+    Contract(
+        "the processes of Ray's workers have titles that begin with `ray::`",
+        "cluster/embedded.py, cluster/local_nodes.py",
+        "workers of a killed training process end some seconds later; log lines name no tasks",
+    ),
+    Contract(
+        "the raylet has the file of its object store open",
+        "compat/objects.py",
+        "each worker process copies the large arrays of the dataset",
+    ),
+    Contract(
+        "an error of a task says that its process ran out of memory, or its host died",
+        "cluster/stages.py",
+        "the error's text is less exact",
+    ),
+)
+"""All of them."""

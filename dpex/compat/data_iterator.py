@@ -1,0 +1,133 @@
+"""Read blocks that another process refers to with ``iter_torch_batches``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args
+
+import ray
+
+from dpex.compat.names import PrivateName, Shortcut
+
+if TYPE_CHECKING:
+    import ray.data
+
+__all__ = ["Block", "DATA_ITERATOR", "data_iterator"]
+
+Block = tuple[ray.ObjectRef, int]
+"""A block's reference and its size in bytes."""
+
+_INTERFACES = "ray.data._internal.execution.interfaces"
+
+DATA_ITERATOR = Shortcut(
+    "read blocks with iter_torch_batches",
+    "dpex fetches blocks with ray.get",
+    "ray",
+    to_bundles=PrivateName(
+        "ray.data:DataIterator._to_ref_bundle_iterator",
+        "gives Ray Data the blocks",
+        check="the number of values that it returns, by its annotation",
+    ),
+    create=PrivateName(
+        "ray.data:DataIterator._create_batch_iterator", "ends a thread that has nothing to do"
+    ),
+    bundle=PrivateName(_INTERFACES + ":RefBundle", "gives Ray Data the blocks"),
+    metadata=PrivateName("ray.data.block:BlockMetadata", "describes a block"),
+)
+# Before Ray 2.56 a bundle has plain pairs.
+_ENTRY = PrivateName(_INTERFACES + ".ref_bundle:BlockEntry", "gives Ray Data the blocks")
+PREFETCHER = Shortcut(
+    "end the thread of Ray Data's that prefetches nothing",
+    "each epoch leaves a thread",
+    "ray",
+    prefetcher=PrivateName(
+        "ray.data._internal.block_batching.iter_batches:BatchIterator._prefetcher",
+        "is the thread",
+        of_instances=True,
+    ),
+    prefetch_blocks=PrivateName(
+        "ray.data._internal.block_batching.iter_batches:BatchIterator._prefetch_blocks",
+        "gives the blocks without that thread",
+    ),
+)
+
+
+@functools.cache
+def _data_iterator_class() -> Any:
+    """Return the class of what ``data_iterator`` returns, or None where names are missing."""
+    found = DATA_ITERATOR.find()
+    if found is None:
+        return None
+    from ray.data import DataContext, DataIterator
+
+    # Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
+    parts = len(get_args(inspect.signature(found["to_bundles"]).return_annotation))
+    beside_bundles = (None, False, None) if parts == 4 else (None, None)
+    try:
+        entry = _ENTRY.find()
+    except (ImportError, AttributeError):  # older Ray
+        entry = None
+
+    def bundle_of(ref: ray.ObjectRef, size_bytes: int) -> Any:
+        metadata = found["metadata"](
+            num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
+        )
+        block = (ref, metadata) if entry is None else entry(ref, metadata)
+        return found["bundle"]([block], schema=None, owns_blocks=False)
+
+    class BlocksOfReplies(DataIterator):
+        """As Ray's own split iterator meets the contract of ``ray.data.DataIterator``."""
+
+        def __init__(self, replies: Iterator[list[Block]]) -> None:
+            self._replies = replies
+
+        def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
+            return self._bundles(), *beside_bundles
+
+        def _bundles(self) -> Iterator[Any]:
+            for blocks in self._replies:
+                while blocks:  # this frame keeps none that has been read
+                    yield bundle_of(*blocks.pop(0))
+
+        def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+            iterator = super()._create_batch_iterator(*args, **kwargs)
+            # With prefetch_batches=0 its prefetcher has nothing to do, but a thread, which would
+            # stay parked for ever, one for each iteration.
+            if PREFETCHER.find() is not None:
+                with PREFETCHER.attempt():
+                    iterator._prefetcher.stop()
+                    iterator._prefetch_blocks = lambda bundles: (
+                        ref for bundle in bundles for ref in bundle.block_refs
+                    )
+            return iterator
+
+        def stats(self) -> str:
+            """Return nothing: the host's pipeline has no end to sum up."""
+            return ""
+
+        def schema(self) -> None:
+            """Return nothing: a frame's columns differ from block to block."""
+
+        def get_context(self) -> Any:
+            """Return the context that the iteration itself runs under."""
+            return DataContext.get_current()
+
+    return BlocksOfReplies
+
+
+def data_iterator(replies: Iterator[list[Block]]) -> ray.data.DataIterator | None:
+    """Return a Ray ``DataIterator`` over blocks that others refer to.
+
+    Args:
+        replies: Blocks, some at a time.
+
+    Returns:
+        None where this Ray lacks a private name that it takes.
+    """
+    if DATA_ITERATOR.usable:
+        with DATA_ITERATOR.attempt():
+            data_iterator_class = _data_iterator_class()
+            return None if data_iterator_class is None else data_iterator_class(replies)
+    return None

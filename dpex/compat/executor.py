@@ -1,0 +1,190 @@
+"""Fit Ray Data's executor to the pipeline actor."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from dpex.compat.names import PrivateName, Shortcut
+
+if TYPE_CHECKING:
+    import ray.data
+
+__all__ = ["limit_to_concurrency", "tune_executor"]
+
+_EXECUTION = "ray.data._internal.execution."
+
+_METADATA_THREAD = PrivateName(
+    _EXECUTION + "metadata_fetcher:_PREFETCH_ON_THREAD",
+    "fetches metadata in the executor's own thread",
+    check="it is a bool",
+)
+METADATA = Shortcut(
+    "fetch blocks' metadata without a further thread",
+    "the executor's loop makes one more pass for each block",
+    "ray",
+    on_thread=_METADATA_THREAD,
+)
+_RAY_OF_EXECUTOR = PrivateName(
+    _EXECUTION + "streaming_executor_state:ray",
+    "ends the executor's wait with the first task that is ready",
+    check="it is the module ray, and an unknown call goes to ray.wait",
+)
+WAIT = Shortcut(
+    "start further tasks at once",
+    "further tasks start up to 0.1 s later",
+    "ray",
+    ray=_RAY_OF_EXECUTOR,
+)
+_REGISTER = PrivateName(
+    "ray.data._internal.stats:_StatsManager.register_dataset_to_stats_actor",
+    "starts no actor for statistics",
+    check="it can be called",
+)
+_UPDATE = PrivateName(
+    "ray.data._internal.stats:_StatsManager.update_execution_metrics",
+    "starts no actor for statistics",
+    check="it can be called",
+)
+STATISTICS = Shortcut(
+    "run pipelines without Ray Data's actor for statistics",
+    "each Ray has one process more",
+    "ray",
+    register=_REGISTER,
+    update=_UPDATE,
+)
+_CREATE_AUTOSCALER = PrivateName(
+    _EXECUTION + "streaming_executor:create_cluster_autoscaler",
+    "leaves scaling to Ray's own autoscaler",
+    check="it can be called",
+)
+AUTOSCALER = Shortcut(
+    "run pipelines without Ray Data's autoscaler",
+    "Ray Data divides the CPUs between the loaders of a process by its own rules",
+    "ray",
+    create=_CREATE_AUTOSCALER,
+)
+CONCURRENCY = Shortcut(
+    "limit later stages by their number of workers alone",
+    "Ray Data also holds later stages back when it sees much data",
+    "ray",
+    policy=PrivateName(
+        _EXECUTION + "backpressure_policy:BackpressurePolicy", "has a policy of dpex's"
+    ),
+    limit=PrivateName(
+        _EXECUTION + "operators.task_pool_map_operator:TaskPoolMapOperator"
+        ".get_max_concurrency_limit",
+        "tells how many tasks a stage may have",
+        check="it returns None or a number",
+    ),
+    active=PrivateName(
+        _EXECUTION + "interfaces.physical_operator:PhysicalOperator.num_active_tasks",
+        "tells how many tasks a stage has",
+        check="it returns a number",
+    ),
+)
+
+_NO_LIMIT = 1e15
+
+
+def tune_executor() -> None:
+    """Fit Ray Data to being alone in this process, for a pipeline that lasts as long as its loader.
+
+    Only the pipeline actor's process changes: the user's Ray Data keeps its defaults.
+    """
+    import ray.data  # sets its logger up
+
+    # A fork has the user's filters, which may make errors of them. No code of the user's runs here.
+    warnings.simplefilter("ignore")
+    # Says that an async actor should await; the executor's thread is none of the actor's loop.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    logger = logging.getLogger("ray.data")
+    logger.setLevel(logging.ERROR)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = False
+    if METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
+        _METADATA_THREAD.set(False)
+    if WAIT.find_checked(ray=lambda value: value is ray):
+        _RAY_OF_EXECUTOR.set(_WaitForAny())
+    if STATISTICS.find_checked(register=callable, update=callable):
+        for name in STATISTICS.names.values():
+            name.set(staticmethod(lambda *_, **__: None))
+    if AUTOSCALER.find_checked(create=callable):
+        autoscaler = _NoAutoscaler()
+        _CREATE_AUTOSCALER.set(lambda *_, **__: autoscaler)
+
+
+class _WaitForAny:
+    """The ``ray`` module, for Ray Data's executor: its wait ends with the first task that is ready.
+
+    The executor waits until all running tasks have something, or the time is up: it polls. Short
+    polls cost a quarter of a core, long ones leave workers idle.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    @staticmethod
+    def wait(refs: list[Any], **options: Any) -> Any:
+        """Wait for one of the tasks, then return all that are ready."""
+        if options.keys() != {"num_returns", "timeout", "fetch_local"}:
+            return ray.wait(refs, **options)
+        ready, _ = ray.wait(refs, **options | {"num_returns": 1})
+        return ray.wait(refs, **options | {"timeout": 0}) if ready else ([], refs)
+
+
+class _NoAutoscaler:
+    """Leaves scaling to Ray's own autoscaler, which sees the tasks that wait for a CPU.
+
+    Ray Data's divides the cluster's CPUs between the executions that it knows, equally and in
+    whole numbers: four loaders on two CPUs would get none each.
+    """
+
+    def __init__(self) -> None:
+        # Ray Data divides it, which infinity does not stand.
+        self._limits = ray.data.ExecutionResources(
+            cpu=_NO_LIMIT, gpu=_NO_LIMIT, object_store_memory=_NO_LIMIT, memory=_NO_LIMIT
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None  # a method of a newer Ray: nothing happens
+
+    def get_total_resources(self) -> Any:
+        """Return what nothing reaches: tasks wait for CPUs in Ray's scheduler."""
+        return self._limits
+
+
+def limit_to_concurrency(context: ray.data.DataContext) -> None:
+    """Limit stages by their ``concurrency`` alone.
+
+    Ray's own policies also hold back what the reader has asked for, and reserve resources for each
+    stage, which takes a second to begin with.
+    """
+    found = CONCURRENCY.find()
+    if found is None:
+        return
+    limit_of, active_in = found["limit"], found["active"]
+    capped = CONCURRENCY.names["limit"].owner()
+
+    policy: Any = found["policy"]
+
+    class Caps(policy):
+        """No more tasks at once than a stage's concurrency."""
+
+        def can_add_input(self, op: Any) -> bool:
+            try:
+                # In older Ray only such an operator has a limit.
+                has_one = isinstance(op, capped) or hasattr(op, limit_of.__name__)
+                limit = getattr(op, limit_of.__name__)() if has_one else None
+                return limit is None or getattr(op, active_in.__name__)() < limit
+            except Exception as error:
+                CONCURRENCY.fail(error)  # the next execution has Ray's own policies
+                raise
+
+    context.set_config("backpressure_policies.enabled", [Caps])

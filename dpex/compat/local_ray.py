@@ -1,0 +1,303 @@
+"""Start a local Ray with few processes, in a second, for this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dpex.compat import late_agent
+from dpex.compat.names import PrivateName, Shortcut, replaced
+
+__all__ = ["LEAN_START", "lean_start", "on_loopback", "reread_environment"]
+
+_NODE = "ray._private.node:Node."
+_SERVICES = "ray._private.services:"
+
+_START_API_SERVER = PrivateName(_NODE + "start_api_server", "starts no dashboard")
+_START_LOG_MONITOR = PrivateName(
+    _NODE + "start_log_monitor", "starts what forwards workers' output after the first batch"
+)
+_START_MONITOR = PrivateName(_NODE + "start_monitor", "starts no autoscaler")
+_START_RAYLET = PrivateName(_NODE + "start_raylet", "starts the raylet with our worker program")
+_CONSOLE_POPEN = PrivateName(
+    _SERVICES + "ConsolePopen", "gives Ray's processes process groups of their own"
+)
+_GET_NODE = PrivateName(_SERVICES + "get_node", "asks for the node a hundred times a second")
+_WAIT_FOR_PORT = PrivateName(
+    "ray._private.node:wait_for_persisted_port", "looks for the port file a hundred times a second"
+)
+
+LEAN_START = Shortcut(
+    "start a local Ray in a second",
+    "the local Ray starts some seconds later, and its workers import torch themselves",
+    "ray",
+    start_api_server=_START_API_SERVER,
+    start_log_monitor=_START_LOG_MONITOR,
+    start_monitor=_START_MONITOR,
+    start_raylet=_START_RAYLET,
+    console_popen=_CONSOLE_POPEN,
+    get_node=_GET_NODE,
+    wait_for_port=_WAIT_FOR_PORT,
+    options_of=PrivateName(_SERVICES + "_get_gcs_client_options", "connects to the node's head"),
+    global_state=PrivateName("ray._private.state:GlobalState", "lists the nodes of the head"),
+    initialize_state=PrivateName(
+        "ray._private.state:GlobalState._initialize_global_state", "connects to the node's head"
+    ),
+    node_table=PrivateName(
+        "ray._private.state:GlobalState.node_table", "lists the nodes of the head"
+    ),
+    global_node=PrivateName(
+        "ray._private.worker:_global_node", "tells whether the Ray of before still runs"
+    ),
+    ray_params=PrivateName(_NODE + "_ray_params", "sets the worker program", of_instances=True),
+    setup_worker_path=PrivateName(
+        "ray._private.parameter:RayParams.setup_worker_path",
+        "sets the worker program",
+        of_instances=True,
+    ),
+    webui_url=PrivateName(
+        _NODE + "_webui_url", "says that there is no dashboard", of_instances=True
+    ),
+)
+
+_NODE_START_RAYLET = PrivateName(_NODE + "start_raylet", "starts the raylet before its agents")
+_START_PROCESS = PrivateName(
+    _SERVICES + "start_ray_process", "puts a program that waits in an agent's place"
+)
+_DASHBOARD_ERROR = PrivateName(
+    "ray._private.utils:get_dashboard_dependency_error", "says that there is no dashboard"
+)
+LATE_AGENTS = Shortcut(
+    "start a local Ray's agents after the first batch",
+    "the local Ray starts half a second later",
+    "ray",
+    start_raylet=_NODE_START_RAYLET,
+    start_process=_START_PROCESS,
+    dashboard_error=_DASHBOARD_ERROR,
+    persist_port=PrivateName("ray._raylet:persist_port", "writes the agents' ports down"),
+    environments_port=PrivateName(
+        "ray._raylet:RUNTIME_ENV_AGENT_PORT_NAME", "names the file with an agent's port"
+    ),
+    dashboard_agent_port=PrivateName(
+        "ray._raylet:DASHBOARD_AGENT_LISTEN_PORT_NAME", "names the file with an agent's port"
+    ),
+    metrics_agent_port=PrivateName(
+        "ray._raylet:METRICS_AGENT_PORT_NAME", "names the file with an agent's port"
+    ),
+    metrics_export_port=PrivateName(
+        "ray._raylet:METRICS_EXPORT_PORT_NAME", "names the file with an agent's port"
+    ),
+    node_address=PrivateName(
+        _NODE + "_node_ip_address", "reserves the agent's port", of_instances=True
+    ),
+    session_directory=PrivateName(
+        _NODE + "_session_dir", "writes the agents' ports down", of_instances=True
+    ),
+    node_id=PrivateName(_NODE + "_node_id", "writes the agents' ports down", of_instances=True),
+    agent_port=PrivateName(
+        "ray._private.parameter:RayParams.runtime_env_agent_port",
+        "tells the agent its port",
+        of_instances=True,
+    ),
+)
+
+_SINGLE_HOST = PrivateName(
+    "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
+    "makes Ray listen on the loopback address",
+    check="a test looks at the addresses",
+)
+LOOPBACK = Shortcut(
+    "keep a local Ray on the loopback address",
+    "its ports can be reached from other hosts, by those who have its token",
+    "ray",
+    single_host=_SINGLE_HOST,
+)
+
+_CONFIG = Shortcut(
+    "have Ray read its settings again",
+    "set RAY_AUTH_MODE before the program starts if the cluster has tokens",
+    "ray",
+    config=PrivateName("ray._raylet:Config", "reads RAY_AUTH_MODE after the import"),
+)
+
+_NODE_POLL_S = 0.01
+_NODE_WAIT_S = 20.0
+# Without these Ray has no dashboard.
+_DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
+# What Ray's agents say where they do not listen.
+_NO_PORT = -1
+# Keeps a port for the agent that is to have it.
+_reserved: socket.socket | None = None
+
+
+@contextlib.contextmanager
+def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
+    """Make ``ray.init`` start no more than a local Ray needs, and see at once that it is there.
+
+    The autoscaler's monitor and, where there is no dashboard, the reporter of usage statistics are
+    processes that do nothing here. The process that brings workers' output to the terminal and the
+    node's agents can wait until the cores are free. By default Ray asks for a new node once a
+    second, and for its head ten times a second.
+
+    The processes get process groups of their own: a Jupyter kernel that is to end terminates its
+    group first, and then waits, in vain, until it has no children there.
+
+    Args:
+        worker_program: Program to start in place of Ray's own set-up program for workers, whose
+            path it finds in the environment variable ``DPEX_SETUP_WORKER``; None for Ray's own.
+
+    Yields:
+        A function that starts, in the end, what was put off.
+    """
+    found = LEAN_START.find()
+    if found is None:
+        yield lambda: None
+        return
+    put_off: list[Any] = []
+
+    def start_raylet(node: Any, *args: Any, **kwargs: Any) -> None:
+        if worker_program:
+            os.environ["DPEX_SETUP_WORKER"] = node._ray_params.setup_worker_path
+            node._ray_params.setup_worker_path = str(worker_program)
+        try:
+            found["start_raylet"](node, *args, **kwargs)
+        finally:
+            os.environ.pop("DPEX_SETUP_WORKER", None)
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        state = found["global_state"]()
+        found["initialize_state"](state, found["options_of"](gcs_address))
+        deadline = time.monotonic() + _NODE_WAIT_S
+        while time.monotonic() < deadline and not any(
+            node["NodeID"] == node_id and node["Alive"] for node in found["node_table"](state)
+        ):
+            time.sleep(_NODE_POLL_S)
+        return found["get_node"](gcs_address, node_id)
+
+    own_group = {_CONSOLE_POPEN: functools.partial(found["console_popen"], process_group=0)}
+    replacements = {
+        _START_API_SERVER: lambda node, **_: setattr(node, "_webui_url", ""),
+        _START_LOG_MONITOR: lambda node: put_off.append(node),
+        _START_MONITOR: lambda _: None,
+        _START_RAYLET: start_raylet,
+        _GET_NODE: get_node,
+        _WAIT_FOR_PORT: functools.partial(
+            found["wait_for_port"], poll_interval_ms=int(_NODE_POLL_S * 1e3)
+        ),
+    }
+    with replaced(replacements | own_group), _late_agents() as want_agents:
+
+        def finish() -> None:
+            want_agents()
+            with replaced(own_group):
+                for node in put_off:
+                    # Only if it is still this process's Ray.
+                    if LEAN_START.names["global_node"].find() is node:
+                        found["start_log_monitor"](node)
+
+        yield finish
+
+
+@contextlib.contextmanager
+def _late_agents() -> Iterator[Callable[[], None]]:
+    """Let the node that starts meanwhile begin without its agents.
+
+    It would wait until they say where they listen, and that takes half a second of processor time
+    for each. One makes runtime environments, which most tasks have none of. The other has nothing
+    to do unless Ray is installed with its dashboard.
+
+    Yields:
+        A function that starts the agents for which there may be something to do.
+    """
+    found = LATE_AGENTS.find()
+    if found is None:
+        yield lambda: None
+        return
+    dashboard_ports = [
+        found[name]
+        for name in ("dashboard_agent_port", "metrics_agent_port", "metrics_export_port")
+    ]
+    # Ray imports all that a dashboard takes until something is missing.
+    missing = [name for name in _DASHBOARDS_OWN if importlib.util.find_spec(name) is None]
+    no_dashboard = (
+        ImportError(f"not installed: {missing}") if missing else found["dashboard_error"]()
+    )
+    wanted: list[Path] = []
+    start_raylet = _NODE_START_RAYLET.find()  # ``lean_start`` has replaced it
+
+    def start_node(node: Any, *args: Any, **kwargs: Any) -> None:
+        ports = {found["environments_port"]: _reserve_port(node._node_ip_address)}
+        node._ray_params.runtime_env_agent_port = ports[found["environments_port"]]
+        if no_dashboard:
+            ports |= dict.fromkeys(dashboard_ports, _NO_PORT)
+        for name, port in ports.items():
+            found["persist_port"](node._session_dir, node._node_id, name, port)
+        wanted.append(Path(node._session_dir, "agents_wanted"))
+        start_raylet(node, *args, **kwargs)
+
+    def start_ray_process(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return found["start_process"]([late(option) for option in command], *args, **kwargs)
+
+    def late(option: str) -> str:
+        name, _, agent = option.partition("=")
+        if name == "--dashboard_agent_command" and no_dashboard:
+            agent = ""
+        elif name != "--runtime_env_agent_command":
+            return option
+        program = [sys.executable, "-I", "-S", late_agent.__file__, str(wanted[-1])]
+        return f"{name}={subprocess.list2cmdline(program)} {agent}"
+
+    def want() -> None:
+        for path in wanted:
+            path.touch()
+
+    replacements = {
+        _NODE_START_RAYLET: start_node,
+        _START_PROCESS: start_ray_process,
+        _DASHBOARD_ERROR: lambda: no_dashboard,
+    }
+    with replaced(replacements):
+        yield want
+
+
+def _reserve_port(address: str) -> int:
+    """Return a port that nobody gets who does not ask for it by its number."""
+    global _reserved
+    _reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    # Whoever names it can have it too, as long as nobody listens.
+    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved.bind((address, 0))
+    return int(_reserved.getsockname()[1])
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Make ``ray.init`` start or join a Ray that listens on the loopback address alone.
+
+    Ray puts another address of the host in its place, and listens on all interfaces then, except
+    on systems where it is for single hosts.
+    """
+    if LOOPBACK.find() is None:
+        yield
+        return
+    with replaced({_SINGLE_HOST: False}):
+        yield
+
+
+def reread_environment() -> None:
+    """Make Ray read its settings again, which it does when it is imported.
+
+    Without it a cluster with tokens refuses us, and the error says what to set.
+    """
+    if not _CONFIG.failed:  # there is no public way, so this happens in any case
+        with _CONFIG.attempt():
+            _CONFIG.names["config"].find().initialize("")

@@ -1,0 +1,91 @@
+"""Share the object store's memory with objects that a worker may write to."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpex.compat.names import private_ray_allowed
+from dpex.memory import address_of, spans
+
+__all__ = ["private_mappings"]
+
+
+# Mapping takes a system call or two and a page fault for every 64 KB.
+_MAPPED_BYTES = 1 << 20
+
+
+def private_mappings(
+    views: Sequence[np.ndarray[Any, Any]],
+) -> list[np.ndarray[Any, Any] | None]:
+    """Map views of one stored object once more, so that their pages are copied when written to.
+
+    Ray's object store is a file in memory without a name, which the node's raylet has open.
+    Mapped privately, it costs the memory of what the worker changes in it.
+
+    Args:
+        views: Flat uint8 arrays.
+
+    Returns:
+        For each the same bytes, writable; None where they are few, or have to be copied.
+    """
+    large = [view for view in views if view.nbytes >= _MAPPED_BYTES]
+    if not large or not private_ray_allowed():
+        return [None] * len(views)
+    start = min(map(address_of, large))
+    end = max(address_of(view) + view.nbytes for view in large)
+    try:
+        open_files = Path("/proc", os.environ["RAY_RAYLET_PID"], "fd")
+        # One mapping for all: each one keeps a file open.
+        copy = _map_again(start, end, open_files)
+    except (OSError, ValueError, StopIteration, KeyError):
+        return [None] * len(views)
+    copy.sources = large
+    memory = np.frombuffer(copy, np.uint8)[copy.offset :]
+    return [
+        memory[address_of(view) - start :][: view.nbytes] if view.nbytes >= _MAPPED_BYTES else None
+        for view in views
+    ]
+
+
+class _PrivateMapping(mmap.mmap):
+    """Memory of the object store, which stays as it is as long as ``sources`` live.
+
+    Attributes:
+        sources: Views of the stored object.
+        offset: Where what was asked for begins in the mapping.
+    """
+
+    sources: list[np.ndarray[Any, Any]]
+    offset: int
+
+
+def _map_again(start: int, end: int, open_files: Path) -> _PrivateMapping:
+    span = next(span for span in spans() if span.start <= start and end <= span.end)
+    major, minor = (int(number, 16) for number in span.device.split(":"))
+    file = next(
+        path
+        for path in open_files.iterdir()
+        if (status := path.stat()).st_ino == span.inode
+        and status.st_dev == os.makedev(major, minor)
+    )
+    position = span.offset + start - span.start
+    page = position - position % mmap.ALLOCATIONGRANULARITY
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        mapping = _PrivateMapping(
+            descriptor,
+            position - page + end - start,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=page,
+        )
+    finally:
+        os.close(descriptor)
+    mapping.offset = position - page
+    return mapping

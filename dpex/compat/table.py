@@ -1,0 +1,47 @@
+"""The table of private names, made from their declarations."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import dpex.compat
+from dpex.compat.contracts import CONTRACTS
+from dpex.compat.names import Shortcut
+
+__all__ = ["all_shortcuts", "table"]
+
+
+def all_shortcuts() -> list[Shortcut]:
+    """Return every shortcut, by package and file.
+
+    Raises:
+        ImportError: Ray or torch is not installed.
+    """
+    modules = [
+        importlib.import_module(f"dpex.compat.{module.name}")
+        for module in pkgutil.iter_modules(dpex.compat.__path__)
+        if module.name not in {"__main__", "late_agent", "table"}
+    ]
+    named = [value for module in modules for value in vars(module).values()]
+    return [value for value in named if isinstance(value, Shortcut)]
+
+
+def table() -> str:
+    """Return in Markdown: a table for each shortcut, a row for each name, then the contracts."""
+    parts = []
+    for shortcut in all_shortcuts():
+        rows = [
+            f"| `{name.path}` | {name.purpose} | {name.check} |" for name in shortcut.names.values()
+        ]
+        title = shortcut.title[0].upper() + shortcut.title[1:]
+        parts.append(
+            f"### {title}\n\nWithout these names: {shortcut.without}.\n\n"
+            "| name | dpex uses it because it | checked by |\n|---|---|---|\n" + "\n".join(rows)
+        )
+    rows = [f"| {c.habit} | `{c.used_in}` | {c.without} |" for c in CONTRACTS]
+    parts.append(
+        "### Contracts that are no names\n\n| Ray's processes do this | dpex uses it in | without "
+        "it |\n|---|---|---|\n" + "\n".join(rows)
+    )
+    return "\n\n".join(parts) + "\n"

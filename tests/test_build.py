@@ -1,0 +1,35 @@
+"""The Datasets of a pipeline use names of Ray that stay."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_cpus": 2, "memory": 1 << 20, "resources": {"disk": 1}},
+    {"label_selector": {"kind": "cpu"}, "fallback_strategy": [{"label_selector": {}}]},
+    {"accelerator_type": "A100", "runtime_env": {"env_vars": {"A": "1"}}},
+]
+
+
+@pytest.mark.parametrize(("first", "further"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "none")
+def test_ray_warns_of_no_deprecated_option(
+    options: dict[str, Any], first: bool, further: bool
+) -> None:
+    from dpex.cluster.stages import LaterStage, Pipeline, build
+
+    later = tuple(
+        LaterStage([], "key", {"num_cpus": 3}, 2, capped=True, keeps_processes=keeps)
+        for keeps in (False, True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for stages in ((), later):
+            pipeline = Pipeline([], "key", "host", options=options, later=stages)
+            build(pipeline, first=first, further=further)
