@@ -22,8 +22,13 @@ OPTIONS: list[dict[str, Any]] = [
 def test_ray_warns_of_no_deprecated_option(
     options: dict[str, Any], first: bool, further: bool
 ) -> None:
+    import ray.data
+
     from dpex.cluster.stages import LaterStage, Pipeline, build
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.data.DataContext.get_current()  # Ray sets its own deprecated settings when it makes it
     later = tuple(
         LaterStage([], "key", {"num_cpus": 3}, 2, capped=True, keeps_processes=keeps)
         for keeps in (False, True)

@@ -222,7 +222,7 @@ def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection
         _join(request, name)
         return _checked("cluster")
     except ClusterError:
-        _disconnect()  # also from a client's server that refused us
+        embedded.disconnect()  # also from a client's server that refused us
         raise
 
 
@@ -332,7 +332,7 @@ def _join(address: str, name: str, **options: Any) -> None:
     try:
         embedded.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
     except Exception as error:
-        _disconnect()
+        embedded.disconnect()
         raise ClusterError(
             f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
             f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token "
@@ -363,13 +363,6 @@ def _follow_auth_mode(raylet_pid: int) -> None:
             from dpex.compat.local_ray import reread_environment
 
             reread_environment()
-
-
-def _disconnect() -> None:
-    import ray
-
-    with contextlib.suppress(Exception):
-        ray.shutdown()
 
 
 def _is_single_host() -> bool:

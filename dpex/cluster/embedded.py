@@ -23,6 +23,7 @@ from dpex.errors import ClusterError
 
 __all__ = [
     "START_SECONDS",
+    "disconnect",
     "embedded_cpus",
     "free_cores",
     "hold",
@@ -135,8 +136,6 @@ def _start_lean_or_plain(program: Path | None) -> Any:
     Raises:
         ClusterError: Neither has started Ray.
     """
-    import ray
-
     from dpex.compat.local_ray import LEAN_START, lean_start
 
     try:
@@ -144,8 +143,7 @@ def _start_lean_or_plain(program: Path | None) -> Any:
     except TimeoutError as error:  # the attempt still goes on
         raise _not_started(error) from error
     except Exception as error:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
+        disconnect()
         if not LEAN_START.usable:
             raise _not_started(error) from error
         lean_error = error
@@ -157,8 +155,16 @@ def _start_lean_or_plain(program: Path | None) -> Any:
     return context
 
 
+def disconnect() -> None:
+    """Shut this process's Ray down, whatever state it is in."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
 def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
-    """Call ``ray.init`` in a given way, which yields what is to be done later."""
+    """Call ``ray.init`` in a context that yields the function to call after it."""
     with way as finish:
         return init_ray(
             START_SECONDS,

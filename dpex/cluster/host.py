@@ -373,7 +373,7 @@ class _Host:
         return (await self._opening(lane_key)).may_begin(block, origin)
 
     async def release(self, lane_key: str, run: str) -> None:
-        """Have a run come to rest: its reader has lost a block."""
+        """End the turns that wait: the run's reader has lost a block."""
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             lane.turns.release()
 
@@ -453,7 +453,7 @@ class _Host:
         while True:
             opened = self._opened()
             waits = any(lane.turns.waits for lane in opened)
-            # What is known now would be old when an iteration begins.
+            # An answer from between two iterations is too old for the next one.
             others, pause_s = None, POLL_S
             if waits or any(lane.turns.in_run for lane in opened):
                 others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)

@@ -86,11 +86,9 @@ class Round:
             self._free.append(await loop.run_in_executor(None, self._free_cpus))
         others_wait = any(waits for n, (_, waits) in self._hosts.items() if n != name)
         free = int(min(self._free))
-        room = max(1, free // len(self._hosts)) if free else int(self._calm(now))
+        calm = now - self._waited_at >= _CALM_S
+        room = max(1, free // len(self._hosts)) if free else int(calm)
         return Others(others_wait, room), self.pause_s
-
-    def _calm(self, now: float) -> bool:
-        return now - self._waited_at >= _CALM_S
 
 
 def free_cpus() -> float:

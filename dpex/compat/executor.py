@@ -169,9 +169,6 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
     found = CONCURRENCY.find()
     if found is None:
         return
-    limit_of, active_in = found["limit"], found["active"]
-    capped = CONCURRENCY.names["limit"].owner()
-
     policy: Any = found["policy"]
 
     class Caps(policy):
@@ -179,10 +176,10 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
 
         def can_add_input(self, op: Any) -> bool:
             try:
-                # In older Ray only such an operator has a limit.
-                has_one = isinstance(op, capped) or hasattr(op, limit_of.__name__)
-                limit = getattr(op, limit_of.__name__)() if has_one else None
-                return limit is None or getattr(op, active_in.__name__)() < limit
+                # In older Ray only operators that run tasks have a limit.
+                has_one = hasattr(op, "get_max_concurrency_limit")
+                limit = op.get_max_concurrency_limit() if has_one else None
+                return limit is None or op.num_active_tasks() < limit
             except Exception as error:
                 CONCURRENCY.fail(error)  # the next execution has Ray's own policies
                 raise

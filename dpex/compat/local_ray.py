@@ -69,7 +69,6 @@ LEAN_START = Shortcut(
     ),
 )
 
-_NODE_START_RAYLET = PrivateName(_NODE + "start_raylet", "starts the raylet before its agents")
 _START_PROCESS = PrivateName(
     _SERVICES + "start_ray_process", "puts a program that waits in an agent's place"
 )
@@ -80,7 +79,7 @@ LATE_AGENTS = Shortcut(
     "start a local Ray's agents after the first batch",
     "the local Ray starts half a second later",
     "ray",
-    start_raylet=_NODE_START_RAYLET,
+    start_raylet=_START_RAYLET,
     start_process=_START_PROCESS,
     dashboard_error=_DASHBOARD_ERROR,
     persist_port=PrivateName("ray._raylet:persist_port", "writes the agents' ports down"),
@@ -232,7 +231,6 @@ def _late_agents() -> Iterator[Callable[[], None]]:
         ImportError(f"not installed: {missing}") if missing else found["dashboard_error"]()
     )
     wanted: list[Path] = []
-    start_raylet = _NODE_START_RAYLET.find()  # ``lean_start`` has replaced it
 
     def start_node(node: Any, *args: Any, **kwargs: Any) -> None:
         ports = {found["environments_port"]: _reserve_port(node._node_ip_address)}
@@ -242,7 +240,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
         for name, port in ports.items():
             found["persist_port"](node._session_dir, node._node_id, name, port)
         wanted.append(Path(node._session_dir, "agents_wanted"))
-        start_raylet(node, *args, **kwargs)
+        found["start_raylet"](node, *args, **kwargs)  # the one of ``lean_start``
 
     def start_ray_process(command: list[str], *args: Any, **kwargs: Any) -> Any:
         return found["start_process"]([late(option) for option in command], *args, **kwargs)
@@ -261,7 +259,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
             path.touch()
 
     replacements = {
-        _NODE_START_RAYLET: start_node,
+        _START_RAYLET: start_node,
         _START_PROCESS: start_ray_process,
         _DASHBOARD_ERROR: lambda: no_dashboard,
     }
