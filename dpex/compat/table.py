@@ -36,12 +36,12 @@ def table() -> str:
         ]
         title = shortcut.title[0].upper() + shortcut.title[1:]
         parts.append(
-            f"### {title}\n\nWithout these names: {shortcut.without}.\n\n"
+            f"## {title}\n\nWithout these names: {shortcut.without}.\n\n"
             "| name | dpex uses it because it | checked by |\n|---|---|---|\n" + "\n".join(rows)
         )
     rows = [f"| {c.habit} | `{c.used_in}` | {c.without} |" for c in CONTRACTS]
     parts.append(
-        "### Contracts that are no names\n\n| Ray's processes do this | dpex uses it in | without "
+        "## Contracts that are no names\n\n| Ray's processes do this | dpex uses it in | without "
         "it |\n|---|---|---|\n" + "\n".join(rows)
     )
     return "\n\n".join(parts) + "\n"
