@@ -25,12 +25,14 @@ from cluster_programs import (
     environment,
     processes_in,
     rank_variables,
+    run_program,
     spawn,
     wait_until,
     workplace,
 )
 
 from dpex.cluster import embedded, keeper
+from dpex.compat import local_ray
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -355,7 +357,7 @@ def test_agents_that_were_not_wanted_end_with_their_node(place: Path) -> None:
 def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, str]) -> None:
     owner = Driver(place, **variables)
     address = owner.ask("connect", head_address="auto")["address"]
-    token = place / "home" / ".ray" / "auth_token"
+    token = token_in(place)
     assert token.stat().st_mode & 0o777 == 0o600
     on_loopback = {address for _, address, _ in listening_in(place)} <= LOOPBACK
     assert on_loopback != ("DPEX_PUBLIC_RAY_ONLY" in variables)
@@ -377,6 +379,8 @@ def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, st
         assert known.ask("init", address=address) == address
     owner.ask("task")
     assert owner.end() == 0
+    wait_until(lambda: not token.exists(), GONE_SECONDS, "end of the token")
+    assert not (place / "home" / ".ray").exists()
 
 
 READING_PROGRAM = """
@@ -413,17 +417,16 @@ def test_secrets_are_in_no_log_and_no_command_line(place: Path, tmp_path: Path) 
     wait_until(
         lambda: program.poll() is not None or (told.exists() and told.read_text()), 100, "epoch"
     )
+    token = token_in(place)
+    secrets = [token.read_bytes().strip(), told.read_text().partition("/")[2].encode()]
+    assert [len(secret) for secret in secrets] == [64, 32]
     # Everybody on this host can read those.
     commands = "\n".join(processes_in(place).values())
     output, _ = program.communicate(timeout=60)
     assert program.returncode == 0, output
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
 
-    token = place / "home" / ".ray" / "auth_token"
-    secrets = [token.read_bytes().strip(), told.read_text().partition("/")[2].encode()]
-    assert [len(secret) for secret in secrets] == [64, 32]
-    written = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    del written[token]
+    written = {p: p.read_bytes() for p in place.rglob("*") if p.is_file() and p != token}
     logs = {path.name for path in written if "logs" in path.parts}
     assert {"raylet.out", "gcs_server.out"} <= logs
     assert any(name.startswith("python-core-worker-") for name in logs)
@@ -479,7 +482,7 @@ def test_every_port_refuses_who_has_no_token(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
     owner.ask("task")
-    token = (place / "home" / ".ray" / "auth_token").read_text()
+    token = token_in(place).read_text()
     wait_until(lambda: agent_listens(place), AGENT_SECONDS, "agent")
     seen: set[object] = set()
     for listening in sorted(listening_in(place)):
@@ -501,7 +504,7 @@ def test_nobody_else_can_enter_its_directories(place: Path) -> None:
     assert program.wait(100) == 0
     directory = place / f"dpex-{os.getuid()}"
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert list(directory.glob("ray/session_*/sockets"))
+    assert list(directory.glob("0/ray/session_*/sockets"))
     assert not (place / "ray").exists()
 
 
@@ -509,14 +512,15 @@ def test_the_files_of_local_rays_go_after_their_processes(place: Path) -> None:
     """Those of a local Ray that lives stay while another one starts."""
     variables = environment(place)
     del variables["RAY_TMPDIR"]
-    sessions = place / f"dpex-{os.getuid()}" / "ray"
+    directory = place / f"dpex-{os.getuid()}"
 
     def start(then: str = "", **pipes: int) -> Popen[str]:
         program = [sys.executable, "-c", QUIET_PROGRAM + then]
         return spawn(program, place, env=variables, **pipes)
 
     assert start().wait(100) == 0
-    [ended] = sessions.glob("session_2*")
+    ended = directory / "0"
+    assert ended.exists()
     lives = start(
         "print('up', flush=True)\n"
         "sys.stdin.read()\n"
@@ -527,14 +531,14 @@ def test_the_files_of_local_rays_go_after_their_processes(place: Path) -> None:
     assert lives.stdout is not None
     assert lives.stdout.readline() == "up\n"
     wait_until(lambda: not ended.exists(), 60, "end of the old files")
-    [living] = sessions.glob("session_2*")
+    living = directory / "1"
     assert start().wait(100) == 0
     assert living.exists()
     lives.communicate()
     assert lives.returncode == 0
 
 
-def test_without_a_home_the_token_lies_elsewhere(place: Path) -> None:
+def test_ranks_without_a_home_share_a_token(place: Path) -> None:
     variables = {"HOME": "/proc/nowhere", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         Driver(place, RANK=str(n), LOCAL_RANK=str(n), MASTER_PORT="29999", **variables)
@@ -545,6 +549,67 @@ def test_without_a_home_the_token_lies_elsewhere(place: Path) -> None:
     assert len({driver.receive()["address"] for driver in ranks}) == 1
     for driver in ranks:
         driver.ask("task")
+    assert token_in(place).stat().st_mode & 0o777 == 0o600
+    for driver in ranks:
         assert driver.end() == 0
-    token = place / f"dpex-{os.getuid()}" / "auth_token"
-    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def token_in(place: Path) -> Path:
+    """The file with the token of the one local Ray."""
+    [token] = place.glob(f"dpex-{os.getuid()}/*/auth_token")
+    return token
+
+
+TAKING_PROGRAM = """
+import os, sys
+import ray, torch
+from torch.utils.data import TensorDataset
+from dpex import DpexDataLoader
+
+def epoch():
+    loader = DpexDataLoader(
+        TensorDataset(torch.arange(8)), num_workers=2, distribute_mode=True, head_address="local"
+    )
+    assert torch.cat([batch for batch, in loader]).tolist() == list(range(8))
+
+def variables():
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
+
+before = variables()
+for _ in range(2):
+    epoch()
+    assert variables() == before
+    ray.shutdown()
+ray.init(num_cpus=1, include_dashboard=False)
+assert ray.get(ray.remote(lambda: 2).remote()) == 2
+"""
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+def test_the_users_own_ray_starts_after_a_local_one(place: Path, mode: str | None) -> None:
+    """The environment is the user's again, while a local Ray lives and after it."""
+    variables = {} if mode is None else {"RAY_AUTH_MODE": mode}
+    program = place / "program.py"
+    program.write_text(TAKING_PROGRAM)
+    done = run_program(program, place=place, seconds=100, **variables)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("option", ["SO_REUSEADDR", "SO_REUSEPORT", "SO_KEEPALIVE"])
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_nobody_else_can_take_the_port_of_an_agent_that_has_not_started(option: str) -> None:
+    port = local_ray._reserve_port("127.0.0.1")
+    program = (
+        "import os, socket, sys\n"
+        "os.setuid(int(sys.argv[1]))\n"
+        "taken = socket.socket()\n"
+        f"taken.setsockopt(socket.SOL_SOCKET, socket.{option}, 1)\n"
+        f"taken.bind(('127.0.0.1', {port}))\n"
+    )
+
+    def bind(user: int) -> str:
+        command = [sys.executable, "-I", "-S", "-c", program, str(user)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    assert "Address already in use" in bind(65534)
+    assert (bind(0) == "") == (option == "SO_REUSEPORT")

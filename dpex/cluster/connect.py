@@ -30,7 +30,7 @@ from dpex.cluster.local_nodes import (
     same_endpoint,
     split,
 )
-from dpex.cluster.tokens import require_token, stop_requiring_token
+from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token
 from dpex.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection
     request, name = choose(head_address)
     if request == "local":
         return _embedded(bequest)
-    stop_requiring_token()
+    forget_token()
     try:
         if request.startswith(SCHEME):
             join_through_client(request, name)
@@ -261,10 +261,11 @@ def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
         embedded.start(forkserver.address(bequest) if bequest is not None else None)
     else:
         variables = keeper.rank_environment()
-        require_token()
+        keepers, token = keeper.join_keeper(job)
         _join(
-            keeper.join_keeper(job),
+            keepers,
             "the Ray that this host's ranks share",
+            token,
             runtime_env={"env_vars": variables} if variables else None,
         )
     address = _session()[0]
@@ -302,12 +303,13 @@ def _running_cluster() -> str | None:
     return address
 
 
-def _join(address: str, name: str, **options: Any) -> None:
+def _join(address: str, name: str, token: dict[str, str] | None = None, **options: Any) -> None:
     """Connect to a running cluster.
 
     Args:
         address: ``"host:port"``.
         name: Where the address comes from, for the errors.
+        token: The variables by which its token is found; None if the user has set them.
         **options: Further arguments of ``ray.init``.
     """
     host, port = split(address)
@@ -327,17 +329,21 @@ def _join(address: str, name: str, **options: Any) -> None:
             + (f" (it runs nodes of {others})" if others else "")
             + f", and a Ray driver needs one on its own host. Start it without CPUs: {command}"
         )
-    if node is not None:
-        _follow_auth_mode(node.pid)
+    if token is None and node is not None:
+        token = _auth_mode_of(node.pid)
+    if token:
+        require_token(token)
     try:
         embedded.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
     except Exception as error:
         embedded.disconnect()
+        forget_token()
         raise ClusterError(
             f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
             f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token "
             f"and have its token here; if this host runs no node of it, start one: {command}"
         ) from error
+    hide_token()
 
 
 def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
@@ -349,20 +355,18 @@ def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
     return raylets, node
 
 
-def _follow_auth_mode(raylet_pid: int) -> None:
-    """Use token authentication where this host's node of the cluster does.
+def _auth_mode_of(raylet_pid: int) -> dict[str, str]:
+    """Return the mode of authentication that this host's node of the cluster has.
 
     Ray turns it on by itself only for clusters that it finds by itself. Of another user's node
     nothing can be read, so no token goes to a stranger.
     """
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    with contextlib.suppress(OSError):
-        if b"RAY_AUTH_MODE=token" in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
-            os.environ["RAY_AUTH_MODE"] = "token"
-            from dpex.compat.local_ray import reread_environment
-
-            reread_environment()
+    if MODE not in os.environ:
+        with contextlib.suppress(OSError):
+            mode = f"{MODE}=token".encode()
+            if mode in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
+                return {MODE: "token"}
+    return {}
 
 
 def _is_single_host() -> bool:

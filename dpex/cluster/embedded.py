@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,7 +17,9 @@ from typing import Any, TypeVar
 
 from dpex.cluster import forked_worker
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
-from dpex.cluster.tokens import require_token, runtime_directory
+from dpex.cluster.local_directory import delete_ended, make_directory
+from dpex.cluster.process_end import end_ray_after_us
+from dpex.cluster.tokens import FILE, forget_token, hide_token, require_token, token_variables
 from dpex.errors import ClusterError
 
 __all__ = [
@@ -26,14 +27,12 @@ __all__ = [
     "disconnect",
     "embedded_cpus",
     "free_cores",
-    "hold",
     "init_ray",
     "load_ray",
     "make_no_errors_of_rays_warnings",
     "quiet_ray",
     "settled",
     "start",
-    "start_detached",
     "within",
 ]
 
@@ -53,9 +52,6 @@ settled = threading.Event()
 """Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
 when something of what was put off is needed before that."""
 
-# File descriptors by whose end others see that this process has ended.
-_held: list[int] = []
-
 
 def embedded_cpus() -> int:
     """Logical CPUs of an embedded Ray: 64, or the cores where there are more.
@@ -72,20 +68,19 @@ def free_cores() -> int:
     return max(1, usable_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
-def start(fork_server: str | None = None) -> None:
+def start(fork_server: str | None = None) -> dict[str, str]:
     """Start a Ray that is gone with this process, killed or not, and connect this process to it.
 
     Args:
         fork_server: Where workers are to be had; None if Ray is to start them itself.
 
+    Returns:
+        The variables by which other processes of this user find its token.
+
     Raises:
         ClusterError: Ray did not start; says why.
     """
-    from dpex.cluster.session_files import delete_ended, mark_alive
-
-    load_ray()
     settled.clear()
-    require_token()
     variables = {
         # One idle worker per logical CPU would be started at once.
         "RAY_prestart_worker_first_driver": "0",
@@ -107,21 +102,27 @@ def start(fork_server: str | None = None) -> None:
     }
     # Of an outer trainer, whose worker this process may be, nothing is to be had.
     os.environ.pop(forked_worker.SERVER, None)
-    if "RAY_TMPDIR" not in os.environ:
-        # Ray lets everybody write to the directories of its sockets.
-        variables["RAY_TMPDIR"] = str(runtime_directory())
+    try:
+        directory = make_directory()
+        token = token_variables(directory)
+    except OSError as error:
+        raise _not_started(error) from error
+    # Ray lets everybody write to the directories of its sockets.
+    variables["RAY_TMPDIR"] = str(directory)
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
-    with _environment(variables):
-        context = _start_lean_or_plain(program)
-    session = Path(context.address_info["session_dir"])
-    mark_alive(session)
-    _reap_after_us(str(session))
-    if "RAY_TMPDIR" in variables:  # others' sessions are not in our own directory
-        threading.Thread(
-            target=delete_ended, args=(session.parent,), name="dpex-delete", daemon=True
-        ).start()
+    require_token(token)
+    try:
+        with _environment(variables):
+            context = _start_lean_or_plain(program)
+    except ClusterError:
+        forget_token()
+        raise
+    hide_token()
+    end_ray_after_us(Path(context.address_info["session_dir"]), directory / FILE)
+    threading.Thread(target=delete_ended, name="dpex-delete", daemon=True).start()
+    return token
 
 
 def _start_lean_or_plain(program: Path | None) -> Any:
@@ -330,81 +331,3 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-# For a bare interpreter. When its standard input ends, its owner is about to; then it has a new
-# parent, the same as all that the owner's raylet leaves behind. What it kills is younger than the
-# owner, of its session and titled as Ray's (the title hides the command line); a worker or an agent
-# of a living raylet has that as its parent.
-_REAPER = """
-import os, signal, sys, time
-
-def parent_session_and_start(pid):
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    return int(fields[1]), int(fields[3]), int(fields[19])
-
-owner, files = int(sys.argv[2]), os.fsencode(sys.argv[3])
-_, session, start = parent_session_and_start(owner)
-sys.stdin.buffer.read()
-while os.getppid() == owner:
-    time.sleep(0.05)
-for pause in (0, 0.5, 1):
-    time.sleep(pause)
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            its_parent, its_session, its_start = parent_session_and_start(pid)
-            if (its_parent, its_session) != (os.getppid(), session) or its_start < start:
-                continue
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                command = file.read()
-            if command.startswith(b"ray::") or files in command:
-                os.kill(int(pid), signal.SIGKILL)
-        except OSError:
-            pass
-"""
-
-
-def _reap_after_us(session_dir: str) -> None:
-    """See to it that all of Ray ends when this process is killed.
-
-    The kernel then kills what we started, and workers end with their raylet. But the raylet's two
-    agents first report its death to the head, which is gone, for 100 seconds, and workers that
-    are just starting try to reach it for 25 (Ray 2.60). A process that waits for our end kills
-    both. Where there is no /proc, they take their time.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    read_end, write_end = os.pipe()
-    start_detached(
-        [sys.executable, "-I", "-S", "-c", _REAPER, "dpex-reaper", str(os.getpid()), session_dir],
-        stdin=read_end,
-    )
-    os.close(read_end)
-    hold(write_end)
-
-
-def hold(descriptor: int) -> None:
-    """Keep a file descriptor open until this process, and not its forks, ends."""
-    _held.append(descriptor)
-
-
-def start_detached(command: list[str], **options: Any) -> None:
-    """Start a process that is not waited for and that no signal to our group or terminal meets."""
-    quiet = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-    }
-    process = subprocess.Popen(command, start_new_session=True, **{**quiet, **options})
-    process.returncode = 0  # else Python warns that it still runs when the object goes
-
-
-def _let_go_in_child() -> None:
-    for descriptor in _held:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

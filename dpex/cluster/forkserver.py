@@ -37,7 +37,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import module_settings
-from dpex.cluster.embedded import hold, load_ray, make_no_errors_of_rays_warnings
+from dpex.cluster.embedded import load_ray, make_no_errors_of_rays_warnings
+from dpex.cluster.process_end import hold
 from dpex.compat.names import private_ray_allowed
 
 if TYPE_CHECKING:
@@ -281,18 +282,24 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         script_arguments[:], sys.argv = sys.argv, request["arguments"]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         make_no_errors_of_rays_warnings()
-        from dpex.compat.local_ray import reread_environment
+        from dpex.compat.authentication import reread
 
-        reread_environment()
+        if not reread():  # it could not talk to its node
+            _become(request["instead"], request["environment"])
         _run(Path(sys.argv[0]))
     except SystemExit as ending:
         os._exit(ending.code if isinstance(ending.code, int) else 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         # Ray waits for this process. A worker that Ray knew already is not known a second time.
-        os.execve(sys.executable, [sys.executable, *request["instead"]], request["environment"])
+        _become(request["instead"], request["environment"])
     finally:
         os._exit(1)
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be replaced by the worker that Ray would have started itself."""
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 
 def _run(program: Path) -> None:

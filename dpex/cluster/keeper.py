@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from dpex.cluster.embedded import START_SECONDS, hold, settled, start, start_detached
-from dpex.cluster.tokens import runtime_directory
+from dpex.cluster.embedded import START_SECONDS, settled, start
+from dpex.cluster.local_directory import runtime_directory
+from dpex.cluster.process_end import hold, start_detached
 from dpex.errors import ClusterError
 
 __all__ = ["join_keeper", "keep", "rank_environment", "shared_job"]
@@ -66,11 +67,11 @@ def rank_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
 
 
-def join_keeper(job: str) -> str:
+def join_keeper(job: str) -> tuple[str, dict[str, str]]:
     """Hold the job's shared Ray until this process ends, started by whoever comes first.
 
     Returns:
-        Ray's address, ``"ip:port"``, to connect to.
+        Ray's address, ``"ip:port"``, to connect to; and the variables by which its token is found.
 
     Raises:
         ClusterError: The keeper could not start Ray; says why and where its log is.
@@ -91,7 +92,7 @@ def join_keeper(job: str) -> str:
                 if "error" in answer:
                     raise ClusterError(f"the shared Ray of this host's ranks: {answer['error']}")
                 hold(os.dup(connection.fileno()))
-                return str(answer["address"])
+                return answer["address"], answer["token"]
         # It ended while we came (its last rank left, or it was killed): once more.
     raise ClusterError(
         "the process that should run the shared Ray of this host's ranks does not answer; "
@@ -162,17 +163,18 @@ def keep(stem: str, listener_fd: int) -> None:
         listener_fd: File descriptor of the listening socket.
     """
     listener = socket.socket(fileno=listener_fd)
+    answer: dict[str, object]
     try:
-        start()
+        token = start()
         settled.set()  # the ranks' workers have environments of their own, which an agent makes
         import ray
 
-        answer = {"address": ray.get_runtime_context().gcs_address}
+        answer = {"address": ray.get_runtime_context().gcs_address, "token": token}
     except Exception as error:
         answer = {"error": str(error)}
     _serve(Path(stem), listener, json.dumps(answer).encode() + b"\n")
     if "error" in answer:
-        sys.exit(answer["error"])
+        sys.exit(str(answer["error"]))
     ray.shutdown()
     Path(stem).with_suffix(".log").unlink(missing_ok=True)
 

@@ -2,94 +2,99 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from dpex.errors import ClusterError
+from dpex.compat import authentication
 
-__all__ = ["require_token", "runtime_directory", "stop_requiring_token"]
+__all__ = [
+    "FILE",
+    "MODE",
+    "forget_token",
+    "hide_token",
+    "require_token",
+    "token_variables",
+]
 
-_MODE = "RAY_AUTH_MODE"
-# What stood there before, while ours stands there.
-_former_modes: list[str | None] = []
+MODE = "RAY_AUTH_MODE"
+FILE = "auth_token"
+_TOKEN = "RAY_AUTH_TOKEN"
+_PATH = "RAY_AUTH_TOKEN_PATH"
 
-# A socket's path has 107 at the most; Ray adds some 70.
-_MOST_CHARACTERS = 37
+# The user's values of the variables that have ours at the moment.
+_users: dict[str, str | None] = {}
 
 
-def require_token() -> None:
-    """Have this process, and a Ray that it starts, deal only with who has this user's token.
+def token_variables(directory: Path) -> dict[str, str]:
+    """Choose the token of a local Ray: the user's, if nobody else can read it, else a new one.
 
-    Ray's ports are open to every user of this host, and where a Ray cannot be kept to the loopback
-    address, to others.
+    Args:
+        directory: Where a new one is written, for this user alone.
+
+    Returns:
+        The variables of the environment by which Ray's processes find it.
 
     Source:
         Ray's documentation of token authentication: ``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``,
         ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token`` where neither of these is set.
     """
-    if os.environ.get(_MODE) != "token":
-        _former_modes.append(os.environ.get(_MODE))
-    os.environ[_MODE] = "token"
-    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
-        try:
-            path = Path.home() / ".ray" / "auth_token"
-            _provide(path)
-            found_by_ray = "HOME" in os.environ
-        except (OSError, RuntimeError):  # no home, or not ours to write to
-            path = runtime_directory() / "auth_token"
-            _provide(path)
-            found_by_ray = False
-        if not found_by_ray:
-            os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-    _tell_ray()
+    if _user_has_token():
+        return {MODE: "token"}
+    path = directory / FILE
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return {MODE: "token", _PATH: str(path)}
 
 
-def stop_requiring_token() -> None:
-    """Take ``require_token`` back: another Ray may do without tokens."""
-    while _former_modes:
-        mode = _former_modes.pop()
-        if mode is None:
-            os.environ.pop(_MODE, None)
-        else:
-            os.environ[_MODE] = mode
-        _tell_ray()
+def _user_has_token() -> bool:
+    if os.environ.get(_TOKEN) or os.environ.get(_PATH):
+        return True
+    try:
+        path = Path(os.environ["HOME"], ".ray", "auth_token")
+        return path.stat().st_mode & 0o077 == 0
+    except (KeyError, OSError):
+        return False
 
 
-def _tell_ray() -> None:
-    if "ray" in sys.modules:  # which reads its settings when it is imported
-        from dpex.compat.local_ray import reread_environment
+def require_token(variables: Mapping[str, str]) -> None:
+    """Have this process, and a Ray that it starts, deal only with who has the token.
 
-        reread_environment()
-
-
-def _provide(path: Path) -> None:
-    """See to it that there is a token, and that nobody else can read it (Ray's may be read)."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # readable by us alone
-            file.write(secrets.token_hex(32))
-            file.flush()
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                os.link(file.name, path)
-    if path.stat().st_mode & 0o077:
-        path.chmod(0o600)
-
-
-def runtime_directory() -> Path:
-    """A directory of this user alone, with a name short enough for the sockets of a Ray in it.
-
-    Raises:
-        ClusterError: There is one by its name that others can access.
+    Args:
+        variables: Those by which Ray finds it. They replace the user's until ``hide_token`` or
+            ``forget_token`` is called.
     """
-    directory = Path(tempfile.gettempdir(), f"dpex-{os.getuid()}")
-    if len(str(directory)) > _MOST_CHARACTERS:
-        directory = Path("/tmp", directory.name)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
-        raise ClusterError(f"{directory} must be a directory that only this user can access")
-    return directory
+    _set(variables)
+    if "ray" in sys.modules and not authentication.reread():
+        # Ray keeps to the mode that it was imported with, so its processes must not have another.
+        _restore([MODE])
+
+
+def hide_token() -> None:
+    """Give the environment back to the user while this process's Ray goes on with the token."""
+    if _users and authentication.on_shutdown(authentication.reread):
+        _restore(list(_users))
+
+
+def forget_token() -> None:
+    """Take ``require_token`` back: another Ray has another token, or none."""
+    if _users:
+        _restore(list(_users))
+        authentication.reread()
+
+
+def _set(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        _users.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def _restore(names: list[str]) -> None:
+    for name in names:
+        value = _users.pop(name)
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -8,6 +8,8 @@ import os
 import sys
 import time
 
+SHARE = "--share-port"
+_PORT_OPTION = "--runtime-env-agent-port="
 _WAIT_S = 0.05
 _IDLE_S = 1.0
 
@@ -17,14 +19,38 @@ def main(wanted: str, *command: str) -> None:
 
     Args:
         wanted: A file that is there from that moment on.
-        *command: The agent's program and its arguments; none if it is never wanted.
+        *command: The agent's interpreter, its program and their arguments; none if it is never
+            wanted.
     """
     node = os.getppid()
     while os.getppid() == node:
         if command and os.path.exists(wanted):  # noqa: PTH110 - pathlib would take longer to load
-            os.execvp(command[0], command)
+            program = [word.endswith(".py") for word in command].index(True)
+            os.execvp(command[0], [*command[:program], __file__, SHARE, *command[program:]])
         time.sleep(_WAIT_S if command else _IDLE_S)
 
 
+def share_port(program: str, *arguments: str) -> None:
+    """Be an agent that shares its port with the socket that keeps it from other users."""
+    import runpy
+    import socket
+
+    ports = [int(a.removeprefix(_PORT_OPTION)) for a in arguments if a.startswith(_PORT_OPTION)]
+    bind = socket.socket.bind
+
+    def bind_shared(self: socket.socket, address: object) -> None:
+        if isinstance(address, tuple) and address[1] in ports:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bind(self, address)  # type: ignore[arg-type]
+
+    socket.socket.bind = bind_shared  # type: ignore[assignment, method-assign]
+    sys.argv = [program, *arguments]
+    sys.path[0] = os.path.dirname(program)  # noqa: PTH120
+    runpy.run_path(program, run_name="__main__")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == SHARE:
+        share_port(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

@@ -17,7 +17,7 @@ from typing import Any
 from dpex.compat import late_agent
 from dpex.compat.names import PrivateName, Shortcut, replaced
 
-__all__ = ["LEAN_START", "lean_start", "on_loopback", "reread_environment"]
+__all__ = ["LEAN_START", "lean_start", "on_loopback"]
 
 _NODE = "ray._private.node:Node."
 _SERVICES = "ray._private.services:"
@@ -121,20 +121,13 @@ LOOPBACK = Shortcut(
     single_host=_SINGLE_HOST,
 )
 
-_CONFIG = Shortcut(
-    "have Ray read its settings again",
-    "set RAY_AUTH_MODE before the program starts if the cluster has tokens",
-    "ray",
-    config=PrivateName("ray._raylet:Config", "reads RAY_AUTH_MODE after the import"),
-)
-
 _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 20.0
 # Without these Ray has no dashboard.
 _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
 # What Ray's agents say where they do not listen.
 _NO_PORT = -1
-# Keeps a port for the agent that is to have it.
+# Keeps a port for the agent that is to have it. The raylet sends its token there.
 _reserved: socket.socket | None = None
 
 
@@ -148,7 +141,8 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     second, and for its head ten times a second.
 
     The processes get process groups of their own: a Jupyter kernel that is to end terminates its
-    group first, and then waits, in vain, until it has no children there.
+    group first, and then waits, in vain, until it has no children there. All have the token that
+    the environment names now.
 
     Args:
         worker_program: Program to start in place of Ray's own set-up program for workers, whose
@@ -182,7 +176,13 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
             time.sleep(_NODE_POLL_S)
         return found["get_node"](gcs_address, node_id)
 
-    own_group = {_CONSOLE_POPEN: functools.partial(found["console_popen"], process_group=0)}
+    token = {n: value for n, value in os.environ.items() if n.startswith("RAY_AUTH_")}
+
+    def start_process(*args: Any, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        inherited = os.environ if env is None else env
+        return found["console_popen"](*args, env={**inherited, **token}, process_group=0, **kwargs)
+
+    own_group = {_CONSOLE_POPEN: start_process}
     replacements = {
         _START_API_SERVER: lambda node, **_: setattr(node, "_webui_url", ""),
         _START_LOG_MONITOR: lambda node: put_off.append(node),
@@ -251,6 +251,9 @@ def _late_agents() -> Iterator[Callable[[], None]]:
             agent = ""
         elif name != "--runtime_env_agent_command":
             return option
+        elif ".py " not in agent and _reserved is not None:  # it would not share the port
+            _reserved.close()
+            return option
         program = [sys.executable, "-I", "-S", late_agent.__file__, str(wanted[-1])]
         return f"{name}={subprocess.list2cmdline(program)} {agent}"
 
@@ -268,11 +271,10 @@ def _late_agents() -> Iterator[Callable[[], None]]:
 
 
 def _reserve_port(address: str) -> int:
-    """Return a port that nobody gets who does not ask for it by its number."""
+    """Return a port that nobody gets but processes of this user that share it by its number."""
     global _reserved
     _reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    # Whoever names it can have it too, as long as nobody listens.
-    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     _reserved.bind((address, 0))
     return int(_reserved.getsockname()[1])
 
@@ -289,13 +291,3 @@ def on_loopback() -> Iterator[None]:
         return
     with replaced({_SINGLE_HOST: False}):
         yield
-
-
-def reread_environment() -> None:
-    """Make Ray read its settings again, which it does when it is imported.
-
-    Without it a cluster with tokens refuses us, and the error says what to set.
-    """
-    if not _CONFIG.failed:  # there is no public way, so this happens in any case
-        with _CONFIG.attempt():
-            _CONFIG.names["config"].find().initialize("")
