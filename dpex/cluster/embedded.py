@@ -23,6 +23,7 @@ from dpex.cluster.tokens import FILE, forget_token, hide_token, require_token, t
 from dpex.errors import ClusterError
 
 __all__ = [
+    "OUR_MODULES",
     "START_SECONDS",
     "disconnect",
     "embedded_cpus",
@@ -46,7 +47,8 @@ _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
 # Modules whose warnings are no matter of the user's.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
-_OURS = r"dpex(\.|$)"
+OUR_MODULES = r"dpex(\.|$)"
+"""Those whose warnings the user is to see, for a filter of warnings."""
 
 settled = threading.Event()
 """Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
@@ -190,9 +192,13 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
 
     The kernel kills what a thread started when that thread ends (Ray asks for PR_SET_PDEATHSIG).
     """
-    settled.wait(_SETTLE_SECONDS)
+    import ray
+
     try:
-        finish()
+        address = ray.get_runtime_context().gcs_address
+        settled.wait(_SETTLE_SECONDS)
+        if ray.is_initialized() and ray.get_runtime_context().gcs_address == address:
+            finish()
     except Exception as error:  # this thread must not end
         logger.warning("what workers print is not to be seen here: %s", error)
     threading.Event().wait()
@@ -254,7 +260,7 @@ def make_no_errors_of_rays_warnings() -> None:
     """
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
-        warnings.filterwarnings("default", module=_OURS)
+        warnings.filterwarnings("default", module=OUR_MODULES)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import module_settings
-from dpex.cluster.embedded import load_ray, make_no_errors_of_rays_warnings
+from dpex.cluster.embedded import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.process_end import hold
 from dpex.compat.names import private_ray_allowed
 
@@ -146,12 +146,15 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user may have made them errors
             load_ray()
+            from dpex.compat.authentication import reread
             from dpex.compat.forked_workers import random_ids_untouched, untouched_random_ids
 
+            workers_have_token = reread()  # if not, the trainer says so
+            warnings.filterwarnings("default", module=OUR_MODULES)
             with untouched_random_ids():
                 for module in _PRELOADED:
                     importlib.import_module(module)
-        if random_ids_untouched():
+        if workers_have_token and random_ids_untouched():
             gc.freeze()
             _Server(listener, trainers_life, token).run()
     except BaseException:
@@ -284,7 +287,7 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         make_no_errors_of_rays_warnings()
         from dpex.compat.authentication import reread
 
-        if not reread():  # it could not talk to its node
+        if not reread():  # its node would refuse it
             _become(request["instead"], request["environment"])
         _run(Path(sys.argv[0]))
     except SystemExit as ending:

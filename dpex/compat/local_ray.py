@@ -55,9 +55,6 @@ LEAN_START = Shortcut(
     node_table=PrivateName(
         "ray._private.state:GlobalState.node_table", "lists the nodes of the head"
     ),
-    global_node=PrivateName(
-        "ray._private.worker:_global_node", "tells whether the Ray of before still runs"
-    ),
     ray_params=PrivateName(_NODE + "_ray_params", "sets the worker program", of_instances=True),
     setup_worker_path=PrivateName(
         "ray._private.parameter:RayParams.setup_worker_path",
@@ -149,7 +146,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
             path it finds in the environment variable ``DPEX_SETUP_WORKER``; None for Ray's own.
 
     Yields:
-        A function that starts, in the end, what was put off.
+        A function that starts, in the end, what was put off, while that Ray lives.
     """
     found = LEAN_START.find()
     if found is None:
@@ -199,9 +196,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
             want_agents()
             with replaced(own_group):
                 for node in put_off:
-                    # Only if it is still this process's Ray.
-                    if LEAN_START.names["global_node"].find() is node:
-                        found["start_log_monitor"](node)
+                    found["start_log_monitor"](node)
 
         yield finish
 

@@ -108,7 +108,7 @@ class Shortcut:
             if not name.of_instances:
                 try:
                     found[key] = name.find()
-                except (ImportError, AttributeError) as error:
+                except Exception as error:
                     self.fail(error)
                     return None
         return found

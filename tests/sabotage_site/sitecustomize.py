@@ -6,7 +6,9 @@ what it is, or returns, instead: ``raises``, ``none``, ``zero``, ``huge``, ``tex
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -93,6 +95,7 @@ def spoil(how: str, module: ModuleType, path: str) -> None:
         return spoiled(how, value) if wanted == name and asked_by_dpex() else value
 
     owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read})
+    copyreg.pickle(owner.__class__, lambda spoiled: (importlib.import_module, (spoiled.__name__,)))
 
 
 class Finder(importlib.abc.MetaPathFinder):
