@@ -46,8 +46,9 @@ test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes
 		$(TEST_ARGS)
 
 .PHONY: test-sabotage
-test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn
-	$(RUN) -m pytest -m sabotage tests/test_sabotage.py $(TEST_ARGS)
+test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn (an hour)
+	$(RUN) -m pytest -m sabotage --numprocesses 2 --dist worksteal tests/test_sabotage.py \
+		$(TEST_ARGS)
 
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back
