@@ -21,7 +21,12 @@ PROGRAM = Path(__file__).with_name("sabotage_program.py")
 SITE = Path(__file__).with_name("sabotage_site")
 SECONDS = 60.0
 # A name that has another meaning for dpex alone, and that no epoch on a local Ray reads.
-ELSEWHERE = ("ray.util.client", "ray._private.runtime_env", "ray._private.ray_constants:DEBUG")
+ELSEWHERE = (
+    "ray.util.client",
+    "ray._private.runtime_env",
+    "ray._private.ray_constants:DEBUG",
+    "ray.experimental.internal_kv",
+)
 
 NAMES = {
     name.path: name

@@ -22,9 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.execution import Execution
 from dpex.cluster.forkserver import inheritance
+from dpex.cluster.host_calls import NAMESPACE, Arrived
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.sharing import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
-from dpex.cluster.stages import FIRST_TASKS, NAMESPACE, Pipeline, build, store_job
+from dpex.cluster.stages import FIRST_TASKS, Pipeline, build, store_job
 from dpex.cluster.turns import MAX_DEATHS, Assignment, Others, Turns
 from dpex.compat.executor import tune_executor
 
@@ -61,6 +62,7 @@ class _Lane:
 
     Attributes:
         job_key: Digest of the job that its workers read.
+        arrived: The messages that workers have sent.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class _Lane:
             first_tasks=FIRST_TASKS,
         )
         self._starts: Counter[tuple[str, int, int]] = Counter()
+        self.arrived = Arrived()
         self._serve(run)
         self._executions: list[Execution] = []
         if pipeline.later:  # the number of a later stage's workers is limited in one Dataset
@@ -347,6 +350,7 @@ class _Host:
     async def deliver(
         self,
         lane_key: str,
+        message: tuple[str, int],
         origin: tuple[str, str],
         blocks: list[Any],
         size_bytes: int,
@@ -356,13 +360,16 @@ class _Host:
 
         Args:
             lane_key: The lane that it belongs to.
+            message: The sender, and the number of its message.
             origin: The task that made it, and the process.
             blocks: A reference to it, or a small one itself; none if it is lost.
             size_bytes: Its size.
             error: Why it is lost.
         """
         if lane_key not in self._closed:
-            (await self._opening(lane_key)).deliver(origin, blocks, size_bytes, error)
+            lane = await self._opening(lane_key)
+            if lane.arrived.add(message):
+                lane.deliver(origin, blocks, size_bytes, error)
 
     async def may_begin(
         self, lane_key: str, block: tuple[str, int, int], origin: tuple[str, str]
@@ -409,7 +416,9 @@ class _Host:
         if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
             await lane.over.wait()
 
-    async def note_state(self, lane_key: str, turn: str, unchanged: bool) -> None:
+    async def note_state(
+        self, lane_key: str, message: tuple[str, int], turn: str, unchanged: bool
+    ) -> None:
         """Take a task's report about its copy; see ``Turns.note_state``."""
         if lane_key not in self._closed:
             (await self._opening(lane_key)).turns.note_state(turn, unchanged)

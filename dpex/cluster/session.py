@@ -24,10 +24,11 @@ from dpex.cluster import forked_worker, forkserver
 from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
 from dpex.cluster.embedded import free_cores, make_no_errors_of_rays_warnings, settled
 from dpex.cluster.host import HostHandle, get_host
+from dpex.cluster.host_calls import HOST_DIED
 from dpex.cluster.liveness import Nodes
 from dpex.cluster.metrics import publish
 from dpex.cluster.releasing import be_ready, release_later
-from dpex.cluster.stages import HOST_DIED, LaterStage, Pipeline, store_job
+from dpex.cluster.stages import LaterStage, Pipeline, store_job
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.fetch import Chunk

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import ray
 
-from dpex.cluster.stages import NAMESPACE
+from dpex.cluster.host_calls import NAMESPACE
 from dpex.cluster.turns import Others
 
 __all__ = ["HOST_PREFIX", "POLL_S", "Round", "ask_others"]

@@ -22,6 +22,7 @@ import ray
 
 from dpex.binding import Binding
 from dpex.cluster.forkserver import inheritance, show_script_arguments
+from dpex.cluster.host_calls import HOST_DIED, Messages, Patience, ask_host, host
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.executor import limit_to_concurrency
 from dpex.compat.objects import private_mappings
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_TASKS",
-    "HOST_DIED",
     "LaterStage",
-    "NAMESPACE",
     "Pipeline",
     "build",
     "hand_out_turns",
@@ -51,9 +50,6 @@ __all__ = [
 
 FIRST_TASKS = 1
 """Number of tasks that start with a pipeline. A second process would delay the first batch."""
-
-NAMESPACE = "dpex"
-"""Ray namespace of the host actors."""
 
 # Ray Data's setting of what holds tasks back. If it has another name, tasks start later.
 _POLICIES = "backpressure_policies.enabled"
@@ -71,7 +67,6 @@ _PATIENT_SECONDS = 2.0
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
-_ANSWER_S = 0.02
 # Until a host that could not be reached is asked again when a pipeline is closed.
 _ASK_AGAIN_S = 2.0
 # As long as torch gives its workers to end.
@@ -79,13 +74,9 @@ _MOST_END_S = 5.0
 # A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
 # place: not while it is to have its next chunk soon, or its turn is to be over.
 _KEEP_CPU_S = 1.0
-_HOST_AWAY_S = 30.0
 # Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
 # for such a task where its configuration does not say how much memory a node has.
 _NO_MEMORY = {"memory": 0}
-HOST_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
-"""What Ray says of a host that is no more; the latter where it was killed for want of memory."""
-
 # Which copy of an inherited job uses the very memory that was inherited.
 _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
@@ -272,12 +263,7 @@ def hand_out_turns(_: pa.Table, *, host_name: str, lane_key: str) -> Iterator[pa
     started = FIRST_TASKS
     with contextlib.suppress(ValueError, *HOST_DIED):
         while True:
-            answer = _host(host_name).more_tasks.remote(lane_key, started)
-            try:
-                tasks = ray.get(answer)
-            except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
-                time.sleep(_ANSWER_S)
-                continue
+            tasks = ask_host(host_name, "more_tasks", lane_key, started)
             if tasks is None:
                 return
             for _ in range(tasks):
@@ -314,6 +300,7 @@ def make_batches(
     read_job = functools.partial(_read_job, job, job_key, host_name)
     _release_when_closed(host_name, lane_key, job_key)
     while (assignment := asking.answer()) is not None:
+        asking.messages.begin_chunk()
         chunk = pickle.loads(assignment.payload)
         interest.in_run(chunk.run.key)
         # A bound worker that is far enough ahead waits for the others, which may need its CPU.
@@ -327,20 +314,20 @@ def make_batches(
             for table in _make_chunk(chunk, assignment, read_job, interest.lost, asking):
                 asking.made += 1
                 if last:
-                    deliver(table, asking.origin, host_name, lane_key)
+                    deliver(table, asking.origin, asking.messages)
                 else:
                     yield table
                 del table  # the next batch is made in its memory
+    asking.messages.confirm()
 
 
-def deliver(table: pa.Table, origin: tuple[str, str], host_name: str, lane_key: str) -> None:
+def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> None:
     """Put a block into the object store, unless it is small, and send the host a reference to it.
 
     Args:
         table: The block.
         origin: The task that began it, and the process.
-        host_name: Name of the host actor.
-        lane_key: The lane that the block belongs to.
+        messages: Takes it there.
     """
     block, error = [], ""
     try:
@@ -348,8 +335,7 @@ def deliver(table: pa.Table, origin: tuple[str, str], host_name: str, lane_key: 
         block.append(table if table.nbytes < _SMALL_BYTES else ray.put(table))
     except ray.exceptions.RayError as failure:  # no room in the store, nor on the disk
         error = f"{type(failure).__name__}: {failure}"
-    with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        _host(host_name).deliver.remote(lane_key, origin, block, table.nbytes, error)
+    messages.send("deliver", origin, block, table.nbytes, error)
 
 
 def transform_batches(
@@ -391,7 +377,7 @@ def transform_batches(
     # have no batches.
     first_batch = frame.entries[0].batch if frame.entries else -1
     block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
-    if not ray.get(_host(host_name).may_begin.remote(lane_key, block, frame.origin)):
+    if not ask_host(host_name, "may_begin", lane_key, block, frame.origin):
         return
     read_job = functools.partial(_read_job, job, job_key, host_name)
     _release_when_closed(host_name, lane_key, job_key)
@@ -401,7 +387,9 @@ def transform_batches(
         for entry, costs in batches:
             writer.add(entry, costs)
     if last:
-        deliver(writer.table(), frame.origin, host_name, lane_key)
+        messages = Messages(host_name, lane_key)
+        deliver(writer.table(), frame.origin, messages)
+        messages.confirm()
     else:
         yield writer.table()
 
@@ -424,6 +412,7 @@ class _Asking:
         origin: The task and its process, as the host tells them from others.
         keeps_cpu: Whether it keeps its CPU while it waits for an answer.
         unchanged: Whether the last batch has left its copy as it was; None if not looked at.
+        messages: What the task tells the host besides.
     """
 
     def __init__(self, host_name: str, lane_key: str) -> None:
@@ -434,6 +423,8 @@ class _Asking:
         self.made = 0
         self.keeps_cpu = True
         self.unchanged: bool | None = None
+        self.messages = Messages(host_name, lane_key)
+        self._told: bool | None = None
         self._answer: ray.ObjectRef | None = None
 
     def ask(self, coming: int = 0) -> None:
@@ -441,18 +432,22 @@ class _Asking:
 
         Args:
             coming: How many blocks are still to be made before what is asked for.
+
+        Raises:
+            ActorUnavailableError: The host cannot be reached.
         """
         if self._answer is None:
+            # If this process dies now, the host has these two chunks made again, and no others.
+            self.messages.confirm_earlier()
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                self._answer = _host(self._host_name).next_chunk.remote(
+                self._answer = host(self._host_name).next_chunk.remote(
                     self._lane_key, self.origin, self._place, self.made + coming, self.unchanged
                 )
-                self.unchanged = None
+                self._told, self.unchanged = self.unchanged, None
 
     def tell_changed(self) -> None:
         """Report that a batch has changed its copy, which the host took for one that does not."""
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            _host(self._host_name).note_state.remote(self._lane_key, self.origin[0], False)
+        self.messages.send("note_state", self.origin[0], False)
 
     def answer(self) -> Assignment | None:
         """Return the next chunk; None at the end of the turn, or where there is no host.
@@ -460,7 +455,7 @@ class _Asking:
         Raises:
             ActorUnavailableError: The host cannot be reached.
         """
-        give_up_at: float | None = None
+        patience = Patience()
         while True:
             self.ask()
             if self._answer is None:
@@ -469,12 +464,10 @@ class _Asking:
                 assignment = cast("Assignment | None", self._get(self._answer))
             except HOST_DIED:
                 return None
-            except ray.exceptions.ActorUnavailableError:  # asked again, it says the same
-                self._answer = None
-                give_up_at = give_up_at or time.monotonic() + _HOST_AWAY_S
-                if time.monotonic() >= give_up_at:
-                    raise  # as a failure, for the host would take an end for its own
-                time.sleep(_ANSWER_S)
+            except ray.exceptions.ActorUnavailableError as error:
+                self._answer, self.unchanged = None, self._told
+                # In the end it is raised, for the host would take an end for its own.
+                patience.wait(error)
             else:
                 self._answer = None
                 if assignment is not None:
@@ -573,7 +566,7 @@ def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
     pickled = _stored_jobs.get(job_key)
     if pickled is None:
         if not job:  # one more copy, in a process that inherited the first
-            job = ray.get(_host(host_name).stored_job.remote(job_key))
+            job = ask_host(host_name, "stored_job", job_key)
         search_path, *content = ray.get(job[0])
         # What the script can import a worker of its host can, as with torch's spawned workers.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
@@ -627,7 +620,7 @@ def _ask_for_the_end(host_name: str, lane_key: str) -> None:
                 _later(_MOST_END_S, _end_work, lane_key)
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is no host any more
-        closed = _host(host_name).closed.remote(lane_key).future()
+        closed = host(host_name).closed.remote(lane_key).future()
         closed.add_done_callback(answered)
         return
     release_later(functools.partial(_release, lane_key))
@@ -724,7 +717,7 @@ class _Interest:
         try:
             if self._over is None:
                 # A future: ray.wait would tell the node each time that this task waits.
-                over = _host(self._host_name).over.remote(self._lane_key, self._run)
+                over = host(self._host_name).over.remote(self._lane_key, self._run)
                 self._over = cast("Future[None]", over.future())
             if not self._over.done():
                 return False
@@ -741,8 +734,3 @@ class _Interest:
 def _interest(host_name: str, lane_key: str) -> _Interest:
     """Return the one of this process: each task would leave a question open at the host."""
     return _Interest(host_name, lane_key)
-
-
-@functools.lru_cache(maxsize=4)
-def _host(name: str) -> Any:
-    return ray.get_actor(name, namespace=NAMESPACE)

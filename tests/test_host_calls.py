@@ -1,0 +1,114 @@
+"""Messages to a host whose connection breaks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from dpex.cluster import host_calls
+from dpex.cluster.host_calls import Arrived, Messages, Patience
+
+
+class Answer:
+    def __init__(self, error: Exception | None) -> None:
+        self._future: Future[None] = Future()
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def future(self) -> Future[None]:
+        return self._future
+
+
+class FakeHost:
+    """A host that answers each call with the next error, and then with none."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._errors = list(errors)
+        self.deliver = self
+
+    def remote(self, *arguments: Any) -> Answer:
+        self.calls.append(arguments)
+        return Answer(self._errors.pop(0) if self._errors else None)
+
+
+def away() -> ActorUnavailableError:
+    return ActorUnavailableError("connection reset", None)
+
+
+def messages_to(monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> Messages:
+    monkeypatch.setattr(host_calls, "host", {"host": host}.__getitem__)
+    monkeypatch.setattr(host_calls, "_PAUSE_S", 0.0)
+    return Messages("host", "lane")
+
+
+def test_a_message_is_sent_again_until_the_host_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost(away(), None, away(), away())
+    messages = messages_to(monkeypatch, host)
+    for block in "ab":
+        messages.send("deliver", block)
+    messages.confirm()
+    assert [block for *_, block in host.calls] == ["a", "b", "a", "a", "a"]
+    # By its sender and number the host knows that it is the same.
+    assert len({call[1] for call in host.calls}) == 2
+
+
+def test_a_chunk_waits_for_the_messages_of_earlier_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = FakeHost(away(), away())
+    messages = messages_to(monkeypatch, host)
+    messages.send("deliver", "earlier")
+    messages.begin_chunk()
+    messages.send("deliver", "latest")
+    messages.confirm_earlier()
+    assert [block for *_, block in host.calls] == ["earlier", "latest", "earlier"]
+    messages.confirm()
+    assert [block for *_, block in host.calls][3:] == ["latest"]
+
+
+def test_no_more_messages_are_under_way_than_the_host_remembers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = FakeHost(away())
+    messages = messages_to(monkeypatch, host)
+    for number in range(100):
+        messages.send("deliver", number)
+    again = [block for *_, block in host.calls].index(0, 1)
+    assert again == host_calls._MOST_UNDER_WAY + 1
+    arrived = Arrived()
+    assert all(arrived.add(message) for _, message, _ in host.calls[:again])
+    assert not arrived.add(host.calls[again][1])
+
+
+def test_a_host_that_has_died_needs_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost(away(), ActorDiedError())
+    messages = messages_to(monkeypatch, host)
+    messages.send("deliver", "a")
+    messages.confirm()
+    assert len(host.calls) == 2
+
+
+def test_a_host_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = messages_to(monkeypatch, FakeHost(*(away() for _ in range(1000))))
+    times = iter(range(1000))
+    monkeypatch.setattr(host_calls.time, "monotonic", lambda: float(next(times)))
+    messages.send("deliver", "a")
+    with pytest.raises(ActorUnavailableError, match="connection reset"):
+        messages.confirm()
+    assert next(times) == host_calls._HOST_AWAY_S + 2
+
+
+def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_calls, "_PAUSE_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(host_calls.time, "monotonic", lambda: now)
+    patience = Patience()
+    for _ in range(10):
+        patience.wait(away())
+        now += host_calls._HOST_AWAY_S + 1
