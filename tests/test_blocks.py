@@ -47,7 +47,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     import ray
 
     from dpex.cluster.blocks import Receiver
-    from dpex.cluster.host import Reply
+    from dpex.cluster.host import HostHandle, Reply
 
     class Worker:
         def put(self, table: Any) -> list[Any]:
@@ -76,8 +76,9 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     replies = [Reply([(block, 1)], quiet_at=number + 1) for number, block in enumerate(blocks)]
     host_class: Any = ray.remote(num_cpus=0)(Host)
     host = host_class.remote([*replies, Reply(ended=True)])
+    handle = HostHandle(host, "host", ("address", "job"))
     receiver = Receiver(
-        host, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
+        handle, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
     )
     wait_until(lambda: receiver._ended, 60, "end of the replies")
     read = []

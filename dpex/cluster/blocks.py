@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import ray
@@ -21,6 +21,9 @@ from dpex.compat.data_iterator import DATA_ITERATOR, Block, data_iterator
 from dpex.frame import Entry, Frame, decode, read_frame
 from dpex.memory_pool import MemoryPool
 from dpex.under_way import BLOCK_LOST
+
+if TYPE_CHECKING:
+    from dpex.cluster.host import HostHandle
 
 __all__ = ["Arrival", "Receiver"]
 
@@ -95,7 +98,7 @@ class Receiver:
     """Reads one run's blocks in a thread and keeps the decoded batches for the training loop.
 
     Args:
-        host: Handle of the host actor.
+        host: The host.
         lane_key: The lane that serves the run.
         run: The run.
         pool: Where the batches' memory is from, unless it is page-locked.
@@ -108,7 +111,7 @@ class Receiver:
 
     def __init__(
         self,
-        host: Any,
+        host: HostHandle,
         lane_key: str,
         run: str,
         pool: MemoryPool,
@@ -155,7 +158,7 @@ class Receiver:
 
     def _replies(self) -> Iterator[list[Block]]:
         """Ask the host for news until there is no more; yields the blocks of each reply."""
-        take, run = self._host.take, (self._lane_key, self._run)
+        take, run = self._host.actor.take, (self._lane_key, self._run)
         request = take.remote(*run)
         while True:
             reply = ray.get(request)
@@ -198,6 +201,8 @@ class Receiver:
                 except Exception as error:
                     if error is self._decode.failure or not self._through_data:
                         raise
+                    if not self._host.connected:  # Ray was shut down, which ends blocks as well
+                        raise
                     DATA_ITERATOR.fail(error)
                     self._lose(error)
         except BaseException as error:
@@ -224,7 +229,7 @@ class Receiver:
 
     def _lose(self, error: Exception) -> None:
         """Report the blocks of the last reply as lost: their batches are made again."""
-        self._host.release.remote(self._lane_key, self._run)
+        self._host.actor.release.remote(self._lane_key, self._run)
         with self._changed:
             self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")
             self._read = self._handed

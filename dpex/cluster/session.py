@@ -559,7 +559,7 @@ class RemoteRun:
 
         if self._receiver is None:
             self._receiver = Receiver(
-                self._host.actor,
+                self._host,
                 self._lane_key,
                 self._run,
                 self._pool,
