@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from typing import Any
 
@@ -112,3 +113,15 @@ def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.Monke
     for _ in range(10):
         patience.wait(away())
         now += host_calls._HOST_AWAY_S + 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_fork_has_a_name_of_its_own() -> None:
+    ours = host_calls._sender()
+    readable, writable = os.pipe()
+    if os.fork() == 0:
+        os.write(writable, host_calls._sender().encode())
+        os._exit(0)
+    os.close(writable)
+    assert os.read(readable, 64).decode() != ours
+    os.close(readable)

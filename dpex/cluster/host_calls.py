@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import time
 import uuid
 from collections import deque
@@ -206,5 +207,8 @@ _numbers = itertools.count()
 
 @functools.cache
 def _sender() -> str:
-    """Return the name of this process; no process is forked from one that has sent messages."""
+    """Return the name of this process."""
     return uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_sender.cache_clear)
