@@ -115,11 +115,11 @@ def start(fork_server: str | None = None) -> dict[str, str]:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
     require_token(token)
-    load_ray()  # here, for it reads the token's variables
     try:
+        load_ray()  # here, for it reads the token's variables
         with _environment(variables):
             context = _start_lean_or_plain(program)
-    except ClusterError:
+    except BaseException:
         forget_token()
         raise
     hide_token()

@@ -27,6 +27,7 @@ __all__ = [
     "NAMESPACE",
     "Patience",
     "ask_host",
+    "get_soon",
     "host",
 ]
 
@@ -38,7 +39,10 @@ HOST_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 
 _PAUSE_S = 0.02
 _HOST_AWAY_S = 30.0
-# The host knows this many times as many messages of each sender.
+# A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
+# place: not while it is to have an answer soon.
+_KEEP_CPU_S = 1.0
+# How many messages of a sender may have no answer yet. The host remembers four times as many.
 _MOST_UNDER_WAY = 16
 
 
@@ -53,6 +57,13 @@ def host(name: str) -> Any:
         ValueError: There is none.
     """
     return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def get_soon(answer: ray.ObjectRef) -> Any:
+    """Return an answer that is expected soon: the task keeps its CPU for a second meanwhile."""
+    with contextlib.suppress(TimeoutError):
+        return answer.future().result(_KEEP_CPU_S)
+    return ray.get(answer)
 
 
 class Patience:
@@ -167,8 +178,7 @@ class Messages:
         patience = Patience()
         while message.answer is not None:
             try:
-                # A task that waits in ray.get gives its CPU back meanwhile.
-                message.answer.future().result()
+                get_soon(message.answer)
             except ray.exceptions.ActorUnavailableError as error:
                 patience.wait(error)
                 message.answer = self._call(message.method, message.arguments)

@@ -22,7 +22,7 @@ import ray
 
 from dpex.binding import Binding
 from dpex.cluster.forkserver import inheritance, show_script_arguments
-from dpex.cluster.host_calls import HOST_DIED, Messages, Patience, ask_host, host
+from dpex.cluster.host_calls import HOST_DIED, Messages, Patience, ask_host, get_soon, host
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.executor import limit_to_concurrency
 from dpex.compat.objects import private_mappings
@@ -71,9 +71,6 @@ _CANCEL_CHECK_S = 0.1
 _ASK_AGAIN_S = 2.0
 # As long as torch gives its workers to end.
 _MOST_END_S = 5.0
-# A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
-# place: not while it is to have its next chunk soon, or its turn is to be over.
-_KEEP_CPU_S = 1.0
 # Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
 # for such a task where its configuration does not say how much memory a node has.
 _NO_MEMORY = {"memory": 0}
@@ -475,10 +472,8 @@ class _Asking:
                 return assignment
 
     def _get(self, answer: ray.ObjectRef) -> Any:
-        if self.keeps_cpu:
-            with contextlib.suppress(TimeoutError):
-                return answer.future().result(_KEEP_CPU_S)
-        return ray.get(answer)
+        # Its next chunk is to come soon, or its turn is to be over.
+        return get_soon(answer) if self.keeps_cpu else ray.get(answer)
 
 
 def _make_chunk(
