@@ -76,7 +76,8 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     replies = [Reply([(block, 1)], quiet_at=number + 1) for number, block in enumerate(blocks)]
     host_class: Any = ray.remote(num_cpus=0)(Host)
     host = host_class.remote([*replies, Reply(ended=True)])
-    handle = HostHandle(host, "host", ("address", "job"))
+    context = ray.get_runtime_context()
+    handle = HostHandle(host, "host", (context.gcs_address, context.get_job_id()))
     receiver = Receiver(
         handle, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
     )

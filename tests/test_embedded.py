@@ -613,3 +613,41 @@ def test_nobody_else_can_take_the_port_of_an_agent_that_has_not_started(option: 
 
     assert "Address already in use" in bind(65534)
     assert (bind(0) == "") == (option == "SO_REUSEPORT")
+
+
+LATE_READER_PROGRAM = """
+import atexit, threading, time
+
+def wait_for_reader():
+    # Runs last: Ray has been shut down.
+    for thread in threading.enumerate():
+        if thread.name == "dpex-receive":
+            thread.join(60)
+            assert not thread.is_alive()
+
+atexit.register(wait_for_reader)
+
+import ray, ray.data, torch
+from torch.utils.data import TensorDataset
+from dpex import DpexDataLoader
+
+read = ray.data.DataIterator.iter_torch_batches
+
+def read_late(self, **kwargs):
+    while ray.is_initialized():
+        time.sleep(0.01)
+    return read(self, **kwargs)
+
+ray.data.DataIterator.iter_torch_batches = read_late
+loader = DpexDataLoader(TensorDataset(torch.arange(8)), num_workers=2, distribute_mode=True)
+iterator = iter(loader)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "del iterator", "ray.shutdown()"])
+def test_a_reader_that_starts_when_ray_has_gone_starts_no_other(place: Path, end: str) -> None:
+    """As Ray would by itself, in any call."""
+    program = place / "program.py"
+    program.write_text(LATE_READER_PROGRAM + end)
+    done = run_program(program, place=place, seconds=100)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -129,6 +129,7 @@ class Receiver:
         self._failure: BaseException | None = None
         self._ended = False
         self._all_told = False
+        self._stopped = False
         self._through_data = False
         self._known_at = self._last_at = 0.0
         self.arrived_at = 0.0
@@ -158,13 +159,11 @@ class Receiver:
 
     def _replies(self) -> Iterator[list[Block]]:
         """Ask the host for news until there is no more; yields the blocks of each reply."""
-        take, run = self._host.actor.take, (self._lane_key, self._run)
-        request = take.remote(*run)
-        while True:
+        request = self._ask()
+        while request is not None:
             reply = ray.get(request)
-            if not reply.ended:
-                # Asked ahead, so that the answer is on its way while these blocks are read.
-                request = take.remote(*run)
+            # Asked ahead, so that the answer is on its way while these blocks are read.
+            request = None if reply.ended else self._ask()
             self._handed += len(reply.blocks)
             self._note(self._handed, reply.quiet_at, reply.errors)
             self._known_at = time.perf_counter()
@@ -176,10 +175,25 @@ class Receiver:
                     self._take_in(self._decode(block))
             ended = reply.ended
             reply = block = None  # whoever waits for the next reply keeps no block
-            yield stored
-            if ended:
-                self._all_told = True
+            if not self._may_call:
                 return
+            yield stored
+            self._all_told = ended
+
+    def _ask(self) -> ray.ObjectRef | None:
+        """Ask the host for news; returns None if nothing more is to be asked."""
+        if not self._may_call:
+            return None
+        return self._host.actor.take.remote(self._lane_key, self._run)
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether Ray may be called: once it was shut down, a call would start another one."""
+        return not self._stopped and self._host.connected
+
+    def stop(self) -> None:
+        """Read nothing more: the run was given up."""
+        self._stopped = True
 
     def join(self, timeout: float) -> None:
         """Wait until the reading thread has ended."""
@@ -191,7 +205,7 @@ class Receiver:
                 try:
                     for arrival in arrivals():
                         self._take_in(arrival)
-                    if self._all_told:
+                    if self._all_told or not self._may_call:
                         break
                     raise RuntimeError("the blocks ended before the last one")
                 except ray.exceptions.ObjectLostError as error:
@@ -201,7 +215,7 @@ class Receiver:
                 except Exception as error:
                     if error is self._decode.failure or not self._through_data:
                         raise
-                    if not self._host.connected:  # Ray was shut down, which ends blocks as well
+                    if not self._may_call:  # Ray was shut down, which ends blocks as well
                         raise
                     DATA_ITERATOR.fail(error)
                     self._lose(error)
@@ -229,7 +243,8 @@ class Receiver:
 
     def _lose(self, error: Exception) -> None:
         """Report the blocks of the last reply as lost: their batches are made again."""
-        self._host.actor.release.remote(self._lane_key, self._run)
+        if self._may_call:
+            self._host.actor.release.remote(self._lane_key, self._run)
         with self._changed:
             self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")
             self._read = self._handed

@@ -512,16 +512,18 @@ class _Lanes:
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
+# Those of ended runs too, while their threads go on.
+_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
 @atexit.register  # after Ray's own hook was registered, hence run before it
 def _end_open_runs() -> None:
     """Have no thread inside Ray when Ray goes."""
-    runs = list(_open_runs)
-    for run in runs:
+    for run in list(_open_runs):
         run.end()
-    for run in runs:
-        run.join(_EXIT_WAIT_S)
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for receiver in list(_receivers):
+        receiver.join(max(0.0, deadline - time.monotonic()))
 
 
 class RemoteRun:
@@ -566,12 +568,8 @@ class RemoteRun:
                 pin_memory=self._pin_memory,
                 through_client=self._through_client,
             )
+            _receivers.add(self._receiver)
         return self._receiver
-
-    def join(self, timeout: float) -> None:
-        """Wait until nothing is read any more."""
-        if self._receiver is not None:
-            self._receiver.join(timeout)
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
         """Send chunks; see ``_Host.feed``."""
@@ -624,6 +622,8 @@ class RemoteRun:
             self._claim.give_up()
             self._claim = None
             _open_runs.discard(self)
+            if self._receiver is not None:
+                self._receiver.stop()
 
 
 def _load_ray_data() -> None:
