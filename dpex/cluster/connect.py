@@ -258,7 +258,7 @@ def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
     job = keeper.shared_job()
     environment.remember()
     if job is None:
-        embedded.start(forkserver.address(bequest) if bequest is not None else None)
+        embedded.start(forkserver.address(bequest))
     else:
         variables = keeper.rank_environment()
         keepers, token = keeper.join_keeper(job)

@@ -1,10 +1,14 @@
-"""Workers forked from the trainer's process, as torch forks its own.
+"""Workers forked from the trainer's process, as torch forks its own, or from a process like it.
 
 A worker that an embedded Ray starts would import Ray, torch and the user's modules anew: three
 seconds of processor time each, where torch's forked workers need none. So the trainer's process is
 forked once, before anything of Ray is loaded in it, and the fork waits for requests. What Ray
 starts in place of a worker (``forked_worker.py``) asks it for one more fork, which has everything
 loaded and becomes the worker, and ends.
+
+Where the trainer's process must not be forked (start method ``"spawn"`` or ``"forkserver"``), or
+cannot be any more (Ray is loaded), a new process is the server. It has loaded Ray and torch, and
+nothing of the user's.
 
 Ray notices nothing: a forked worker runs Ray's own worker program. Where a fork is not to be had,
 Ray starts its workers itself.
@@ -29,6 +33,7 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import warnings
@@ -38,13 +43,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import module_settings
 from dpex.cluster.embedded import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
-from dpex.cluster.process_end import hold
+from dpex.cluster.process_end import hold, start_detached
 from dpex.compat.names import private_ray_allowed
 
 if TYPE_CHECKING:
     from dpex.pickling import Pickled
 
-__all__ = ["address", "fork_parent", "in_use", "inheritance", "show_script_arguments"]
+__all__ = [
+    "address",
+    "fork_parent",
+    "inheritance",
+    "serve",
+    "show_script_arguments",
+    "trainer_forked",
+]
 
 logger = logging.getLogger("dpex")
 
@@ -56,6 +68,8 @@ _REQUEST_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 # The first job of a Ray, as its workers' environment names it.
 _OUR_JOB = "01000000"
+# Environment variable with the descriptors and the secret of a server that is a new process.
+_SERVE = "DPEX_SERVE"
 
 inheritance: dict[str, Pickled] = {}
 """In a fork: the pickled job that the trainer had at that moment, by its digest. Its buffers are
@@ -68,46 +82,82 @@ _address: str | None = None
 _pid: int | None = None
 
 
-def address(bequest: Callable[[], Pickled]) -> str | None:
-    """Fork the server, once per process, and return where it answers.
+def address(bequest: Callable[[], Pickled] | None) -> str | None:
+    """Make the server, once per process, and return where it answers.
 
     Args:
-        bequest: Pickles the job that the forks inherit.
+        bequest: Pickles the job that the forks inherit; None if the trainer is not to be forked.
 
     Returns:
-        ``"name/token"``, an abstract socket's name and what a request must carry. None where the
-        process cannot be forked any more: Ray is loaded, whose settings a fork would inherit as
-        they are and whose threads it would lack.
+        ``"name/token"``, an abstract socket's name and what a request must carry. None where there
+        can be no server, or Ray is to start its workers itself.
     """
-    global _address, _pid
-    if _address is None and _can_fork():
-        job = bequest()
-        module_settings.remember()  # afterwards every page that it reads would be copied
+    global _address
+    if _address is None and hasattr(os, "pidfd_open") and private_ray_allowed():
+        job = bequest() if bequest is not None and _can_fork() else None
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("\0" + name)
             listener.listen(128)
             our_life, alive_end = os.pipe()
             try:
-                pid = os.fork()
+                if job is None:
+                    _start(listener, our_life, token)
+                else:
+                    _fork(job, listener, our_life, alive_end, token)
             except OSError as error:  # memory that may not be promised twice
-                logger.info("workers are not forked from this process: %s", error)
-                os.close(our_life)
+                logger.info("workers are not forked: %s", error)
                 os.close(alive_end)
                 return None
-            if pid == 0:
-                os.close(alive_end)
-                inheritance[job.digest] = job
-                _serve(listener, our_life, token)
-            os.close(our_life)
+            finally:
+                os.close(our_life)
             hold(alive_end)
-        _address, _pid = f"{name}/{token}", pid
+        _address = f"{name}/{token}"
     return _address
 
 
-def in_use() -> bool:
-    """Tell whether this process has forked a server."""
-    return _address is not None
+def _fork(job: Pickled, listener: socket.socket, our_life: int, alive_end: int, token: str) -> None:
+    """Fork the server from this process."""
+    global _pid
+    module_settings.remember()  # afterwards every page that it reads would be copied
+    pid = os.fork()
+    if pid == 0:
+        os.close(alive_end)
+        inheritance[job.digest] = job
+        _serve(listener, our_life, token)
+    _pid = pid
+
+
+def _start(listener: socket.socket, our_life: int, token: str) -> None:
+    """Start the server as a new process."""
+    code = (
+        "import os, sys; sys.path.append(sys.argv.pop(1)); "
+        "from dpex.cluster.forkserver import serve; serve()"
+    )
+    descriptors = [listener.fileno(), our_life]
+    environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
+    environ[_SERVE] = " ".join(map(str, [*descriptors, token]))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    start_detached(
+        [sys.executable, *flags, "-P", "-c", code, str(Path(__file__).parents[2]), *sys.argv],
+        pass_fds=descriptors,
+        env=environ,
+        stdout=None,
+        stderr=None,
+        start_new_session=False,
+    )
+
+
+def serve() -> NoReturn:
+    """Be a server that is no fork: the program of its process."""
+    listener, our_life, token = os.environ.pop(_SERVE).split()
+    del sys.argv[0]  # the rest is the script's, as in workers that torch spawns
+    _serve(socket.socket(fileno=int(listener)), int(our_life), token)
+
+
+def trainer_forked() -> bool:
+    """Tell whether workers are forks of this process."""
+    return _pid is not None
 
 
 def fork_parent() -> int | None:
@@ -116,12 +166,8 @@ def fork_parent() -> int | None:
 
 
 def _can_fork() -> bool:
-    return (
-        hasattr(os, "pidfd_open")
-        and "ray" not in sys.modules
-        # Ray would not know of the server either.
-        and private_ray_allowed()
-    )
+    """Tell whether this process can be forked: not with Ray's threads, which a fork would lack."""
+    return hasattr(os, "pidfd_open") and "ray" not in sys.modules and private_ray_allowed()
 
 
 def _forget_in_child() -> None:

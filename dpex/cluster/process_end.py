@@ -77,12 +77,13 @@ def hold(descriptor: int) -> None:
 
 def start_detached(command: list[str], **options: Any) -> None:
     """Start a process that is not waited for and that no signal to our group or terminal meets."""
-    quiet = {
+    detached = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.DEVNULL,
         "stderr": subprocess.DEVNULL,
+        "start_new_session": True,
     }
-    process = subprocess.Popen(command, start_new_session=True, **{**quiet, **options})
+    process = subprocess.Popen(command, **{**detached, **options})
     process.returncode = 0  # else Python warns that it still runs when the object goes
 
 

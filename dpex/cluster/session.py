@@ -167,7 +167,7 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
-        if forkserver.in_use() and not fork_workers:
+        if forkserver.trainer_forked() and not fork_workers:
             own = dict(self._options.get("runtime_env") or {})
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
@@ -303,7 +303,7 @@ class Session:
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         _check_room(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
-        if stage.num_gpus and forkserver.in_use():
+        if stage.num_gpus and forkserver.trainer_forked():
             # A fork could not use CUDA once the trainer has.
             variables = {**environment.get("env_vars", {}), forked_worker.SERVER: ""}
             environment["env_vars"] = variables
