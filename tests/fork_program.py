@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,13 +20,20 @@ from dpex import DpexDataLoader
 
 
 class Tells:
-    """Sample i is i, the worker's parent, and what only a fork of the trainer can know."""
+    """Sample i is i, the worker, its parent, and what only a fork of the trainer can know.
+
+    In the end comes whether the worker has the script's arguments.
+    """
+
+    def __init__(self) -> None:
+        self.arguments = sys.argv
 
     def __len__(self) -> int:
         return 80
 
     def __getitem__(self, index: int) -> Any:
-        return index, os.getpid(), os.getppid(), getattr(sys, "of_the_trainer", 0)
+        own = sys.argv == self.arguments
+        return index, os.getpid(), os.getppid(), getattr(sys, "of_the_trainer", 0), own
 
 
 def loader_of(**arguments: Any) -> DpexDataLoader[Any]:
@@ -159,14 +167,23 @@ def spawned_beside_forked() -> Any:
 
 
 def spawned() -> Any:
-    return read(loader_of(multiprocessing_context="spawn"))[2]
+    return from_new_server(multiprocessing_context="spawn")
 
 
 def with_ray_loaded() -> Any:
     import ray
 
     assert ray.__version__
-    return read(loader_of())[2]
+    return from_new_server()
+
+
+def from_new_server(**arguments: Any) -> Any:
+    """Who the parent of all workers is, and whether they have the script's arguments."""
+    loader = loader_of(**arguments)
+    _, [parent], forks = read(loader)
+    assert not forks
+    assert all(own.all() for *_, own in loader)
+    return Path(f"/proc/{parent}/comm").read_text().strip()
 
 
 def after_shutdown() -> Any:
@@ -242,5 +259,6 @@ def killed() -> Any:
 
 if __name__ == "__main__":
     sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork")  # which is not the default one since Python 3.14
     replies = take_stdout()
     print(json.dumps([globals()[scenario]() for scenario in sys.argv[1:]]), file=replies)

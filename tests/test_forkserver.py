@@ -21,7 +21,7 @@ from cluster_programs import (
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(sys.platform != "linux" or sys.version_info >= (3, 14), reason="no forks"),
+    pytest.mark.skipif(sys.platform != "linux", reason="no forks"),
 ]
 
 PROGRAM = Path(__file__).with_name("fork_program.py")
@@ -93,8 +93,9 @@ def test_workers_write_to_memory_that_the_training_process_shares() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", ["spawned", "with_ray_loaded"])
-def test_where_torch_would_not_fork_or_ray_is_loaded_nothing_is_forked(scenario: str) -> None:
-    assert outcomes_of(scenario) == [False]
+def test_workers_that_are_no_forks_of_the_trainer_are_those_of_a_new_process(scenario: str) -> None:
+    [parent] = outcomes_of(scenario)
+    assert parent.startswith("python")
 
 
 @pytest.mark.extended

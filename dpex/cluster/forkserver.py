@@ -100,43 +100,45 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
             listener.bind("\0" + name)
             listener.listen(128)
             our_life, alive_end = os.pipe()
+            hold(alive_end)
             try:
-                if job is None:
+                if job is None or not _fork(job, listener, our_life, token):
                     _start(listener, our_life, token)
-                else:
-                    _fork(job, listener, our_life, alive_end, token)
-            except OSError as error:  # memory that may not be promised twice
-                logger.info("workers are not forked: %s", error)
-                os.close(alive_end)
+            except OSError as error:
+                logger.info("Ray starts the workers: %s", error)
                 return None
             finally:
                 os.close(our_life)
-            hold(alive_end)
         _address = f"{name}/{token}"
     return _address
 
 
-def _fork(job: Pickled, listener: socket.socket, our_life: int, alive_end: int, token: str) -> None:
-    """Fork the server from this process."""
+def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> bool:
+    """Fork the server from this process; returns whether that was possible."""
     global _pid
     module_settings.remember()  # afterwards every page that it reads would be copied
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # memory that may not be promised twice
+        logger.info("workers are not forked from this process: %s", error)
+        return False
     if pid == 0:
-        os.close(alive_end)
         inheritance[job.digest] = job
         _serve(listener, our_life, token)
     _pid = pid
+    return True
 
 
 def _start(listener: socket.socket, our_life: int, token: str) -> None:
     """Start the server as a new process."""
     code = (
-        "import os, sys; sys.path.append(sys.argv.pop(1)); "
+        "import sys; sys.path.append(sys.argv.pop(1)); "
         "from dpex.cluster.forkserver import serve; serve()"
     )
     descriptors = [listener.fileno(), our_life]
     environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
     environ[_SERVE] = " ".join(map(str, [*descriptors, token]))
+    # As multiprocessing's own server.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     start_detached(
         [sys.executable, *flags, "-P", "-c", code, str(Path(__file__).parents[2]), *sys.argv],
