@@ -72,9 +72,10 @@ def shared_ray() -> Iterator[Connection]:
             connection = connect("local")
         started = _children(os.getpid()) - before
         yield connection
-        # What kills Ray's agents when this process is killed waits for its end, not for Ray's. (A
-        # process that has just started shows no command yet.)
-        _shut_down({p for p in started if b"dpex-reaper" not in _command(p)})
+        # Of these, two wait for this process's end, not for Ray's: what kills Ray's agents when it
+        # is killed, and what forks workers. (A process that has just started shows no command yet.)
+        ours = b"dpex-reaper", b"dpex.cluster.forkserver"
+        _shut_down({p for p in started if not any(name in _command(p) for name in ours)})
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
