@@ -189,7 +189,7 @@ class Receiver:
     @property
     def _may_call(self) -> bool:
         """Whether Ray may be called: once it was shut down, a call would start another one."""
-        return not self._stopped and self._host.connected
+        return not self._stopped and ray.is_initialized()
 
     def stop(self) -> None:
         """Read nothing more: the run was given up."""
@@ -215,8 +215,8 @@ class Receiver:
                 except Exception as error:
                     if error is self._decode.failure or not self._through_data:
                         raise
-                    if not self._may_call:  # Ray was shut down, which ends blocks as well
-                        raise
+                    if not (self._may_call and self._host.connected):
+                        raise  # Ray was shut down, which ends blocks as well
                     DATA_ITERATOR.fail(error)
                     self._lose(error)
         except BaseException as error:
