@@ -181,7 +181,7 @@ class Receiver:
             self._all_told = ended
 
     def _ask(self) -> ray.ObjectRef | None:
-        """Ask the host for news; returns None if nothing more is to be asked."""
+        """Ask the host for the next reply; returns None where Ray may not be called."""
         if not self._may_call:
             return None
         return self._host.actor.take.remote(self._lane_key, self._run)
@@ -215,7 +215,7 @@ class Receiver:
                 except Exception as error:
                     if error is self._decode.failure or not self._through_data:
                         raise
-                    if not (self._may_call and self._host.connected):
+                    if self._stopped or not self._host.connected:
                         raise  # Ray was shut down, which ends blocks as well
                     DATA_ITERATOR.fail(error)
                     self._lose(error)

@@ -93,7 +93,7 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
         can be no server, or Ray is to start its workers itself.
     """
     global _address
-    if _address is None and hasattr(os, "pidfd_open") and private_ray_allowed():
+    if _address is None and _can_serve():
         job = bequest() if bequest is not None and _can_fork() else None
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -151,14 +151,14 @@ def _start(listener: socket.socket, our_life: int, token: str) -> None:
 
 
 def serve() -> NoReturn:
-    """Be a server that is no fork: the program of its process."""
+    """Run the server in this process, which is no fork of the trainer's."""
     listener, our_life, token = os.environ.pop(_SERVE).split()
     del sys.argv[0]  # the rest is the script's, as in workers that torch spawns
     _serve(socket.socket(fileno=int(listener)), int(our_life), token)
 
 
 def trainer_forked() -> bool:
-    """Tell whether workers are forks of this process."""
+    """Return whether this process has forked the server, and so has workers that are its forks."""
     return _pid is not None
 
 
@@ -167,9 +167,14 @@ def fork_parent() -> int | None:
     return _pid or (os.getpid() if _can_fork() else None)
 
 
+def _can_serve() -> bool:
+    """Return whether there can be a server, forked or new."""
+    return hasattr(os, "pidfd_open") and private_ray_allowed()
+
+
 def _can_fork() -> bool:
-    """Tell whether this process can be forked: not with Ray's threads, which a fork would lack."""
-    return hasattr(os, "pidfd_open") and "ray" not in sys.modules and private_ray_allowed()
+    """Return whether the server can be a fork of this process, which would lack Ray's threads."""
+    return "ray" not in sys.modules and _can_serve()
 
 
 def _forget_in_child() -> None:

@@ -472,7 +472,7 @@ class _Asking:
                 return assignment
 
     def _get(self, answer: ray.ObjectRef) -> Any:
-        # Its next chunk is to come soon, or its turn is to be over.
+        # The host answers soon then: with the next chunk, or with the end of this task's turn.
         return get_soon(answer) if self.keeps_cpu else ray.get(answer)
 
 
