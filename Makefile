@@ -12,6 +12,7 @@ RUN := $(VENV)/bin/python
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 OLDEST_RAY := $(shell sed -n 's/^ *"ray\[data\]>=\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 OLDEST_VENV := .venv-ray-$(OLDEST_RAY)
+PRE_VENV := .venv-ray-pre
 
 BENCH_OUT := build/bench
 BENCH_SHORT := tiny jpeg null ragged tabular tax
@@ -35,20 +36,21 @@ help: ## List the targets
 demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with dpex (DEMO_ARGS=--quick)
 	$(RUN) examples/demo.py $(DEMO_ARGS)
 
+# Two at a time: most tests wait for processes that start or are found to be dead.
+IN_PARALLEL := --numprocesses 2 --dist worksteal
+
 .PHONY: test
 test: check ## check, then the tests (TEST_ARGS="-k parity")
-	$(RUN) -m pytest -m "not extended" --durations=15 $(TEST_ARGS)
+	$(RUN) -m pytest -m "not extended" $(IN_PARALLEL) --durations=15 $(TEST_ARGS)
 
-# Two at a time: most of them wait for processes that start or are found to be dead.
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
-	$(RUN) -m pytest -m "extended and not dist and not sabotage" --numprocesses 2 --dist worksteal \
+	$(RUN) -m pytest -m "extended and not dist and not sabotage" $(IN_PARALLEL) --durations=30 \
 		$(TEST_ARGS)
 
 .PHONY: test-sabotage
 test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn (an hour)
-	$(RUN) -m pytest -m sabotage --numprocesses 2 --dist worksteal tests/test_sabotage.py \
-		$(TEST_ARGS)
+	$(RUN) -m pytest -m sabotage $(IN_PARALLEL) tests/test_sabotage.py $(TEST_ARGS)
 
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back
@@ -112,7 +114,11 @@ endurance: $(VENV)/.installed-test ## Whether anything grows in 300 epochs, and 
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray and torch that dpex supports
-	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(TEST_ARGS)
+	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(IN_PARALLEL) $(TEST_ARGS)
+
+.PHONY: test-pre
+test-pre: $(PRE_VENV)/.installed-test ## The tests with pre-releases of Ray and torch, where there are any
+	$(PRE_VENV)/bin/python -m pytest -m "not extended" $(IN_PARALLEL) $(TEST_ARGS)
 
 .PHONY: dist
 dist: $(VENV)/.installed-release ## Build the wheel and the sdist into dist/, and check them
@@ -155,7 +161,14 @@ $(OLDEST_VENV)/.installed-test: pyproject.toml | $(OLDEST_VENV)/bin/python
 		'ray[data]==$(OLDEST_RAY).*' 'torch==$(OLDEST_TORCH).*'
 	@touch $@
 
-$(VENV)/bin/python $(OLDEST_VENV)/bin/python:
+# `--pre` in the second command alone: only Ray, torch and torchvision may be pre-releases.
+$(PRE_VENV)/.installed-test: pyproject.toml | $(PRE_VENV)/bin/python
+	$(PRE_VENV)/bin/python -m pip install $(NEW_PIP)
+	$(PRE_VENV)/bin/python -m pip install --editable . --group test
+	$(PRE_VENV)/bin/python -m pip install --pre --upgrade 'ray[client,data]' torch torchvision
+	@touch $@
+
+$(VENV)/bin/python $(OLDEST_VENV)/bin/python $(PRE_VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then \
 		echo "dpex needs Python 3.11 or newer; 'make PYTHON=/path/to/python3.12 ...' names one." >&2; \

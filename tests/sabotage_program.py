@@ -19,14 +19,15 @@ def keep(sample: Any) -> Any:
     return sample
 
 
-def main(place: Path) -> None:
-    """Write the batches of two epochs down, in the first of which a worker is killed."""
+def main(place: Path, start_method: str) -> None:
+    """Write the batches of two epochs to a file. A worker is killed in the first one."""
     loader: DpexDataLoader[list[torch.Tensor]] = DpexDataLoader(
         MappedDataset(KillsOnce(place / "mark", signal.SIGKILL), [Stage(keep, num_cpus=2)]),
         10,
         shuffle=True,
         generator=torch.Generator().manual_seed(1),
         num_workers=2,
+        multiprocessing_context=start_method,
         distribute_mode=True,
         head_address="local",
     )
@@ -36,4 +37,4 @@ def main(place: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -14,6 +14,7 @@ from cluster_programs import environment, run_program, workplace
 from living import Plain
 from torch.utils.data import DataLoader
 
+from dpex.compat.forked_workers import FORKED_IDS
 from dpex.compat.names import PrivateName
 from dpex.compat.table import all_shortcuts, table
 
@@ -53,12 +54,13 @@ def expected() -> list[list[list[int]]]:
     return [[batch[1].tolist() for batch in loader] for _ in range(2)]
 
 
-def check(path: str, how: str) -> subprocess.CompletedProcess[str]:
+def check(path: str, how: str, start_method: str = "fork") -> subprocess.CompletedProcess[str]:
     with workplace() as place:
         paths = f"{SITE}:{environment(place).get('PYTHONPATH', '')}"
         done = run_program(
             PROGRAM,
             str(place),
+            start_method,
             place=place,
             seconds=SECONDS,
             PYTHONPATH=paths,
@@ -72,8 +74,8 @@ def check(path: str, how: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def check_hidden(path: str) -> None:
-    done = check(path, "hidden")
+def check_hidden(path: str, start_method: str = "fork") -> None:
+    done = check(path, "hidden", start_method)
     if not NAMES[path].of_instances:
         said = done.stdout + done.stderr
         assert "has changed what dpex uses" in said, said[-7000:]
@@ -88,6 +90,12 @@ def test_an_epoch_comes_where_a_name_is_missing(path: str) -> None:
 @pytest.mark.parametrize("path", EXECUTORS)
 def test_an_epoch_comes_where_a_name_of_the_executor_is_missing(path: str) -> None:
     check_hidden(path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("path", [name.path for name in FORKED_IDS.names.values()])
+def test_an_epoch_comes_where_a_new_server_of_workers_lacks_a_name(path: str) -> None:
+    check_hidden(path, "spawn")
 
 
 @pytest.mark.extended
