@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness import arguments, describe_machine, say, spread, summarise, write
 from benchmarks.plots import bars
 from benchmarks.workloads import TinyImages
-from dpex.seeding import sample_seed, seed_generators, stream_key
+from dpex.worker.seeding import sample_seed, seed_generators, stream_key
 
 SAMPLES = 5_000
 

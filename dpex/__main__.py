@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="when to give up (120)"
     )
     given = parser.parse_args(arguments)
-    from dpex.doctor import examine
+    from dpex.doctor.report import examine
 
     return 0 if examine(given.head_address, timeout_s=given.timeout, out=sys.stdout) else 1
 

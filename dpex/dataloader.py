@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from dpex.chunking import ChunkPlanner
-from dpex.cluster import forkserver
 from dpex.cluster.connect import connect, parse_address
+from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
-from dpex.epochs import SamplerEpochs
-from dpex.indices import Indices, Source
-from dpex.iterator import ClusterIter, Generations
-from dpex.jobs import StagePlan, divide
-from dpex.mappings import Readers
-from dpex.pickling import Pickled, dump
-from dpex.plain import PlainIter, plain_iterator
-from dpex.progress import Progress
+from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
+from dpex.training.checkpoint import Progress
+from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.training.cluster_iterator import ClusterIter, Generations
+from dpex.training.epoch_number import SamplerEpochs
+from dpex.training.index_iterator import Indices, Source
+from dpex.training.local_iterator import PlainIter, plain_iterator
+from dpex.training.stage_plan import StagePlan, divide
 from dpex.transforms.mapped import MappedDataset
-from dpex.worker_options import check as check_worker_options
+from dpex.wire.mapped_memory import Readers
+from dpex.wire.pickling import Pickled, dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch.utils.data import Dataset, Sampler
 
-    from dpex.cluster.session import Session
-    from dpex.fetch import Job
+    from dpex.pipeline.session import Session
+    from dpex.worker.map_style import Job
 
 __all__ = ["DpexDataLoader"]
 
@@ -223,7 +223,7 @@ class DpexDataLoader(DataLoader[T_co]):
                 self.head_address,
                 bequest=functools.partial(pickle_job, True) if self._forks else None,
             )
-            from dpex.cluster.session import Session  # loads Ray
+            from dpex.pipeline.session import Session  # loads Ray
 
             session = Session(
                 connection,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from dpex.costs import Costs
+from dpex.wire.timings import Costs
 
 __all__ = ["LoaderStats", "Meter"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from dpex import DpexDataLoader
 from dpex.datasets import on_node
-from dpex.memory import address_of, spans
+from dpex.wire.memory_map import address_of, spans
 
 LENGTH = 40
 WORKERS = 2

@@ -16,7 +16,7 @@ from dpex import DpexDataLoader
 from dpex.datasets import cached
 from dpex.datasets.node_memory import job_directory
 from dpex.datasets.sample_store import SampleStore, open_store
-from dpex.pickling import dump
+from dpex.wire.pickling import dump
 
 OWNER = b"o" * 16
 

@@ -74,7 +74,7 @@ def shared_ray() -> Iterator[Connection]:
         yield connection
         # Of these, two wait for this process's end, not for Ray's: what kills Ray's agents when it
         # is killed, and what forks workers. (A process that has just started shows no command yet.)
-        ours = b"dpex-reaper", b"dpex.cluster.forkserver"
+        ours = b"dpex-reaper", b"dpex.cluster.local.forkserver"
         _shut_down({p for p in started if not any(name in _command(p) for name in ours)})
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -145,8 +145,8 @@ def nothing_to_collect() -> Iterator[None]:
 
 
 def _iterating() -> list[Any]:
-    from dpex.cluster.blocks import Receiver
-    from dpex.iterator import ClusterIter
+    from dpex.training.cluster_iterator import ClusterIter
+    from dpex.wire.receiver import Receiver
 
     return [found for found in gc.get_objects() if type(found) in (ClusterIter, Receiver)]
 

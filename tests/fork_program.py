@@ -207,7 +207,7 @@ def without_server() -> Any:
 
 def forks_that_fail() -> Any:
     """Forks that cannot run Ray's worker program, which the server has promised to Ray."""
-    from dpex.cluster import forkserver
+    from dpex.cluster.local import forkserver
 
     def fail(program: Path) -> None:
         raise FileNotFoundError(program)
@@ -230,7 +230,7 @@ def no_fork() -> Any:
 
 def a_server_that_never_answers() -> Any:
     """As one whose import of a module never ends, say."""
-    from dpex.cluster import forkserver
+    from dpex.cluster.local import forkserver
 
     def load_for_ever(_: Any, trainers_life: int, __: str) -> None:
         forkserver._leave_the_trainer()
@@ -244,7 +244,7 @@ def a_server_that_never_answers() -> Any:
 
 def no_worker_program() -> Any:
     """Every worker that Ray starts ends at once."""
-    from dpex.cluster import forked_worker
+    from dpex.cluster.local import forked_worker
 
     forked_worker.__file__ += ".gone"
     return read(loader_of())[2]

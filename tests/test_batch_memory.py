@@ -19,8 +19,8 @@ from torch.utils.data._utils.collate import (
 )
 
 from dpex import DpexDataLoader
-from dpex.batch_memory import BatchMemory
 from dpex.transforms import MappedDataset, Stage
+from dpex.worker.collate_memory import BatchMemory
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -14,11 +14,11 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
-from dpex.costs import Costs
-from dpex.fetch import encode
-from dpex.frame import Entry, FrameWriter
-from dpex.memory_pool import MemoryPool
-from dpex.under_way import BLOCK_LOST
+from dpex.training.in_flight import BLOCK_LOST
+from dpex.wire.block_format import Entry, FrameWriter
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.timings import Costs
+from dpex.worker.map_style import encode
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
@@ -46,8 +46,8 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     """With and without Ray Data, as through a client the trainer has none."""
     import ray
 
-    from dpex.cluster.blocks import Receiver
-    from dpex.cluster.host import HostHandle, Reply
+    from dpex.pipeline.actor import HostHandle, Reply
+    from dpex.wire.receiver import Receiver
 
     class Worker:
         def put(self, table: Any) -> list[Any]:

@@ -35,8 +35,8 @@ from dpex.datasets import cached, node_memory, sample_store
 from dpex.datasets.code_behind import code_behind
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.sample_store import SampleStore
-from dpex.pickling import dump
 from dpex.transforms import MappedDataset, Stage
+from dpex.wire.pickling import dump
 
 PROGRAM = Path(__file__).with_name("cache_program.py")
 OURS = {"distribute_mode": True, "head_address": "local"}

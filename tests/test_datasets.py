@@ -165,7 +165,7 @@ def test_bad_input_is_told_at_once(
 
 @pytest.mark.usefixtures("shared_ray")
 def test_a_large_dataset_is_told_of_on_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpex.cluster.session import Session
+    from dpex.pipeline.session import Session
 
     monkeypatch.setattr(Session, "_warned_of_size", False)
     large = torch.zeros(101 << 20, dtype=torch.uint8)

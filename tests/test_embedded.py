@@ -31,7 +31,7 @@ from cluster_programs import (
     workplace,
 )
 
-from dpex.cluster import embedded, keeper
+from dpex.cluster.local import launch, shared_by_ranks
 from dpex.compat import local_ray
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
     cluster = owner.ask("cluster")
-    assert cluster["cpus"] == embedded.embedded_cpus() >= 64
+    assert cluster["cpus"] == launch.embedded_cpus() >= 64
     shm = os.statvfs("/dev/shm")
     assert cluster["object_store_bytes"] <= shm.f_frsize * shm.f_blocks
     assert not titles(place, "ray::IDLE"), "workers are started before there is a task"
@@ -165,14 +165,14 @@ def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
 def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None:
     first = rank(place, 0)
     first.send("connect", head_address="auto")
-    wait_until(lambda: titles(place, "dpex.cluster.keeper"), 60, "keeper")
+    wait_until(lambda: titles(place, "dpex.cluster.local.shared_by_ranks"), 60, "keeper")
     first.kill()
     second = rank(place, 1)
     assert second.ask("connect", head_address="auto")["kind"] == "embedded"
     second.ask("task")
 
     # Killed as hard, the keeper takes its Ray along, and whoever comes then starts anew.
-    [keeper] = titles(place, "dpex.cluster.keeper")
+    [keeper] = titles(place, "dpex.cluster.local.shared_by_ranks")
     os.kill(keeper, signal.SIGKILL)
     second.kill()
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
@@ -201,7 +201,8 @@ def test_a_keeper_that_no_rank_reaches_ends(place: Path) -> None:
         listener.bind(str(place / "job.sock"))
         listener.listen()
         program = (
-            "import sys; from dpex.cluster import keeper; keeper._FIRST_RANK_SECONDS = 1;"
+            "import sys; from dpex.cluster.local import shared_by_ranks as keeper;"
+            "keeper._FIRST_RANK_SECONDS = 1;"
             "keeper.keep(sys.argv[1], int(sys.argv[2]))"
         )
         keeper = spawn(
@@ -273,29 +274,29 @@ def test_who_shares(
 ) -> None:
     for name, value in variables.items():
         bare_environment.setenv(name, value)
-    assert (keeper.shared_job() is not None) == shared
+    assert (shared_by_ranks.shared_job() is not None) == shared
 
 
 def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
     bare_environment.setenv("WORLD_SIZE", "2")
-    names = {keeper.shared_job()}
+    names = {shared_by_ranks.shared_job()}
     bare_environment.setenv("MASTER_PORT", "29500")
-    names.add(keeper.shared_job())
+    names.add(shared_by_ranks.shared_job())
     bare_environment.setenv("MASTER_PORT", "29501")
-    names.add(keeper.shared_job())
+    names.add(shared_by_ranks.shared_job())
     bare_environment.setenv("TORCHELASTIC_RUN_ID", "two")
-    names.add(keeper.shared_job())
+    names.add(shared_by_ranks.shared_job())
     assert len(names) == 4
 
 
 def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    cores = embedded.free_cores()
-    assert 1 <= cores <= len(os.sched_getaffinity(0)) <= embedded.embedded_cpus()
+    cores = launch.free_cores()
+    assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.embedded_cpus()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
-    assert embedded.free_cores() == 1
+    assert launch.free_cores() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    assert embedded.free_cores() == 1
+    assert launch.free_cores() == 1
 
 
 def test_importing_it_imports_neither_ray_nor_torch() -> None:
@@ -387,7 +388,7 @@ READING_PROGRAM = """
 import sys
 from pathlib import Path
 from dpex import DpexDataLoader
-from dpex.cluster import forkserver
+from dpex.cluster.local import forkserver
 
 class Forked:
     def __len__(self):

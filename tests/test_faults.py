@@ -287,7 +287,7 @@ def iter_of_rows() -> Any:
 def test_a_dataset_larger_than_the_object_store_says_both_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dpex.cluster import session
+    from dpex.pipeline import session
 
     dataset = Plain()
     dataset.pixels = np.zeros(3_000_000, dtype=np.uint8)  # type: ignore[attr-defined]

@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate
 
-from dpex import copies
-from dpex.apply import StageJob, apply_stage
-from dpex.binding import Binding
-from dpex.fetch import Chunk, Job, Unfinished, encode, fetch_chunk
-from dpex.frame import Entry
-from dpex.pickling import dump, load
-from dpex.settings import Settings
-from dpex.worker import Run
+from dpex.wire.block_format import Entry
+from dpex.wire.pickling import dump, load
+from dpex.worker import dataset_copies
+from dpex.worker.binding import Binding
+from dpex.worker.later_stage import StageJob, apply_stage
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk, Job, Unfinished, encode, fetch_chunk
+from dpex.worker.training_settings import Settings
 
 
 class Draws:
@@ -50,11 +50,11 @@ BOUND: dict[str, Any] = {"binding": Binding.ALWAYS}
 def _clean_process() -> Any:
     """Leave this process as the test found it: fetch_chunk settles the process it runs in."""
     saved = (torch.get_num_threads(), torch.initial_seed, torch.random.initial_seed)
-    copies._copies.clear()
+    dataset_copies._copies.clear()
     yield
     torch.set_num_threads(saved[0])
     torch.initial_seed, torch.random.initial_seed = saved[1], saved[2]
-    copies._copies.clear()
+    dataset_copies._copies.clear()
 
 
 def make_run(**changes: Any) -> Run:
@@ -160,7 +160,7 @@ def test_copies_live_as_long_as_their_generation() -> None:
     assert read(Counts(), [[0], [0]], run=first, **BOUND) == [[(1, None)], [(2, None)]]
     assert read(Counts(), [[0]], run=first, **BOUND) == [[(3, None)]]
     assert read(Counts(), [[0]], run=second, **BOUND) == [[(1, None)]]
-    assert [key[1] for key in copies._copies] == [1]
+    assert [key[1] for key in dataset_copies._copies] == [1]
 
 
 def test_copies_never_cross_loaders() -> None:
@@ -170,25 +170,25 @@ def test_copies_never_cross_loaders() -> None:
 
 def test_copies_live_until_their_pipeline_is_released() -> None:
     for pipeline in ("train", "check"):
-        with copies.kept_for(pipeline):
+        with dataset_copies.kept_for(pipeline):
             read(Counts(), [[0]] * 16, run=make_run(loader=pipeline, num_workers=16), **BOUND)
-    with copies.kept_for("train"):
+    with dataset_copies.kept_for("train"):
         again = read(Counts(), [[0]] * 16, run=make_run(loader="train", num_workers=16), **BOUND)
     assert again == [[(2, None)]] * 16
-    copies.release_copies("train")
-    assert {slot[0] for slot in copies._copies} == {"check"}
-    copies.release_copies("check")
-    assert not copies._copies
+    dataset_copies.release_copies("train")
+    assert {slot[0] for slot in dataset_copies._copies} == {"check"}
+    dataset_copies.release_copies("check")
+    assert not dataset_copies._copies
 
 
 def test_a_chunk_that_begins_when_its_pipeline_is_closed_leaves_no_copy() -> None:
-    from dpex.cluster import stages
+    from dpex.worker import task
 
-    stages._release("closed")  # the task has been given its chunk by now
-    with stages._working("closed"):
+    task._release("closed")  # the task has been given its chunk by now
+    with task._working("closed"):
         assert read(Counts(), [[0]], **BOUND) == [[(1, None)]]
-        assert copies._copies
-    assert not copies._copies
+        assert dataset_copies._copies
+    assert not dataset_copies._copies
 
 
 def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
@@ -220,13 +220,13 @@ def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
     assert seen == [True, True]
     # Released, all workers share the copy; a look at each batch would take too long.
     assert made(dataset, {1: [1], 2: [1]}, Binding.RELEASED) == [0, 0]
-    assert len(copies._copies) == 1
-    [copy] = copies._copies.values()
+    assert len(dataset_copies._copies) == 1
+    [copy] = dataset_copies._copies.values()
     assert copy.watch is not None
     copy.watch._next_look = 0.0
     assert made(dataset, {1: [2, 3, 4]}, Binding.RELEASED) == [1, 2, 3]
     assert seen == [True, True, False]
-    assert [slot[2] for slot in copies._copies] == [1]
+    assert [slot[2] for slot in dataset_copies._copies] == [1]
     assert made(dataset, {1: [5], 0: [6]}, Binding.ALWAYS) == [4, 1]
 
 
@@ -447,7 +447,7 @@ def test_a_stage_with_a_gpu_seeds_cuda(batched: bool, monkeypatch: pytest.Monkey
         entry = Entry(0, encode(came), "batch")
         [(made, _)] = apply_stage(1, [entry], lambda: job, "here", lambda: False, kept=kept)
         assert made.outcome == "batch", load(made.value).exc_msg
-        copies._copies.clear()
+        dataset_copies._copies.clear()
         return load(made.value)
 
     whole = stage(4, [7, 8, 9, 7])

@@ -29,8 +29,8 @@ PROGRAM = Path(__file__).with_name("fork_program.py")
 STALLED = "import pathlib, threading; pathlib.Path('reached').touch(); threading.Event().wait()"
 IMPATIENT = """
 import os, pathlib, time
-from dpex.cluster import forkserver
-from dpex.pickling import dump
+from dpex.cluster.local import forkserver
+from dpex.wire.pickling import dump
 
 assert forkserver.address(lambda: dump(0, "job"))
 while not pathlib.Path("reached").exists():
@@ -41,8 +41,8 @@ os._exit(0)
 # What is unpickled makes a file; the second time with the secret, to show that it would.
 STRANGER = """
 import pathlib, pickle, socket
-from dpex.cluster import forkserver
-from dpex.pickling import dump
+from dpex.cluster.local import forkserver
+from dpex.wire.pickling import dump
 
 class MakesFile:
     def __reduce__(self):

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dpex.costs import Costs
 from dpex.errors import SerializationError
-from dpex.frame import Entry, FrameWriter, decode, read_frame
-from dpex.memory_pool import MemoryPool
-from dpex.pickling import Pickled, dump, dump_in_band, load
+from dpex.wire.block_format import Entry, FrameWriter, decode, read_frame
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.pickling import Pickled, dump, dump_in_band, load
+from dpex.wire.timings import Costs
 
 Point = namedtuple("Point", "x y")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from dpex.cluster import host_calls
-from dpex.cluster.host_calls import Arrived, Messages, Patience
+from dpex.worker import actor_calls
+from dpex.worker.actor_calls import Arrived, Messages, Patience
 
 
 class Answer:
@@ -43,8 +43,8 @@ def away() -> ActorUnavailableError:
 
 
 def messages_to(monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> Messages:
-    monkeypatch.setattr(host_calls, "host", {"host": host}.__getitem__)
-    monkeypatch.setattr(host_calls, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(actor_calls, "host", {"host": host}.__getitem__)
+    monkeypatch.setattr(actor_calls, "_PAUSE_S", 0.0)
     return Messages("host", "lane")
 
 
@@ -81,7 +81,7 @@ def test_no_more_messages_are_under_way_than_the_host_remembers(
     for number in range(100):
         messages.send("deliver", number)
     again = [block for *_, block in host.calls].index(0, 1)
-    assert again == host_calls._MOST_UNDER_WAY + 1
+    assert again == actor_calls._MOST_UNDER_WAY + 1
     arrived = Arrived()
     assert all(arrived.add(message) for _, message, _ in host.calls[:again])
     assert not arrived.add(host.calls[again][1])
@@ -98,29 +98,29 @@ def test_a_host_that_has_died_needs_no_message(monkeypatch: pytest.MonkeyPatch) 
 def test_a_host_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = messages_to(monkeypatch, FakeHost(*(away() for _ in range(1000))))
     times = iter(range(1000))
-    monkeypatch.setattr(host_calls.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(actor_calls.time, "monotonic", lambda: float(next(times)))
     messages.send("deliver", "a")
     with pytest.raises(ActorUnavailableError, match="connection reset"):
         messages.confirm()
-    assert next(times) == host_calls._HOST_AWAY_S + 2
+    assert next(times) == actor_calls._HOST_AWAY_S + 2
 
 
 def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_calls, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(actor_calls, "_PAUSE_S", 0.0)
     now = 0.0
-    monkeypatch.setattr(host_calls.time, "monotonic", lambda: now)
+    monkeypatch.setattr(actor_calls.time, "monotonic", lambda: now)
     patience = Patience()
     for _ in range(10):
         patience.wait(away())
-        now += host_calls._HOST_AWAY_S + 1
+        now += actor_calls._HOST_AWAY_S + 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 def test_a_fork_has_a_name_of_its_own() -> None:
-    ours = host_calls._sender()
+    ours = actor_calls._sender()
     readable, writable = os.pipe()
     if os.fork() == 0:
-        os.write(writable, host_calls._sender().encode())
+        os.write(writable, actor_calls._sender().encode())
         os._exit(0)
     os.close(writable)
     assert os.read(readable, 64).decode() != ours

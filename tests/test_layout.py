@@ -11,10 +11,14 @@ import pytest
 import dpex
 
 PACKAGE = Path(dpex.__file__).parent
-# Those that may know that there is a cluster.
-DOORS_TO_CLUSTER = {"dpex.dataloader", "dpex.doctor", "dpex.iterator"}
-# The modules of dpex.compat that need no Ray.
-WITHOUT_RAY = {"dpex.compat.names", "dpex.compat.torch_names"}
+# The way of a batch, from the process that asks for it to the bytes. None imports one before it.
+LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
+# All of a folder reaches Ray, but for these modules; of the other folders these modules alone do.
+RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
+WITHOUT_RAY = {"dpex.compat.names", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
+WITH_RAY = {"dpex.worker.actor_calls", "dpex.worker.task", "dpex.wire.receiver"}
+# Those of the training process that start or ask a Ray.
+DOORS_TO_RAY = {"dpex.dataloader", "dpex.doctor.report", "dpex.training.cluster_iterator"}
 # Each may be imported by the module of its name in dpex.integrations, and by no other.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
@@ -39,7 +43,7 @@ def targets(module: str, node: ast.AST) -> set[str]:
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         base = f"{package}.{base}".rstrip(".")
-    # `from dpex.cluster import host` names the module dpex.cluster.host, if there is one; the
+    # `from dpex.pipeline import actor` names the module dpex.pipeline.actor, if there is one; the
     # package itself it names only for what is no module.
     names = {f"{base}.{alias.name}" for alias in node.names}
     return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
@@ -69,8 +73,8 @@ def is_within(module: str, package: str) -> bool:
 
 
 def reaches_ray(module: str) -> bool:
-    in_compat = is_within(module, "dpex.compat") and module not in {"dpex.compat", *WITHOUT_RAY}
-    return in_compat or is_within(module, "dpex.cluster")
+    inside = any(is_within(module, folder) for folder in RAY_FOLDERS)
+    return (inside and module not in {*RAY_FOLDERS, *WITHOUT_RAY}) or module in WITH_RAY
 
 
 def assigned_all(path: Path) -> list[str] | None:
@@ -84,19 +88,29 @@ def assigned_all(path: Path) -> list[str] | None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_cluster_and_compat_import_ray(module: str) -> None:
-    if reaches_ray(module):
-        return
-    ray_imports = {name for name in imports(module, top_level_only=False) if is_within(name, "ray")}
-    assert not ray_imports, f"{module} imports {ray_imports}; only dpex.cluster and dpex.compat may"
+def test_only_some_modules_import_ray(module: str) -> None:
+    if not reaches_ray(module):
+        assert not {
+            name for name in imports(module, top_level_only=False) if is_within(name, "ray")
+        }
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_its_doors_import_cluster(module: str) -> None:
-    if reaches_ray(module) or module in DOORS_TO_CLUSTER:
-        return
-    cluster_imports = {name for name in imports(module, top_level_only=False) if reaches_ray(name)}
-    assert not cluster_imports, f"{module} imports {cluster_imports}"
+def test_only_its_doors_reach_ray(module: str) -> None:
+    if not reaches_ray(module) and module not in DOORS_TO_RAY:
+        assert not {name for name in imports(module, top_level_only=False) if reaches_ray(name)}
+
+
+@pytest.mark.parametrize("number", range(1, len(LAYERS)))
+def test_a_layer_imports_none_before_it(number: int) -> None:
+    upwards = {
+        f"{module} imports {name}"
+        for module in MODULES
+        if is_within(module, LAYERS[number])
+        for name in imports(module, top_level_only=False)
+        if any(is_within(name, before) for before in LAYERS[:number])
+    }
+    assert not upwards
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -203,8 +217,8 @@ def test_the_host_and_the_stage_that_starts_tasks_do_not_load_torch() -> None:
     run_python(
         """
 import sys
-import dpex.cluster.host
-import dpex.cluster.stages
+import dpex.pipeline.actor
+import dpex.worker.task
 assert "torch" not in sys.modules
 """
     )

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpex import DpexDataLoader
 from dpex.errors import NodeDataError, SerializationError
-from dpex.mappings import Readers
-from dpex.pickling import Pickled, dump, load
 from dpex.transforms import MappedDataset, Stage
+from dpex.wire.mapped_memory import Readers
+from dpex.wire.pickling import Pickled, dump, load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -42,7 +42,7 @@ REFERENCE_BYTES = 3_000
 
 READ_ELSEWHERE = """
 import pickle, sys
-from dpex.pickling import load
+from dpex.wire.pickling import load
 found = load(pickle.load(sys.stdin.buffer))
 """
 
@@ -241,7 +241,7 @@ def test_another_node_maps_its_own_file_of_the_same_size(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickled = dump(np.memmap(file, np.int64, "r"), "x", ELSEWHERE)
-    monkeypatch.setattr("dpex.mapped_files.host_identity", lambda: "another")
+    monkeypatch.setattr("dpex.wire.mapped_files.host_identity", lambda: "another")
     content = file.read_bytes()
     file.with_name("copy").write_bytes(content)
     file.with_name("copy").replace(file)
@@ -440,7 +440,7 @@ def test_batches_and_systems_without_proc_have_content(
     batch = [np.memmap(file, np.int64, "r+"), torch.zeros(1 << 12).share_memory_()]
     for readers in (None, HERE):
         if readers is not None:
-            monkeypatch.setattr("dpex.mappings.spans", _no_proc)
+            monkeypatch.setattr("dpex.wire.mapped_memory.spans", _no_proc)
         array, tensor = load(dump(batch, "x", readers))
         array[0], tensor[0] = 5, 5
         assert (batch[0][0], batch[1][0]) == (0, 0)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpex import DpexDataLoader
 from dpex.cluster.connect import Connection
-from dpex.memory import address_of
-from dpex.memory_pool import MemoryPool
-from dpex.pickling import Bytes
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.memory_map import address_of
+from dpex.wire.pickling import Bytes
 
 MB = 1 << 20
 

@@ -17,8 +17,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from dpex.local_modules import by_value
-from dpex.pickling import Pickled, dump, dump_in_band, load
+from dpex.wire.local_modules import by_value
+from dpex.wire.pickling import Pickled, dump, dump_in_band, load
 
 HELPER = """
 import numpy
@@ -90,7 +90,7 @@ def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:
 def test_an_image_is_unpickled_where_nobody_has_loaded_pil() -> None:
     pickled = dump(PIL.Image.new("RGB", (50, 40)), "batch")
     program = (
-        "import pickle, sys; from dpex.pickling import Pickled, load;"
+        "import pickle, sys; from dpex.wire.pickling import Pickled, load;"
         "assert 'PIL.Image' not in sys.modules;"
         "head, buffer = pickle.load(sys.stdin.buffer);"
         "print(load(Pickled(head, [buffer], image_slots=frozenset({0}))).size)"

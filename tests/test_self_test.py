@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from dpex.self_test import Epoch, difference
+from dpex.doctor.self_test import Epoch, difference
 from dpex.stats import LoaderStats
 
 

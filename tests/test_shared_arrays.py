@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from dpex.datasets import node_memory, shared_arrays
 from dpex.datasets.shared_arrays import share_arrays
-from dpex.memory import address_of, spans
+from dpex.wire.memory_map import address_of, spans
 
 PROGRAM = Path(__file__).with_name("arrays_program.py")
 ROWS, COLUMNS = 400, 1_000

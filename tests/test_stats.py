@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dpex import DpexDataLoader, LoaderStats
-from dpex.costs import Costs, count, noted, spent
 from dpex.datasets import cached
 from dpex.transforms import MappedDataset, Stage
+from dpex.wire.timings import Costs, count, noted, spent
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 

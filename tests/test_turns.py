@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dpex.binding import Binding
-from dpex.cluster import sharing
-from dpex.cluster import turns as turns_module
-from dpex.cluster.sharing import Round
-from dpex.cluster.turns import Assignment, Others, Turns
+from dpex.pipeline import fair_share
+from dpex.pipeline import scheduler as turns_module
+from dpex.pipeline.fair_share import Round
+from dpex.pipeline.scheduler import Assignment, Others, Turns
+from dpex.worker.binding import Binding
 
 Scenario = Callable[[Turns], Awaitable[None]]
 
@@ -434,7 +434,7 @@ def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
 
 
 def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "POLL_S", 0.0)
+    monkeypatch.setattr(fair_share, "POLL_S", 0.0)
     free = 9.0
 
     async def scenario() -> None:
@@ -451,10 +451,10 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         free = 0.5
         assert await ask("b", waits=False) == Others(wait=True, room=0)
         assert await ask("a", waits=False) == Others(wait=False, room=0)
-        monkeypatch.setattr(sharing, "_CALM_S", 0.0)
+        monkeypatch.setattr(fair_share, "_CALM_S", 0.0)
         assert await ask("a", waits=False) == Others(wait=False, room=1)
-        monkeypatch.setattr(sharing, "_GONE_S", 1e-9)
-        monkeypatch.setattr(sharing, "_GONE_PAUSES", 0)
+        monkeypatch.setattr(fair_share, "_GONE_S", 1e-9)
+        monkeypatch.setattr(fair_share, "_GONE_PAUSES", 0)
         assert await ask("b", waits=False) is None  # "a" has gone
 
     asyncio.run(scenario())

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from dpex.fetch import Chunk
-from dpex.settings import Settings
-from dpex.under_way import Sent, joined_streams
-from dpex.worker import Run
+from dpex.training.in_flight import Sent, joined_streams
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk
+from dpex.worker.training_settings import Settings
 
 RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
 

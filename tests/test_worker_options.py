@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from dpex import DpexDataLoader
-from dpex.worker_options import check, unmet
+from dpex.pipeline.worker_options import check, unmet
 
 NODE = "ab" * 28
 NODES = [
@@ -148,7 +148,7 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 from dpex import ClusterError, DpexDataLoader
-from dpex.cluster import session
+from dpex.pipeline import session
 
 session._NODE_JOINS_S = 10
 loader = DpexDataLoader(TensorDataset(torch.arange(100)), 4, num_workers=2, distribute_mode=True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from dpex.cluster.embedded import init_ray
-from dpex.cluster.local_nodes import probe, split
+from dpex.cluster.local.launch import init_ray
+from dpex.cluster.nodes_here import probe, split
 from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 

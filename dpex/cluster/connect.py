@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dpex import environment
-from dpex.cluster import embedded, forkserver, keeper, versions
+from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
-from dpex.cluster.local_nodes import (
+from dpex.cluster.local import forkserver, launch, shared_by_ranks
+from dpex.cluster.nodes_here import (
     HOST_PORT,
     Raylet,
     local_raylets,
@@ -32,9 +32,10 @@ from dpex.cluster.local_nodes import (
 )
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token
 from dpex.errors import ClusterError
+from dpex.worker import environment
 
 if TYPE_CHECKING:
-    from dpex.pickling import Pickled
+    from dpex.wire.pickling import Pickled
 
 __all__ = [
     "Connection",
@@ -222,7 +223,7 @@ def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection
         _join(request, name)
         return _checked("cluster")
     except ClusterError:
-        embedded.disconnect()  # also from a client's server that refused us
+        launch.disconnect()  # also from a client's server that refused us
         raise
 
 
@@ -255,13 +256,13 @@ def _checked_client(*, ours: bool) -> Connection:
 
 
 def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
-    job = keeper.shared_job()
+    job = shared_by_ranks.shared_job()
     environment.remember()
     if job is None:
-        embedded.start(forkserver.address(bequest))
+        launch.start(forkserver.address(bequest))
     else:
-        variables = keeper.rank_environment()
-        keepers, token = keeper.join_keeper(job)
+        variables = shared_by_ranks.rank_environment()
+        keepers, token = shared_by_ranks.join_keeper(job)
         _join(
             keepers,
             "the Ray that this host's ranks share",
@@ -315,7 +316,7 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
     host, port = split(address)
     command = f"`ray start --address={address} --num-cpus=0`"
     try:
-        raylets, node = embedded.within(_ANSWER_SECONDS, lambda: _answering(address))
+        raylets, node = launch.within(_ANSWER_SECONDS, lambda: _answering(address))
     except OSError as error:
         raise ClusterError(
             f"no Ray cluster answers at {name}={address!r} within {_ANSWER_SECONDS:g} s "
@@ -334,9 +335,9 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
     if token:
         require_token(token)
     try:
-        embedded.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
+        launch.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
     except Exception as error:
-        embedded.disconnect()
+        launch.disconnect()
         forget_token()
         raise ClusterError(
             f"the Ray cluster at {name}={address!r} answers but cannot be joined: "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from dpex.cluster.embedded import quiet_ray
+from dpex.cluster.local.launch import quiet_ray
 from dpex.errors import ClusterError
 
 __all__ = ["PACKAGE", "check_nodes"]

@@ -27,12 +27,12 @@ CONTRACTS = (
         "Ray starts a worker as `setup_worker.py default_worker.py --worker-type=WORKER "
         "--serialized-runtime-env-context=… --language=…`, with `RAY_JOB_ID` and "
         "`RAY_RAYLET_PID` in its environment",
-        "cluster/forked_worker.py",
+        "cluster/local/forked_worker.py",
         "Ray starts its workers itself",
     ),
     Contract(
         "a worker's library reads `RAY_JOB_ID` and `RAY_RAYLET_PID` when it is loaded",
-        "cluster/forkserver.py",
+        "cluster/local/forkserver.py",
         "Ray starts its workers itself",
     ),
     Contract(
@@ -47,18 +47,18 @@ CONTRACTS = (
         "`RAY_raylet_client_num_connect_attempts`, `RAY_gcs_rpc_server_reconnect_timeout_s`, "
         "`RAY_task_events_report_interval_ms` and `RAY_worker_niceness` are settings of Ray's "
         "processes",
-        "cluster/embedded.py",
+        "cluster/local/launch.py",
         "a local Ray has Ray's own values: more idle workers, a later start, lower priority",
     ),
     Contract(
         "a raylet's command line has `--gcs-address=`, and its environment `RAY_AUTH_MODE`",
-        "cluster/local_nodes.py, cluster/connect.py",
+        "cluster/nodes_here.py, cluster/connect.py",
         "`head_address='auto'` finds no cluster on this host: give its address, or set "
         "RAY_AUTH_MODE",
     ),
     Contract(
         "the processes of Ray's workers have titles that begin with `ray::`",
-        "cluster/embedded.py, cluster/local_nodes.py",
+        "cluster/local/launch.py, cluster/nodes_here.py",
         "workers of a killed training process end some seconds later; log lines name no tasks",
     ),
     Contract(
@@ -68,7 +68,7 @@ CONTRACTS = (
     ),
     Contract(
         "an error of a task says that its process ran out of memory, or its host died",
-        "cluster/stages.py",
+        "worker/task.py",
         "the error's text is less exact",
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpex.compat.names import private_ray_allowed
-from dpex.memory import address_of, spans
+from dpex.wire.memory_map import address_of, spans
 
 __all__ = ["private_mappings"]
 

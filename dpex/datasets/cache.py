@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from dpex.costs import count
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.node_memory import job_directory, job_name
 from dpex.datasets.sameness import same
-from dpex.pickling import dump
-from dpex.reading import read_at_once, reads_batches
-from dpex.seeding import generator_states, generators_kept, own_seeds_are, seed_generators
 from dpex.transforms.mapped import MappedDataset
 from dpex.transforms.splitting import flattened, is_random
+from dpex.wire.pickling import dump
+from dpex.wire.timings import count
+from dpex.worker.batched_reads import read_at_once, reads_batches
+from dpex.worker.seeding import generator_states, generators_kept, own_seeds_are, seed_generators
 
 if TYPE_CHECKING:
     from dpex.datasets.sample_store import SampleStore

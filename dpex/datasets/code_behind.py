@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 
 import xxhash
 
-from dpex.local_modules import installed_roots
+from dpex.wire.local_modules import installed_roots
 
 __all__ = ["code_behind", "imports_in"]
 

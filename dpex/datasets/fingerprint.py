@@ -14,7 +14,7 @@ import xxhash
 
 from dpex.datasets.code_behind import code_behind, imports_in
 from dpex.datasets.node_memory import job_name
-from dpex.pickling import Pickled, dump
+from dpex.wire.pickling import Pickled, dump
 
 __all__ = ["fingerprint"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dpex.datasets.labelled import LabelledPictures
 from dpex.datasets.store import Store
-from dpex.seeding import begin_sample
+from dpex.worker.seeding import begin_sample
 
 __all__ = ["ImageFolder"]
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from dpex.datasets.node_memory import job_name
 from dpex.datasets.shared_arrays import forget_at_exit, share_arrays
 from dpex.errors import NodeDataError
-from dpex.pickling import dump
-from dpex.reading import reads_batches
+from dpex.wire.pickling import dump
+from dpex.worker.batched_reads import reads_batches
 
 __all__ = ["OnNode", "on_node"]
 

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from dpex.datasets.node_memory import claim, forget, make_private, memory, one_at_a_time
-from dpex.pickling import Pickled, dump_in_band, load
+from dpex.wire.pickling import Pickled, dump_in_band, load
 
 __all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
 

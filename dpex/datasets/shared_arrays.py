@@ -28,8 +28,8 @@ import xxhash
 from torch.utils.data import Dataset
 
 from dpex.datasets.node_memory import claim, job_directory, memory, one_at_a_time
-from dpex.memory import address_of, from_files
-from dpex.pickling import give_back_memory
+from dpex.wire.memory_map import address_of, from_files
+from dpex.wire.pickling import give_back_memory
 
 __all__ = ["forget_at_exit", "share_arrays"]
 

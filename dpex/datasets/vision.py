@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 from dpex.datasets.sameness import same
-from dpex.seeding import generators_kept, seed_generators
 from dpex.transforms import MappedDataset
 from dpex.transforms.splitting import flattened
+from dpex.worker.seeding import generators_kept, seed_generators
 
 __all__ = ["from_torchvision"]
 

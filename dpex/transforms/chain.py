@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dpex.costs import spent
-from dpex.seeding import own_seed
+from dpex.wire.timings import spent
+from dpex.worker.seeding import own_seed
 
 __all__ = ["Chain"]
 

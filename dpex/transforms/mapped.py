@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from dpex.reading import read_at_once, reads_batches
-from dpex.seeding import begin_sample, one_deeper
 from dpex.transforms.chain import Chain
 from dpex.transforms.stage import Stage
+from dpex.worker.batched_reads import read_at_once, reads_batches
+from dpex.worker.seeding import begin_sample, one_deeper
 
 __all__ = ["MappedDataset", "Part"]
 

@@ -10,8 +10,8 @@ import time
 
 from output import take_stdout
 
-from dpex.cluster import embedded
 from dpex.cluster.connect import connect, report_busy_cpus
+from dpex.cluster.local import launch
 
 replies = take_stdout()
 logged: list[str] = []
@@ -40,11 +40,11 @@ def do_connect(head_address):
 
 def do_settle_after(seconds):
     """Have an embedded Ray's agents, which wait for the first block, wait no longer than this."""
-    embedded._SETTLE_SECONDS = seconds
+    launch._SETTLE_SECONDS = seconds
 
 
 def do_settle():
-    embedded.settled.set()
+    launch.settled.set()
 
 
 def do_connect_in_thread(head_address):

@@ -1,0 +1,1 @@
+"""The local Ray: the Ray that dpex starts where no cluster is given."""

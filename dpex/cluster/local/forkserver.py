@@ -1,0 +1,417 @@
+"""Workers forked from the trainer's process, as torch forks its own, or from a process like it.
+
+A worker that an embedded Ray starts would import Ray, torch and the user's modules anew: three
+seconds of processor time each, where torch's forked workers need none. So the trainer's process is
+forked once, before anything of Ray is loaded in it, and the fork waits for requests. What Ray
+starts in place of a worker (``cluster/local/forked_worker.py``) asks it for one more fork, which
+has everything loaded and becomes the worker, and ends.
+
+Where the trainer's process must not be forked (start method ``"spawn"`` or ``"forkserver"``), or
+cannot be any more (Ray is loaded), a new process is the server. It has loaded Ray and torch, and
+nothing of the user's.
+
+Ray notices nothing: a forked worker runs Ray's own worker program. Where a fork is not to be had,
+Ray starts its workers itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import gc
+import hmac
+import importlib
+import logging
+import os
+import pickle
+import resource
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
+from dpex.cluster.local.process_end import hold, start_detached
+from dpex.compat.names import private_ray_allowed
+from dpex.worker import module_settings
+
+if TYPE_CHECKING:
+    from dpex.wire.pickling import Pickled
+
+__all__ = [
+    "address",
+    "fork_parent",
+    "inheritance",
+    "serve",
+    "show_script_arguments",
+    "trainer_forked",
+]
+
+logger = logging.getLogger("dpex")
+
+# What the host and the workers need, beside what the trainer has loaded by itself.
+_PRELOADED = (
+    "ray.data",
+    "pyarrow",
+    "dpex.pipeline.actor",
+    "dpex.worker.map_style",
+    "dpex.wire.block_format",
+)
+_READ_BYTES = 1 << 16
+_MOST_BYTES = 1 << 23
+_REQUEST_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+# The first job of a Ray, as its workers' environment names it.
+_OUR_JOB = "01000000"
+# Environment variable with the descriptors and the secret of a server that is a new process.
+_SERVE = "DPEX_SERVE"
+
+inheritance: dict[str, Pickled] = {}
+"""In a fork: the pickled job that the trainer had at that moment, by its digest. Its buffers are
+the trainer's own memory, of which this process has whatever it writes to for itself."""
+
+script_arguments: list[str] = []
+"""In a worker that is a fork: the script's ``sys.argv``."""
+
+_address: str | None = None
+_pid: int | None = None
+
+
+def address(bequest: Callable[[], Pickled] | None) -> str | None:
+    """Make the server, once per process, and return where it answers.
+
+    Args:
+        bequest: Pickles the job that the forks inherit; None if the trainer is not to be forked.
+
+    Returns:
+        ``"name/token"``, an abstract socket's name and what a request must carry. None where there
+        can be no server, or Ray is to start its workers itself.
+    """
+    global _address
+    if _address is None and _can_serve():
+        job = bequest() if bequest is not None and _can_fork() else None
+        name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind("\0" + name)
+            listener.listen(128)
+            our_life, alive_end = os.pipe()
+            hold(alive_end)
+            try:
+                if job is None or not _fork(job, listener, our_life, token):
+                    _start(listener, our_life, token)
+            except OSError as error:
+                logger.info("Ray starts the workers: %s", error)
+                return None
+            finally:
+                os.close(our_life)
+        _address = f"{name}/{token}"
+    return _address
+
+
+def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> bool:
+    """Fork the server from this process; returns whether that was possible."""
+    global _pid
+    module_settings.remember()  # afterwards every page that it reads would be copied
+    try:
+        pid = os.fork()
+    except OSError as error:  # memory that may not be promised twice
+        logger.info("workers are not forked from this process: %s", error)
+        return False
+    if pid == 0:
+        inheritance[job.digest] = job
+        _serve(listener, our_life, token)
+    _pid = pid
+    return True
+
+
+def _start(listener: socket.socket, our_life: int, token: str) -> None:
+    """Start the server as a new process."""
+    code = (
+        "import sys; sys.path.append(sys.argv.pop(1)); "
+        "from dpex.cluster.local.forkserver import serve; serve()"
+    )
+    descriptors = [listener.fileno(), our_life]
+    environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
+    environ[_SERVE] = " ".join(map(str, [*descriptors, token]))
+    # As multiprocessing's own server.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    start_detached(
+        [sys.executable, *flags, "-P", "-c", code, str(Path(__file__).parents[3]), *sys.argv],
+        pass_fds=descriptors,
+        env=environ,
+        stdout=None,
+        stderr=None,
+        start_new_session=False,
+    )
+
+
+def serve() -> NoReturn:
+    """Run the server in this process, which is no fork of the trainer's."""
+    listener, our_life, token = os.environ.pop(_SERVE).split()
+    del sys.argv[0]  # the rest is the script's, as in workers that torch spawns
+    _serve(socket.socket(fileno=int(listener)), int(our_life), token)
+
+
+def trainer_forked() -> bool:
+    """Return whether this process has forked the server, and so has workers that are its forks."""
+    return _pid is not None
+
+
+def fork_parent() -> int | None:
+    """Return the process that workers are forked from: the server, or this one before its fork."""
+    return _pid or (os.getpid() if _can_fork() else None)
+
+
+def _can_serve() -> bool:
+    """Return whether there can be a server, forked or new."""
+    return hasattr(os, "pidfd_open") and private_ray_allowed()
+
+
+def _can_fork() -> bool:
+    """Return whether the server can be a fork of this process, which would lack Ray's threads."""
+    return "ray" not in sys.modules and _can_serve()
+
+
+def _forget_in_child() -> None:
+    global _address, _pid
+    _address = _pid = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
+    """Fork workers, until the trainer's process ends."""
+    try:
+        # A collection, here or in a worker, would touch, and so copy, what is shared.
+        gc.disable()
+        gc.freeze()
+        _leave_the_trainer()
+        _end_with(trainers_life)
+        # The library reads these when it is loaded. A worker ends when the process named here
+        # does: the server, and with Ray's node, which is not there yet, the server sees to it.
+        os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user may have made them errors
+            load_ray()
+            from dpex.compat.authentication import reread
+            from dpex.compat.forked_workers import random_ids_untouched, untouched_random_ids
+
+            workers_have_token = reread()  # if not, the trainer says so
+            warnings.filterwarnings("default", module=OUR_MODULES)
+            with untouched_random_ids():
+                for module in _PRELOADED:
+                    importlib.import_module(module)
+        if workers_have_token and random_ids_untouched():
+            gc.freeze()
+            _Server(listener, trainers_life, token).run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
+def _end_with(life: int) -> None:
+    """Have the kernel end this process, whatever it waits for, when the other end of a pipe closes.
+
+    The server's loop sees that too, but a module to be imported may never come.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([life], [], [], 0)[0]:  # it has closed before
+        os._exit(0)
+
+
+class _Server:
+    """The loop of the server's process."""
+
+    def __init__(self, listener: socket.socket, trainers_life: int, token: str) -> None:
+        self._listener = listener
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(trainers_life, selectors.EVENT_READ, self._stop)
+        # Descriptors of processes, which are readable when these have ended.
+        self._nodes: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._running = True
+
+    def run(self) -> None:
+        """Serve; whatever is left when this returns ends with this process."""
+        while self._running:
+            for key, _ in self._selector.select():
+                key.data(key.fd)
+
+    def _stop(self, _: int) -> None:
+        self._running = False
+
+    def _accept(self, _: int) -> None:
+        connection, _sender = self._listener.accept()
+        # Who asks wrongly is left without an answer; whatever goes wrong is no reason to end.
+        with connection, contextlib.suppress(Exception):
+            if _user_of(connection) == os.getuid():
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + _REQUEST_SECONDS
+        connection.settimeout(_REQUEST_SECONDS)
+        message, streams, _flags, _sender = socket.recv_fds(connection, _READ_BYTES, 3)
+        try:
+            while more := connection.recv(_READ_BYTES):
+                message += more
+                if len(message) > _MOST_BYTES or time.monotonic() > deadline:
+                    return
+            given, _newline, body = message.partition(b"\n")
+            if not hmac.compare_digest(given, self._token.encode()):
+                return
+            request = pickle.loads(body)
+            # Another driver that found this Ray has workers of its own. And who has not waited
+            # for the answer has had Ray start the worker.
+            if request["environment"].get("RAY_JOB_ID") == _OUR_JOB and not _hung_up(connection):
+                self._fork(request, streams, connection)
+                connection.sendall(b"forked")
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], connection: socket.socket) -> None:
+        node_pid = int(request["environment"]["RAY_RAYLET_PID"])
+        if node_pid not in self._nodes:
+            self._nodes[node_pid] = os.pidfd_open(node_pid)
+            self._selector.register(
+                self._nodes[node_pid], selectors.EVENT_READ, lambda _: self._end_node(node_pid)
+            )
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            connection.close()
+            _work(request, streams)
+        # Before the answer, which ends the process that leads the group.
+        _join_group(pid, request["group"])
+        with contextlib.suppress(OSError):  # it has ended already
+            worker = os.pidfd_open(pid)
+            self._workers[worker] = node_pid
+            self._selector.register(worker, selectors.EVENT_READ, self._end_worker)
+
+    def _close(self) -> None:
+        """Close, in a fork, what is the server's."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+
+    def _end_worker(self, worker: int) -> None:
+        del self._workers[worker]
+        self._selector.unregister(worker)
+        os.close(worker)
+
+    def _end_node(self, node_pid: int) -> None:
+        node = self._nodes.pop(node_pid)
+        self._selector.unregister(node)
+        os.close(node)
+        for worker, its_node in self._workers.items():
+            if its_node == node_pid:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(worker, signal.SIGKILL)
+
+
+def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """Become the worker that Ray asked for."""
+    try:
+        gc.enable()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _join_group(0, request["group"])
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        with contextlib.suppress(OSError, ValueError):  # Ray raised it for itself
+            resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["directory"])
+        script_arguments[:], sys.argv = sys.argv, request["arguments"]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        make_no_errors_of_rays_warnings()
+        from dpex.compat.authentication import reread
+
+        if not reread():  # its node would refuse it
+            _become(request["instead"], request["environment"])
+        _run(Path(sys.argv[0]))
+    except SystemExit as ending:
+        os._exit(ending.code if isinstance(ending.code, int) else 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        # Ray waits for this process. A worker that Ray knew already is not known a second time.
+        _become(request["instead"], request["environment"])
+    finally:
+        os._exit(1)
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be replaced by the worker that Ray would have started itself."""
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
+
+
+def _run(program: Path) -> None:
+    """Run a program, and let the script stay ``__main__`` for whatever imports that by name."""
+    code = compile(program.read_bytes(), str(program), "exec")
+    exec(code, {"__name__": "__main__", "__file__": str(program), "__builtins__": builtins})
+
+
+def show_script_arguments() -> None:
+    """Set ``sys.argv`` to the script's, if this process is a fork: Ray has read its own by now."""
+    if script_arguments:
+        sys.argv = script_arguments
+
+
+def _join_group(pid: int, group: int) -> None:
+    """Put a worker into the group that Ray made for it, which ends with it and what it starts.
+
+    It must never be in the server's own, which would end with it too.
+    """
+    try:
+        os.setpgid(pid, group)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iii", credentials)[1])
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _leave_the_trainer() -> None:
+    """Be a process of its own: deaf to the terminal, with nothing to do at the trainer's exit."""
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whatever ends is forgotten
+    atexit._clear()
+    sys.settrace(None)
+    sys.setprofile(None)
+    # A notebook's streams lead to threads that are not here.
+    sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - as long as the process
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )

@@ -1,0 +1,1 @@
+"""The command ``dpex doctor``: what it reports, and the epochs that it compares."""

@@ -1,0 +1,659 @@
+"""What one loader holds on the cluster: its job's bytes and its pipelines."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import itertools
+import logging
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
+from dpex.cluster.local import forked_worker, forkserver
+from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
+from dpex.cluster.releasing import be_ready, release_later
+from dpex.compat.cluster_state import starts_no_nodes
+from dpex.errors import ClusterError, DatasetTooLargeError
+from dpex.pipeline.actor import HostHandle, get_host
+from dpex.pipeline.metrics import publish
+from dpex.pipeline.node_health import Nodes
+from dpex.pipeline.worker_options import unmet
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.local_modules import by_value, changed
+from dpex.wire.pickling import Pickled, dump_in_band
+from dpex.worker.actor_calls import HOST_DIED
+from dpex.worker.binding import Binding
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk
+from dpex.worker.task import LaterStage, Pipeline, store_job
+
+if TYPE_CHECKING:
+    from dpex.stats import LoaderStats
+    from dpex.transforms.stage import Stage
+    from dpex.wire.receiver import Receiver
+
+__all__ = ["RemoteRun", "Session"]
+
+logger = logging.getLogger("dpex")
+
+_EXIT_WAIT_S = 2.0
+# One that cannot be reached is given up too.
+_HOST_LOST = (ray.exceptions.RayActorError, *HOST_DIED)
+_PIPELINE_LOST = (
+    *_HOST_LOST,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+)
+# In this time Ray starts elsewhere what a dead node had to do, mostly.
+_NODE_REPLACED_S = 10.0
+# So long a loader waits for a node that has what its workers ask for, if nothing starts nodes.
+_NODE_JOINS_S = 300.0
+# A dataset that is larger is better built where it is read.
+_LARGE_BYTES = 100 << 20
+# Of this process's loaders, as they begin.
+_numbers = itertools.count()
+
+
+class _Claim:
+    """Held by who reads a run: when it goes, by an interrupt too, the run is given up."""
+
+    def __init__(self) -> None:
+        self._cancel: Callable[[], None] = lambda: None
+        self._finalizer: weakref.finalize[[Callable[[], None]], _Claim] | None = None
+
+    def lay(self, host: HostHandle, lane: _Lane, run: str) -> None:
+        """Say which run it is, before it begins."""
+        self._cancel = functools.partial(_cancel, host, lane.key, run)
+        self._finalizer = weakref.finalize(self, release_later, self._cancel)
+        self._finalizer.atexit = False
+
+    def give_up(self) -> None:
+        """Give the run up now."""
+        self._cancel()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+def _cancel(host: HostHandle, lane_key: str, run: str) -> None:
+    # A client may have lost its server and not know it yet.
+    with contextlib.suppress(Exception):
+        if ray.is_initialized():
+            host.actor.cancel.remote(lane_key, run)
+
+
+@dataclass(eq=False)
+class _Lane:
+    key: str
+    pipeline_key: tuple[str, ...]
+    claim: weakref.ref[_Claim]
+    # Whether it is known to have begun what it was last told to.
+    ready: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.claim() is not None
+
+
+@dataclass(frozen=True)
+class _Begins:
+    """A pipeline that was told to begin.
+
+    Attributes:
+        lane: The pipeline.
+        answer: Its host's; None for a new one, which serves what it was started for.
+    """
+
+    lane: _Lane
+    answer: ray.ObjectRef | None
+
+
+@dataclass(frozen=True)
+class _StoredJob:
+    """The job that workers can read.
+
+    Attributes:
+        key: Digest of its bytes.
+        refs: Reference to them in the object store; none where workers inherit them.
+        inherited: The bytes, where workers inherit them: views of the user's own memory.
+        later: What the later stages' workers can read.
+    """
+
+    key: str
+    refs: list[ray.ObjectRef]
+    inherited: Pickled | None
+    later: tuple[LaterStage, ...] = ()
+
+
+class Session:
+    """One loader's part of the cluster, from its first iteration until it is closed.
+
+    Args:
+        connection: This process's Ray.
+        worker_options: Ray options of one worker.
+        fork_workers: Whether workers may be forks, where there is a server for them.
+        num_workers: How many logical workers there are, and how many workers a later stage has,
+            unless it says so.
+        persistent: Whether logical workers outlive an iteration.
+    """
+
+    _warned_of_size = False
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        num_workers: int,
+        persistent: bool,
+        worker_options: dict[str, Any] | None,
+        fork_workers: bool,
+    ) -> None:
+        make_no_errors_of_rays_warnings()
+        self._connection = connection
+        self._num_workers = num_workers
+        self._persistent = persistent
+        self._options = dict(worker_options or {})
+        if self._connection.runtime_env:
+            own = dict(self._options.get("runtime_env") or {})
+            modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
+            self._options["runtime_env"] = {**own, "py_modules": modules}
+        if forkserver.trainer_forked() and not fork_workers:
+            own = dict(self._options.get("runtime_env") or {})
+            variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
+            self._options["runtime_env"] = {**own, "env_vars": variables}
+        if self._options.get("runtime_env"):
+            settled.set()  # an agent of the node is to make it
+        self._check_room()
+        self._number = str(next(_numbers))
+        self._nodes = Nodes()
+        self._pool = MemoryPool()
+        self._stored: _StoredJob | None = None
+        self._start()
+
+    def _check_room(self) -> None:
+        """Say if no node has what a worker asks for: as an error where none can join.
+
+        Raises:
+            ClusterError: Ray runs on this host alone, and lacks it.
+        """
+        lacking = self._lacking() if self._options else None
+        if lacking is None:
+            return
+        if self._connection.kind == "embedded":
+            raise ClusterError(
+                f"worker_options asks for {lacking}. Ask for less, or use a cluster with a node "
+                "that has it"
+            )
+        logger.warning(
+            "worker_options asks for %s. The loader waits until such a node joins", lacking
+        )
+
+    def _lacking(self) -> str | None:
+        """Say what a worker asks for that no node has; see ``unmet``."""
+        if not cluster_size()[1]:
+            return None  # what the first node with a CPU will have nobody knows
+        return unmet(self._options, ray.nodes())
+
+    def check_still_possible(self, waited_s: float) -> None:
+        """Give up a wait for a node that has what a worker asks for.
+
+        Args:
+            waited_s: How long nothing has come.
+
+        Raises:
+            ClusterError: No node has it, none has joined for minutes, and the cluster has no
+                autoscaler that could start one.
+        """
+        lacking = self._lacking() if waited_s >= _NODE_JOINS_S else None
+        if lacking is not None and starts_no_nodes():
+            raise ClusterError(
+                f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "
+                "and the cluster has no autoscaler. Ask for less, or add such a node"
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session is open and its Ray is still this process's Ray."""
+        return self._release.alive and self._host.connected
+
+    @property
+    def claims_cpus(self) -> bool:
+        """Whether Ray counts CPUs; an embedded one has logical CPUs to spare."""
+        return self._connection.kind != "embedded"
+
+    @property
+    def free_cores(self) -> int:
+        """Processors to begin with: on a cluster the CPUs that are free, else this host's."""
+        if self._connection.kind == "embedded":
+            return free_cores()
+        claim = float(self._options.get("num_cpus", 1)) or 1.0
+        return max(1, int(ray.available_resources().get("CPU", 0) / claim))
+
+    def store(
+        self,
+        pickle_job: Callable[[bool], Pickled],
+        later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
+    ) -> str:
+        """Put a loader's jobs where workers find them, unless the same bytes are there already.
+
+        Args:
+            pickle_job: Pickles a ``Job``; is told whether all workers run on this host.
+            later: The stages after it, each with a function that pickles its ``StageJob``.
+
+        Returns:
+            The digest of the job's bytes.
+
+        Raises:
+            ClusterError: No node has what a worker of a later stage asks for.
+            DatasetTooLargeError: The object store is smaller than the pickled job.
+            SerializationError: Something in the job cannot be pickled.
+        """
+        # A node of another host has not the files beside the user's script, and a worker here has
+        # imported them as they were.
+        here_only = self._connection.single_host
+        modules_differ = changed() or not here_only
+        with by_value() if modules_differ else contextlib.nullcontext():
+            pickled = pickle_job(here_only)
+            pickled_stages = [pickle_stage(here_only) for _, pickle_stage in later]
+        key = pickled.digest
+        known = self._stored
+        if known is None or known.key != key:
+            known = self._place(key, pickled)
+        if [stage.job_key for stage in known.later] != [job.digest for job in pickled_stages]:
+            stages = [
+                self._later(number, stage, job)
+                for number, ((stage, _), job) in enumerate(
+                    zip(later, pickled_stages, strict=True), 1
+                )
+            ]
+            known = replace(known, later=tuple(stages))
+        self._stored = known
+        return key
+
+    def _place(self, key: str, pickled: Pickled) -> _StoredJob:
+        if self._connection.kind == "embedded" and self._inherited(key):
+            return _StoredJob(key, [], pickled)
+        capacity = _store_capacity()
+        if pickled.size_bytes > capacity:
+            raise DatasetTooLargeError(
+                f"the pickled dataset has {pickled.size_bytes:,} bytes, Ray's object store on "
+                f"this node holds {capacity:,}. Let the dataset keep paths and read in "
+                "__getitem__, or start Ray with a larger object_store_memory"
+            )
+        if pickled.size_bytes > _LARGE_BYTES and not Session._warned_of_size:
+            Session._warned_of_size = True
+            warnings.warn(
+                f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
+                "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
+                "instead, from its arguments",
+                stacklevel=2,
+            )
+        return _StoredJob(key, [store_job(pickled)], None)
+
+    def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
+        _check_room(number, stage)
+        environment = dict(self._options.get("runtime_env") or {})
+        if stage.num_gpus and forkserver.trainer_forked():
+            # A fork could not use CUDA once the trainer has.
+            variables = {**environment.get("env_vars", {}), forked_worker.SERVER: ""}
+            environment["env_vars"] = variables
+        options: dict[str, Any] = {"num_cpus": stage.num_cpus}
+        if stage.num_gpus:
+            options["num_gpus"] = stage.num_gpus
+        if stage.resources:
+            options["resources"] = dict(stage.resources)
+        if environment:
+            settled.set()  # as for the first stage's
+            options["runtime_env"] = environment
+        most = stage.max_workers or self._num_workers
+        if stage.num_gpus:
+            # A pool of processes waits until all of them have started.
+            free = ray.available_resources().get("GPU", 0.0)
+            most = min(most, max(1, int(free / stage.num_gpus)))
+        return LaterStage(
+            [store_job(pickled)],
+            pickled.digest,
+            options,
+            most,
+            capped=stage.max_workers is not None,
+            keeps_processes=bool(stage.num_gpus),
+        )
+
+    def _inherited(self, key: str) -> bool:
+        # Loading Ray Data takes as long as the host's start, or longer. It is needed once the first
+        # chunk is on its way, and no sooner than here: what starts the host would wait for the GIL.
+        threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
+        inherits = self._host.actor.inherits.remote(key)
+        try:
+            return bool(self._nodes.answered(inherits))
+        except _HOST_LOST:
+            self._host.lost = True
+            self._start()
+            return bool(self._nodes.answered(self._host.actor.inherits.remote(key)))
+
+    def open(
+        self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
+    ) -> Callable[[], RemoteRun]:
+        """Have an iteration begin.
+
+        Args:
+            run: The iteration.
+            job_key: What ``store`` returned.
+            binding: Whether logical workers are bound to processes, to begin with.
+            pin_memory: Whether batches go to page-locked memory.
+
+        Returns:
+            What waits until it has begun: there is something to draw before.
+        """
+        assert self._stored is not None
+        make_no_errors_of_rays_warnings()
+        if self._host.lost:
+            self._start()
+        pipeline = Pipeline(
+            self._stored.refs,
+            job_key,
+            self._host.name,
+            claims_cpus=self.claims_cpus,
+            num_workers=self._num_workers,
+            binding=binding,
+            persistent=self._persistent,
+            options=self._options,
+            later=self._stored.later,
+        )
+        claim = _Claim()
+        try:
+            begins = self._lanes.begin(run, pipeline, claim)
+        except _HOST_LOST:
+            begins = self._begin_anew(run, pipeline, claim)
+        return functools.partial(self._opened, run, pipeline, claim, begins, pin_memory)
+
+    def _begin_anew(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+        """Have a pipeline of a new host begin, as the old one has died."""
+        self._host.lost = True
+        self._start()
+        assert self._stored is not None
+        pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
+        return self._lanes.new(run, pipeline, claim)
+
+    def _opened(
+        self, run: Run, pipeline: Pipeline, claim: _Claim, begins: _Begins, pin_memory: bool
+    ) -> RemoteRun:
+        try:
+            if not self._lanes.begun(begins):
+                begins = self._lanes.new(run, pipeline, claim)
+        except _HOST_LOST:
+            begins = self._begin_anew(run, pipeline, claim)
+        return RemoteRun(
+            self._host,
+            begins.lane.key,
+            run.key,
+            self._nodes,
+            claim,
+            self._pool,
+            pin_memory=pin_memory,
+            through_client=self._connection.kind == "client",
+        )
+
+    def _start(self) -> None:
+        """Take the process's host, or a new one in place of one that has died."""
+        self._host: HostHandle = get_host(self._connection.runtime_env)
+        self._lanes = _Lanes(self._host, self._nodes)
+        # Iterators keep the session, so it outlives a loader that is dropped before them.
+        self._release = weakref.finalize(self, release_later, self._lanes.close)
+        be_ready()
+        self._release.atexit = False
+        if self._stored is not None and self._stored.inherited is not None:
+            # The host may have gone together with the fork server.
+            placed = self._place(self._stored.key, self._stored.inherited)
+            self._stored = replace(placed, later=self._stored.later)
+
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
+        """Have Ray's metrics know what has come to an epoch's; see ``metrics.publish``."""
+        publish(stats, before, loader=self._number)
+
+    def waiting_text(self) -> str:
+        """Say who holds the CPUs that a waiting loader has not got."""
+        text = "waiting for the first of the batches under way. "
+        try:
+            text += report_busy_cpus()
+            if not cluster_size()[1]:
+                text += (
+                    ". The cluster has no CPU yet: it goes on when a node with some has joined, "
+                    "started by hand or by the cluster's autoscaler"
+                )
+            elif (lacking := unmet(self._options, ray.nodes())) is not None:
+                text += f". worker_options asks for {lacking}"
+            if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
+                free = ray.available_resources().get("GPU", 0)
+                text += (
+                    f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until "
+                    "its close()"
+                )
+        except Exception as error:  # waiting may still help
+            text += f"The cluster does not say who holds its CPUs: {error}"
+        return text
+
+    def close(self) -> None:
+        """Release pipelines and stored bytes; running tasks stop."""
+        self._stored = None
+        if self._release.alive:
+            self._lanes.close()
+            self._release.detach()
+
+
+class _Lanes:
+    """The pipelines of one session."""
+
+    def __init__(self, host: HostHandle, nodes: Nodes) -> None:
+        self._host = host
+        self._nodes = nodes
+        self._lanes: list[_Lane] = []
+        self._lock = threading.Lock()
+
+    def begin(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+        """Have such a pipeline with nothing to do begin ``run``, or a new one."""
+        with self._lock:
+            idle = [lane for lane in self._lanes if not lane.busy]
+            for lane in idle:
+                lane.claim = weakref.ref(claim)
+        begins = None
+        for lane in idle:
+            if begins is None and lane.ready and lane.pipeline_key == pipeline.key:
+                # After an interrupt it may still begin this run when the next one has begun.
+                lane.ready = False
+                claim.lay(self._host, lane, run.key)
+                begins = _Begins(lane, self._host.actor.begin.remote(lane.key, run.key))
+            else:
+                self._drop(lane)
+        return begins or self.new(run, pipeline, claim)
+
+    def begun(self, begins: _Begins) -> bool:
+        """Wait until a pipeline has begun, and tell whether it has; it is dropped if not."""
+        if begins.answer is None:
+            return True
+        with contextlib.suppress(ray.exceptions.RayTaskError):  # it never opened
+            begins.lane.ready = bool(self._nodes.answered(begins.answer))
+        if not begins.lane.ready:
+            self._drop(begins.lane)
+        return begins.lane.ready
+
+    def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+        """Start a pipeline that serves ``run`` first."""
+        lane = _Lane(uuid.uuid4().hex, pipeline.key, weakref.ref(claim))
+        with self._lock:
+            self._lanes.append(lane)
+        claim.lay(self._host, lane, run.key)
+        self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
+        lane.ready = True
+        return _Begins(lane, None)
+
+    def _drop(self, lane: _Lane) -> None:
+        """End a pipeline."""
+        # In this order: an interrupt between the two has it closed twice, which is nothing.
+        self._host.actor.close.remote(lane.key)
+        with self._lock, contextlib.suppress(ValueError):
+            self._lanes.remove(lane)
+
+    def close(self) -> None:
+        """End them all."""
+        if self._host.alive:
+            for lane in list(self._lanes):
+                self._drop(lane)
+
+
+_open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
+# Those of ended runs too, while their threads go on.
+_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
+
+
+@atexit.register  # after Ray's own hook was registered, hence run before it
+def _end_open_runs() -> None:
+    """Have no thread inside Ray when Ray goes."""
+    for run in list(_open_runs):
+        run.end()
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for receiver in list(_receivers):
+        receiver.join(max(0.0, deadline - time.monotonic()))
+
+
+class RemoteRun:
+    """One iteration, as the trainer's process sees it."""
+
+    def __init__(
+        self,
+        host: HostHandle,
+        lane_key: str,
+        run: str,
+        nodes: Nodes,
+        claim: _Claim,
+        pool: MemoryPool,
+        *,
+        pin_memory: bool,
+        through_client: bool,
+    ) -> None:
+        self._host = host
+        self._lane_key = lane_key
+        self._run = run
+        self._nodes = nodes
+        self._claim: _Claim | None = claim
+        self._began_at = time.monotonic()
+        self._failure: BaseException | None = None
+        self._pool = pool
+        self._pin_memory = pin_memory
+        self._through_client = through_client
+        self._receiver: Receiver | None = None
+        _open_runs.add(self)
+
+    @property
+    def receiver(self) -> Receiver:
+        """What reads its blocks, from the first use on."""
+        from dpex.wire.receiver import Receiver
+
+        if self._receiver is None:
+            self._receiver = Receiver(
+                self._host,
+                self._lane_key,
+                self._run,
+                self._pool,
+                pin_memory=self._pin_memory,
+                through_client=self._through_client,
+            )
+            _receivers.add(self._receiver)
+        return self._receiver
+
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
+        """Send chunks; see ``_Host.feed``."""
+        payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
+        self._host.actor.feed.remote(
+            self._lane_key,
+            self._run,
+            chunks[0].number,
+            payloads,
+            workers=[chunk.worker for chunk in chunks],
+            alone=alone,
+            **how,
+        )
+        # No sooner: while its reader starts, the first chunk is on its way.
+        _ = self.receiver
+
+    def forsaken(self, batch_s: float) -> bool:
+        """Look whether it waits in vain, since a node died; ``failure`` is that then.
+
+        Args:
+            batch_s: How long a batch takes to make.
+        """
+        try:
+            self._nodes.look()
+        except ClusterError as error:
+            self._failure = error.with_traceback(None)  # whose frames hold this object
+            return True
+        died_at = self._nodes.died_at
+        quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
+        if died_at < self._began_at or quiet_s < _NODE_REPLACED_S + batch_s:
+            return False
+        self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
+        return True
+
+    def failure(self) -> BaseException | None:
+        """Return what ended the reading, if it was an error; a dead host is replaced next time."""
+        failure = self._failure or self.receiver.failure
+        if isinstance(failure, _HOST_LOST):
+            self._host.lost = True
+        return failure
+
+    @property
+    def lost(self) -> bool:
+        """Whether nodes, the host, or blocks that it owned died: a new pipeline can go on."""
+        return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
+
+    def end(self) -> None:
+        """Give the run up, finished or not; its pipeline is free for the next."""
+        if self._claim is not None:
+            self._claim.give_up()
+            self._claim = None
+            _open_runs.discard(self)
+            if self._receiver is not None:
+                self._receiver.stop()
+
+
+def _load_ray_data() -> None:
+    with contextlib.suppress(ImportError):  # whoever needs it will say so
+        importlib.import_module("dpex.wire.receiver")
+
+
+def _store_capacity() -> int:
+    """Return the size of this node's object store, in bytes."""
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            return int(node["Resources"].get("object_store_memory", 1 << 62))
+    return 1 << 62
+
+
+def _check_room(number: int, stage: Stage) -> None:
+    """Raise ``ClusterError`` unless some node has what a worker of a stage asks for.
+
+    Where no node has a CPU those that make batches are still to come: what they have nobody knows.
+    """
+    asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
+    asked = {name: amount for name, amount in asked.items() if amount}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU") for node in nodes):
+        return
+    if not any(all(node.get(n, 0) >= amount for n, amount in asked.items()) for node in nodes):
+        most = {name: max(node.get(name, 0) for node in nodes) for name in asked}
+        what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)
+        raise ClusterError(
+            f"stage {number} ({what}) asks for {asked} for each of its workers, but no node has "
+            f"more than {most}. Start a node that has it, or ask for less"
+        )

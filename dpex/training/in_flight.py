@@ -1,0 +1,101 @@
+"""Chunks on their way through the cluster, and what is to be sent again of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from dpex.errors import ChunkLostError
+from dpex.worker.map_style import Chunk
+
+__all__ = ["BLOCK_LOST", "Sent", "described", "joined_streams", "lost_error"]
+
+BLOCK_LOST = "a block was lost"
+"""With what the errors of a block begin that went with the process that had made it."""
+
+
+def described(chunk: Chunk, batch: int) -> str:
+    """Say which samples a batch of a chunk has."""
+    if chunk.stream:
+        workers = chunk.run.num_workers
+        return f"batch {batch // workers} of worker {batch % workers}'s stream"
+    return f"dataset indices {chunk.batches[(batch - chunk.first_batch) // chunk.stride]!r}"
+
+
+def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
+    """Return what is raised in the place of a batch that no worker survives.
+
+    Args:
+        chunk: What it was asked for with.
+        batch: Its number.
+        reason: What Ray says.
+    """
+    return ChunkLostError(
+        f"DataLoader worker exited unexpectedly: every worker process that was given batch "
+        f"{batch} ({described(chunk, batch)}) died. Read these samples in the main "
+        f"process to see why. Ray says: {reason}"
+    )
+
+
+class Sent:
+    """A chunk under way, and its batches that have not arrived.
+
+    Attributes:
+        chunk: As it was sent.
+        alone: Whether to a task of its own, since one that was to make it has died.
+        tries: How often it was sent so.
+        missing: Numbers of the batches that have not arrived.
+    """
+
+    __slots__ = ("alone", "chunk", "missing", "tries")
+
+    def __init__(self, chunk: Chunk, alone: bool, tries: int) -> None:
+        self.chunk = chunk
+        self.alone = alone
+        self.tries = tries
+        self.missing = set(chunk.numbers)
+
+    def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
+        """Yield chunks of what has not arrived.
+
+        Args:
+            most: Batches in each at the most.
+        """
+        missing = sorted(self.missing)
+        stride = self.chunk.stride
+        if self.chunk.stream:  # each begins where the one before it ended
+            most = sys.maxsize
+        while missing:
+            first = missing[0]
+            expected = enumerate(missing)
+            count = next((n for n, b in expected if b != first + n * stride), len(missing))
+            count = min(count, most)
+            place = (first - self.chunk.first_batch) // stride
+            yield replace(
+                self.chunk,
+                first_batch=first,
+                batches=self.chunk.batches[place : place + count],
+                positions=self.chunk.positions[place : place + count],
+            )
+            del missing[:count]
+
+
+def joined_streams(lost: Iterable[Sent]) -> list[Sent]:
+    """Make one chunk of those that go on with the same stream."""
+    joined: list[Sent] = []
+    streams: dict[int, int] = {}
+    for sent in lost:
+        chunk = sent.chunk
+        place = streams.get(chunk.worker) if chunk.stream else None
+        if place is None:
+            streams[chunk.worker] = len(joined)
+            joined.append(sent)
+            continue
+        before = joined[place]
+        batches = [*before.chunk.batches, *chunk.batches]
+        positions = [*before.chunk.positions, *chunk.positions]
+        whole = replace(before.chunk, batches=batches, positions=positions)
+        joined[place] = Sent(whole, before.alone, before.tries)
+        joined[place].missing = before.missing | sent.missing
+    return joined

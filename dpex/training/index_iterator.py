@@ -1,0 +1,448 @@
+"""The indices of a loader's epochs: drawn anew, or the rest of what was drawn before."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from dpex.training.checkpoint import Drawn, EpochProgress, Progress, State
+from dpex.worker.rng_state import Draws
+from dpex.worker.seeding import generators_kept
+from dpex.worker.stateful import has_state, state_of
+
+__all__ = ["IndexIterator", "Indices", "Source"]
+
+# Places in the epoch that a batch of unknown length takes.
+_UNCOUNTED = 1 << 20
+# From here to the load_state_dict() of the user: fitting, Progress's, ours.
+_USERS_CALL = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a loader draws indices from.
+
+    Attributes:
+        index_sampler: Yields batches of indices, or single ones.
+        batched: Whether it yields batches.
+        generator: The loader's.
+        dataset: The loader's.
+        num_workers: The loader's.
+    """
+
+    index_sampler: Any
+    batched: bool
+    generator: torch.Generator | None
+    dataset: Any
+    num_workers: int
+
+    @property
+    def streams(self) -> bool:
+        """Whether indices say nothing about samples."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the training process itself reads it."""
+        return not self.num_workers
+
+    @property
+    def workers(self) -> int | None:
+        """How many streams there are, if any."""
+        return max(1, self.num_workers) if self.streams else None
+
+    @property
+    def length(self) -> int | None:
+        """How long the dataset is, where it is map-style and says so."""
+        if self.streams:
+            return None
+        try:
+            return len(self.dataset)
+        except Exception:  # torch asks no dataset that has a sampler beside it
+            return None
+
+    @property
+    def dataset_state(self) -> Any:
+        """What a map-style dataset says of itself; a stream is asked where it is read."""
+        return None if self.streams else state_of(self.dataset)
+
+    @property
+    def dataset_state_between_epochs(self) -> Any:
+        """The dataset's state between two epochs, also of a stream that this process reads."""
+        return None if self.streams and not self.in_process else state_of(self.dataset)
+
+    @property
+    def _samplers(self) -> dict[str, Any]:
+        inner = getattr(self.index_sampler, "sampler", None)
+        return {"outer": self.index_sampler, **({} if inner is None else {"inner": inner})}
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """Generators besides the global ones, by what they belong to."""
+        found = {"loader": self.generator}
+        found |= {name: getattr(s, "generator", None) for name, s in self._samplers.items()}
+        return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+
+    def sampler_states(self, iterator: Any) -> dict[str, Any] | None:
+        """Return the states of what has any: of the sampler's iterator, else of the samplers."""
+        if has_state(iterator):
+            return {"iterator": state_of(iterator)}
+        known = {name: state_of(sampler) for name, sampler in self._samplers.items()}
+        return {name: state for name, state in known.items() if state is not None} or None
+
+    def has_states(self, iterator: Any) -> bool:
+        """Tell whether ``sampler_states`` would return any."""
+        return any(map(has_state, (iterator, *self._samplers.values())))
+
+    def load_sampler_states(
+        self, states: Mapping[str, Any] | None, *, between_epochs: bool
+    ) -> None:
+        """Give samplers their states back, before an iterator is made.
+
+        Args:
+            states: What ``sampler_states`` returned.
+            between_epochs: Whether they are to begin an epoch.
+        """
+        known = [
+            (sampler, states[name])
+            for name, sampler in self._samplers.items()
+            if states is not None and name in states and has_state(sampler)
+        ]
+
+        def load() -> None:
+            for sampler, state in known:
+                sampler.load_state_dict(copy.deepcopy(state))
+
+        load()
+        if between_epochs and known:
+            # Some stand at the end of the epoch then, and their next pass yields the nothing that
+            # is left of it; others begin the next one, and are to begin it once more.
+            with generators_kept():
+                if next(iter(self.index_sampler), None) is not None:
+                    load()
+
+    @property
+    def distributed(self) -> DistributedSampler[Any] | None:
+        """The DistributedSampler among the samplers."""
+        found = (s for s in self._samplers.values() if isinstance(s, DistributedSampler))
+        return next(found, None)
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that share an epoch, where a DistributedSampler deals it out."""
+        return None if self.distributed is None else self.distributed.num_replicas
+
+    @property
+    def epoch(self) -> int | None:
+        """What the samplers were told with ``set_epoch``."""
+        for sampler in self._samplers.values():
+            epoch = getattr(sampler, "epoch", None)
+            if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)):
+                return epoch
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers which epoch it is, where they can be told."""
+        for sampler in self._samplers.values():
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether any number of samples can be left out, not just whole batches."""
+        return not self.batched or type(self.index_sampler) is BatchSampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples every batch has, but perhaps the last; None where they differ."""
+        return self.index_sampler.batch_size if self.batched and self.by_samples else None
+
+    def check(self, state: State) -> None:
+        """Raise ``ValueError`` unless an epoch of this loader can go on from a state."""
+        told = [state.dataset, *(s and s.dataset for s in state.stream_states or ())]
+        if any(each is not None for each in told) and not has_state(self.dataset):
+            raise ValueError(
+                f"the state holds one of the dataset, but {type(self.dataset).__name__} has no "
+                "state_dict and load_state_dict: an epoch can only go on over the same dataset"
+            )
+        if state.under_way:
+            self._check_streams(state)
+        if not state.under_way or not (state.samples or state.offset or state.ahead):
+            return
+        if state.length != self.length:
+            raise ValueError(
+                f"the state is of a dataset of length {state.length}, this one has "
+                f"{self.length}: an epoch can only go on over the same dataset"
+            )
+        if state.ahead and state.batch_size != self.batch_size:
+            raise ValueError(
+                f"the state is of batches of {state.batch_size} samples with in_order=False, this "
+                f"loader's batch_size is {self.batch_size}: keep it until the epoch's end"
+            )
+        if state.world_size == self.world_size and not state.offset:
+            return
+        sampler = self.distributed
+        dealt_out = sampler is not None and type(sampler).__iter__ is DistributedSampler.__iter__
+        if state.world_size is None or not dealt_out or not self.by_samples or state.ahead:
+            raise ValueError(
+                f"the state is of world size {state.world_size}, this loader's is "
+                f"{self.world_size}: an epoch can go on with another number of ranks only in "
+                "order, with torch's DistributedSampler, and with torch's BatchSampler or none. "
+                "Finish the epoch with as many ranks as began it"
+            )
+
+    def _check_streams(self, state: State) -> None:
+        if (state.workers is None) == self.streams:
+            kinds = ("an IterableDataset", "a map-style dataset")
+            raise ValueError(
+                f"the state is of {kinds[state.workers is None]}, {type(self.dataset).__name__} is "
+                f"{kinds[not self.streams]}: an epoch can only go on over the same dataset"
+            )
+        begun = (state.workers, state.batch_size)
+        if self.streams and state.batches and begun != (self.workers, self.batch_size):
+            raise ValueError(
+                f"the state is of an IterableDataset read with num_workers={state.workers} and "
+                f"batch_size={state.batch_size}, this loader has {self.workers} and "
+                f"{self.batch_size}: keep both until the epoch's end"
+            )
+
+    def fitting(self, state: State) -> State:
+        """Return the state, without those of workers' datasets if there were other workers."""
+        known = state.stream_states
+        if known is None or state.batches or len(known) == self.workers:
+            return state
+        warnings.warn(
+            f"the state holds what the datasets of {len(known)} workers kept from one epoch to the "
+            f"next, num_workers is {self.num_workers} now: the datasets begin without it. Pass the "
+            "num_workers of the state to go on with it",
+            stacklevel=_USERS_CALL,
+        )
+        return replace(state, stream_states=None)
+
+    def rest(self, state: State) -> tuple[Any, int]:
+        """Return what is left of an epoch.
+
+        Returns:
+            A sampler, and how many of the batches that it yields are to be left out.
+        """
+        outer = self.index_sampler
+        if not self.by_samples:
+            return outer, state.batches
+        inner = outer.sampler if self.batched else outer
+        if state.offset:
+            inner = _Redistributed(inner, state.offset)
+        inner = _After(inner, state.samples)
+        if self.batched:
+            return BatchSampler(inner, outer.batch_size, outer.drop_last), 0
+        return inner, 0
+
+
+class Indices:
+    """A loader's index sampler, every pass over which is one epoch of its progress.
+
+    Args:
+        source: What it draws from.
+        progress: Whose epochs these are.
+    """
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        self._source = source
+        self._progress = progress
+
+    def __iter__(self) -> IndexIterator:
+        return IndexIterator(self._source, self._progress)
+
+    def __len__(self) -> int:
+        return len(self._source.index_sampler)
+
+
+class IndexIterator:
+    """One pass over a loader's index sampler, from its beginning or from a state.
+
+    Attributes:
+        epoch: How far it has been delivered.
+        position: Place in the epoch of the first sample of the last batch drawn.
+        unread: How many batches of a stream are to be read and thrown away.
+    """
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        self._source = source
+        self._skip = self.unread = 0
+        self._draws: Draws | None = None
+        state = progress.pending
+        begin = self._go_on(state) if progress.goes_on and state else self._begin(state)
+        self.epoch = EpochProgress(progress, begin)
+        # Asked once, for it is every batch that would have to know.
+        self._stateful = source.has_states(self._inner)
+        self._number = begin.batches
+        self._end = begin.samples
+        self._base = begin.place
+        self.position = self._base + self._end
+        self._asked = False
+        progress.begin(self.epoch)
+
+    def _begin(self, before: State | None) -> State:
+        """Begin an epoch.
+
+        Args:
+            before: What was loaded, if that was a state between two epochs.
+        """
+        source = self._source
+        begin = State(
+            under_way=True,
+            before_iter=Draws.now(source.generators),
+            batch_size=source.batch_size,
+            workers=source.workers,
+            world_size=source.world_size,
+            sampler_epoch=source.epoch,
+            samplers=source.sampler_states(None),
+            dataset=source.dataset_state,
+        )
+        self._inner = iter(source.index_sampler)
+        if before is not None and before.base_seed is not None:
+            begin = replace(begin, base_seed=before.base_seed, iteration=before.iteration + 1)
+        if before is not None:
+            begin = replace(begin, stream_states=before.stream_states)
+        return begin
+
+    def _go_on(self, state: State) -> State:
+        """Go on with an epoch; returns where it stands, in terms of this loader."""
+        source, sampler = self._source, self._source.index_sampler
+        states = state.samplers or {}
+        begin = state
+        if source.streams:
+            if not state.batches:
+                begin = replace(
+                    state, batch_size=source.batch_size, workers=source.workers, streams=None
+                )
+            if not (source.in_process and any(begin.stream_states or ())):
+                self.unread = state.batches
+                begin = replace(begin, batches=0, samples=0)
+        elif not states:
+            if state.world_size != source.world_size:
+                begin = replace(
+                    state,
+                    offset=state.global_samples,
+                    # Places that seeds have been made of already are not to be used again.
+                    place=state.place + state.samples,
+                    world_size=source.world_size,
+                    batches=0,
+                    samples=0,
+                )
+            sampler, self._skip = source.rest(begin)
+            begin = replace(begin, batch_size=source.batch_size)
+        source.load_sampler_states(states, between_epochs=not state.samples)
+        with state.before_iter.repeated(source.generators):
+            self._inner = iter(sampler)
+        if "iterator" in states:
+            self._inner.load_state_dict(copy.deepcopy(states["iterator"]))
+        self._draws = state.before_first
+        return begin
+
+    def __iter__(self) -> IndexIterator:
+        return self
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether the epoch has as many batches as its sampler says."""
+        begin = self.epoch.begin
+        size = begin.batch_size
+        return not begin.offset and (size is None or begin.samples == begin.batches * size)
+
+    @property
+    def request(self) -> Any:
+        """What a batch of a stream is asked for with: None for each sample that it is to have."""
+        return next(self._inner)
+
+    def __next__(self) -> Any:
+        while True:
+            indices = next(self._inner) if self._asked else self._first()
+            self.position = self._base + self._end
+            samples = _count(indices) if self._source.batched else 1
+            self._end += samples
+            states = self._source.sampler_states(self._inner) if self._stateful else None
+            drawn = Drawn(self._number, samples, self._end, states)
+            self._number += 1
+            if self.epoch.draw(drawn):
+                return indices
+
+    def _first(self) -> Any:
+        self._asked = True
+        own = self._source.generators
+        if self._draws is None:
+            self.epoch.before_first = Draws.now(own)
+            return next(self._inner)
+        known, told = self.epoch.begin.sampler_epoch, self._source.epoch
+        if told != known:
+            warnings.warn(
+                f"an epoch goes on in its middle, as load_state_dict was told, but its sampler was "
+                f"told that it is epoch {told}, not {known}: samples will come twice, and others "
+                f"not at all. Call set_epoch({known})",
+                stacklevel=2,
+            )
+        with self._draws.repeated(own):
+            skipped = 0
+            for _ in range(self._skip):
+                skipped += _count(next(self._inner))
+            if self._skip and skipped != self.epoch.begin.samples:
+                raise ValueError(
+                    f"the first {self._skip} batches of the batch_sampler have {skipped} indices, "
+                    f"those that were delivered had {self.epoch.begin.samples}: an epoch can only "
+                    "go on with the same batch_sampler"
+                )
+            return next(self._inner)
+
+
+class _After:
+    """What a sampler yields after its first so many indices."""
+
+    def __init__(self, sampler: Iterable[Any], count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        # Some draw when their iterator is made, and are asked for it as early as without this.
+        return itertools.islice(iter(self._sampler), self._count, None)
+
+
+class _Redistributed:
+    """The rest of an epoch, dealt out to the ranks as torch's DistributedSampler deals out all.
+
+    Args:
+        sampler: With the number of ranks that there are now.
+        offset: Samples that all ranks have delivered before.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], offset: int) -> None:
+        self._sampler = sampler
+        self._offset = offset
+
+    def __iter__(self) -> Iterator[int]:
+        everybody = copy.copy(self._sampler)
+        everybody.num_replicas, everybody.rank = 1, 0
+        everybody.num_samples = everybody.total_size = len(everybody.dataset)  # type: ignore[arg-type]
+        rest = list(everybody)[self._offset :]
+        ranks = self._sampler.num_replicas
+        if self._sampler.drop_last:
+            total = len(rest) // ranks * ranks
+        else:
+            total = math.ceil(len(rest) / ranks) * ranks
+            rest = list(itertools.islice(itertools.cycle(rest), total))
+        return iter(rest[self._sampler.rank : total : ranks])
+
+
+def _count(indices: Any) -> int:
+    """Return how many places of the epoch a batch takes."""
+    try:
+        return len(indices)
+    except TypeError:  # torch only iterates a batch; places need not be dense
+        return _UNCOUNTED

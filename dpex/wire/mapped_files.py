@@ -1,0 +1,394 @@
+"""Open in this process what another process has mapped: its files, and memory that it shares."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from dpex.errors import NodeDataError
+from dpex.wire.memory_map import address_of, spans
+
+__all__ = [
+    "MappedFile",
+    "MappedStorage",
+    "host_identity",
+    "rebuild_arena",
+    "rebuild_array",
+    "rebuild_arrow_buffer",
+    "rebuild_condition",
+    "rebuild_ctypes",
+    "rebuild_mmap",
+    "rebuild_semaphore",
+    "rebuild_shared_memory",
+    "rebuild_storage",
+    "rebuild_tensor",
+    "rebuild_typed_storage",
+]
+
+# From Linux' mman.h.
+_MREMAP_MAYMOVE = 1
+
+_semaphores: dict[tuple[str, int], MappedFile] = {}
+_inherited: dict[tuple[str, int], tuple[Any, int, int]] = {}
+
+
+@functools.cache
+def host_identity() -> str:
+    """Return an identity of the running kernel and of this process's mount namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    mounts = Path("/proc/self/ns/mnt")
+    try:
+        return f"{boot.read_text().strip()}/{mounts.stat().st_ino}"
+    except OSError:  # a sandbox: other processes count as those of another host
+        return f"{socket.gethostname()}/{os.getpid()}"
+
+
+class MappedFile:
+    """A file that a process has mapped; the process that unpickles it maps it too.
+
+    All views in one pickle share one mapping, because a pickle has one object for each file.
+
+    Args:
+        path: The file's path; None if it has no name.
+        pid: The process that has mapped it.
+        descriptor: A descriptor of it in that process, if it has one.
+        status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
+        file: Device and inode as ``/proc/self/maps`` has them.
+        size: The file's size in bytes.
+        shared: Whether all processes see what one of them writes.
+        writable: Whether the process may write to it.
+        host: ``host_identity()`` of that process.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None,
+        pid: int,
+        descriptor: int | None,
+        status: tuple[int, int] | None,
+        file: tuple[str, int],
+        size: int,
+        shared: bool,
+        writable: bool,
+        host: str,
+    ) -> None:
+        self.path = path
+        self.pid = pid
+        self.descriptor = descriptor
+        self.status = status
+        self.file = file
+        self.size = size
+        self.shared = shared
+        self.writable = writable
+        self.host = host
+        # The memory, where it begins, and which byte of the file that is.
+        self._mapped: tuple[Any, int, int] | None = None
+
+    def __reduce__(self) -> Any:
+        own = {name: value for name, value in vars(self).items() if name != "_mapped"}
+        return _mapped_file, (own,)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open the file, and close it at the end.
+
+        Yields:
+            Its descriptor.
+
+        Raises:
+            NodeDataError: The file is not here, or another file has its path.
+        """
+        descriptor = self._open()
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        same_host = self.host == host_identity()
+        candidates = [self.path] if self.path is not None else []
+        if same_host and self.descriptor is not None:
+            candidates.append(f"/proc/{self.pid}/fd/{self.descriptor}")
+        problems = []
+        for candidate in candidates:
+            try:
+                writes = self.shared and self.writable
+                descriptor = os.open(candidate, (os.O_RDWR if writes else os.O_RDONLY))
+            except OSError as error:
+                problems.append(str(error.strerror))
+                continue
+            found = os.fstat(descriptor)
+            if same_host and (found.st_dev, found.st_ino) != self.status:
+                problems.append("another file has its path")
+            elif not stat.S_ISREG(found.st_mode):
+                problems.append("this is no regular file")
+            elif found.st_size < self.size or (not same_host and found.st_size != self.size):
+                problems.append(f"the file here has {found.st_size:,} bytes")
+            else:
+                return descriptor
+            os.close(descriptor)
+        problem = (problems or ["it has no name, and is memory of another process"])[0]
+        what = self.path or "memory"
+        raise NodeDataError(
+            f"{what!r}, which process {self.pid} has mapped with {self.size:,} bytes, cannot be "
+            f"mapped on node {socket.gethostname()} by process {os.getpid()}: {problem}. Every "
+            "node must have a mapped file at the same path and in the same size. Copy it there, or "
+            "read it into memory (numpy.array(...), tensor.clone()), which sends its content"
+        )
+
+    def _map(self) -> tuple[Any, int, int]:
+        if self._mapped is None:
+            try:
+                memory = self.map_part(0, 0)
+                self._mapped = memory, address_of(np.frombuffer(memory, np.uint8)), 0
+            except NodeDataError:
+                inherited = self._map_inherited()
+                if inherited is None:
+                    raise
+                self._mapped = inherited
+        return self._mapped
+
+    def map_part(self, offset: int, size: int) -> mmap.mmap:
+        """Map a part of the file once more.
+
+        Args:
+            offset: Where it begins, at the beginning of a page.
+            size: Its size in bytes; 0 for the rest of the file.
+        """
+        options: dict[str, Any] = {"offset": offset}
+        if sys.version_info >= (3, 13):
+            options["trackfd"] = False  # or every mapping keeps a descriptor
+        if not self.writable:
+            options["access"] = mmap.ACCESS_READ
+        elif self.shared:
+            options["access"] = mmap.ACCESS_WRITE
+        else:
+            # A private mapping of a large file must not count as memory that is in use.
+            options["flags"] = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            options["prot"] = mmap.PROT_READ | mmap.PROT_WRITE
+        with self.opened() as descriptor:
+            return mmap.mmap(descriptor, size, **options)
+
+    def _map_inherited(self) -> tuple[Any, int, int] | None:
+        """Map once more what this process has inherited from the one that has mapped it."""
+        if not self.shared:
+            return None
+        if self.file in _inherited:
+            return _inherited[self.file]
+        span = next((s for s in spans() if s.file == self.file and s.shared), None)
+        if span is None:
+            return None
+        size = span.end - span.start
+        remap = ctypes.CDLL(None, use_errno=True).mremap
+        remap.restype = ctypes.c_void_p
+        remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+        # With the length 0, mremap() makes a second mapping of the same pages.
+        address = remap(span.start, 0, size, _MREMAP_MAYMOVE)
+        if address in {None, ctypes.c_void_p(-1).value}:
+            return None
+        # It stays mapped until the process ends.
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        _inherited[self.file] = memory, address, span.offset
+        return _inherited[self.file]
+
+    def buffer(self) -> tuple[Any, int]:
+        """Map the file.
+
+        Returns:
+            The mapping, as an object with a buffer, and the byte of the file where it begins.
+        """
+        memory, _, begin = self._map()
+        return memory, begin
+
+    def address(self, offset: int) -> int:
+        """Return the address of a byte of the file."""
+        _, start, begin = self._map()
+        return start + offset - begin
+
+    def memory(self, offset: int, size: int) -> Any:
+        """Return a part of the file as a buffer that keeps the mapping.
+
+        The buffer claims to be writable even if the memory is not: torch has no read-only tensors.
+        """
+        part: Any = (ctypes.c_uint8 * size).from_address(self.address(offset))
+        part.mapping = self._map()[0]
+        return part
+
+
+def _mapped_file(fields: dict[str, Any]) -> MappedFile:
+    return MappedFile(**fields)
+
+
+class MappedStorage:
+    """A torch storage in mapped memory; all tensors of one pickle that view it share it.
+
+    Args:
+        file: Where its bytes are.
+        offset: Its first byte in the file.
+        size: Its size in bytes.
+        by_torch: Whether torch has mapped it, as ``share_memory_()`` does.
+    """
+
+    def __init__(self, file: MappedFile, offset: int, size: int, *, by_torch: bool) -> None:
+        self._arguments = file, offset, size
+        self._by_torch = by_torch
+        self._storage: torch.UntypedStorage | None = None
+
+    def __reduce__(self) -> Any:
+        return functools.partial(MappedStorage, by_torch=self._by_torch), self._arguments
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage in this process."""
+        if self._storage is None:
+            file, offset, size = self._arguments
+            if self._by_torch and file.shared and file.writable and offset == 0:
+                # is_shared() is True for such a storage, so share_memory_() does not copy it.
+                with contextlib.suppress(AttributeError, NodeDataError), file.opened() as opened:
+                    storage: Any = torch.UntypedStorage
+                    self._storage = storage._new_shared_fd_cpu(opened, size)
+            if self._storage is None:
+                memory = file.memory(offset, size)
+                self._storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return self._storage
+
+
+def rebuild_storage(mapped: MappedStorage) -> torch.UntypedStorage:
+    """Return the storage itself."""
+    return mapped.storage
+
+
+def rebuild_typed_storage(mapped: MappedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return the storage as torch pickles it."""
+    return torch.TypedStorage(wrap_storage=mapped.storage, dtype=dtype, _internal=True)
+
+
+def rebuild_tensor(
+    mapped: MappedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Return a view of a mapped storage."""
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = empty.set_(mapped.storage, offset, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def rebuild_array(
+    kind: str,
+    file: MappedFile,
+    offset: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,
+    attributes: dict[str, Any],
+) -> np.ndarray[Any, Any]:
+    """Return an array on mapped memory.
+
+    Args:
+        kind: The name of its type in ``numpy``.
+        file: Where its elements are.
+        offset: Where its first element is.
+        dtype: Its dtype.
+        shape: Its shape.
+        strides: Its strides.
+        writeable: Whether it is writeable.
+        attributes: Of a ``numpy.memmap``.
+    """
+    memory, begin = file.buffer()
+    # By its name: cloudpickle would send numpy.recarray by value.
+    array: Any = np.ndarray.__new__(
+        getattr(np, kind), shape, dtype, memory, offset - begin, strides
+    )
+    if not writeable:
+        array.flags.writeable = False
+    if attributes:
+        vars(array).update(attributes, _mmap=memory)
+    return cast("np.ndarray[Any, Any]", array)
+
+
+def rebuild_arrow_buffer(file: MappedFile, offset: int, size: int) -> Any:
+    """Return a buffer of Arrow's on mapped memory."""
+    import pyarrow as pa
+
+    return pa.foreign_buffer(file.address(offset), size, base=file.memory(offset, size))
+
+
+def rebuild_ctypes(element: type, lengths: tuple[int, ...], file: MappedFile, offset: int) -> Any:
+    """Return an object of ctypes on mapped memory.
+
+    Args:
+        element: Its type, or that of an array's elements.
+        lengths: An array's lengths, the innermost one first.
+        file: Where it is.
+        offset: Where it begins.
+    """
+    kind: Any = element
+    for length in lengths:
+        kind = kind * length
+    memory, begin = file.buffer()
+    return kind.from_buffer(memory, offset - begin)
+
+
+def rebuild_mmap(file: MappedFile, offset: int, size: int, position: int) -> mmap.mmap:
+    """Return a ``mmap.mmap`` of the same part of a file."""
+    mapping = file.map_part(offset, size)
+    mapping.seek(position)
+    return mapping
+
+
+def rebuild_shared_memory(cls: type, name: str, file: MappedFile, size: int) -> Any:
+    """Return a ``SharedMemory`` that this process neither tracks nor unlinks."""
+    shared: Any = object.__new__(cls)
+    shared._name, shared._size = name, size
+    shared._fd, shared._track = -1, False
+    shared._mmap = file.map_part(0, size)
+    shared._buf = memoryview(shared._mmap)
+    return shared
+
+
+def rebuild_arena(kind: type, file: MappedFile, offset: int, size: int) -> Any:
+    """Return an arena of multiprocessing's heap on mapped memory."""
+    arena: Any = object.__new__(kind)
+    arena.size, arena.fd = size, -1
+    arena.buffer = np.frombuffer(file.memory(offset, size), np.uint8).data
+    return arena
+
+
+def rebuild_semaphore(cls: type, file: MappedFile, offset: int, kind: int, maxvalue: int) -> Any:
+    """Return a lock or semaphore of multiprocessing's on mapped memory."""
+    from multiprocessing import synchronize
+
+    # The C object does not keep the memory: it stays mapped until the process ends.
+    file = _semaphores.setdefault(file.file, file)
+    lock: Any = object.__new__(cls)
+    semlock: Any = synchronize._multiprocessing.SemLock  # type: ignore[attr-defined]
+    lock._semlock = semlock._rebuild(file.address(offset), kind, maxvalue, None)
+    lock._make_methods()
+    lock._is_fork_ctx = True  # it can be inherited, not pickled
+    return lock
+
+
+def rebuild_condition(cls: type, state: Any) -> Any:
+    """Return a condition variable of multiprocessing's."""
+    condition: Any = object.__new__(cls)
+    condition.__setstate__(state)
+    return condition

@@ -1,0 +1,570 @@
+"""Pickle mapped memory as a reference to its file, not by content.
+
+If the memory of a tensor or array is mapped from a file, or shared by processes, the pickle holds
+the file's identity and the memory's offset in it. The process that unpickles maps the same file.
+
+- ``Readers`` describes the processes that unpickle.
+- ``Mappings.reduce`` returns the reduction of an object, or None: the pickle holds its content.
+- ``Mappings.copied`` lists the objects in shared memory of which the readers get a copy.
+
+On a system without ``/proc`` the pickle holds the content of all memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import context as multiprocessing_context
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from dpex.wire.mapped_files import (
+    MappedFile,
+    MappedStorage,
+    host_identity,
+    rebuild_arena,
+    rebuild_array,
+    rebuild_arrow_buffer,
+    rebuild_condition,
+    rebuild_ctypes,
+    rebuild_mmap,
+    rebuild_semaphore,
+    rebuild_shared_memory,
+    rebuild_storage,
+    rebuild_tensor,
+    rebuild_typed_storage,
+)
+from dpex.wire.memory_map import Span, address_of, spans
+from dpex.wire.semaphores import move_to_memory_file
+
+__all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
+
+# The content of a smaller mapping is sent if no process writes to it.
+_LARGE_BYTES = 1 << 20
+_DELETED = " (deleted)"
+# Memory that has a name, which no other node has: torch's, multiprocessing's, semaphores.
+_NAMED_MEMORY = ("/dev/shm/torch_", "/dev/shm/psm_", "/dev/shm/pym-", "/dev/shm/sem.")
+# Ray's object store, whose objects never change: in memory, and on disk without a name.
+_OBJECT_STORE = "plasma"
+_SEMAPHORE_BYTES = ctypes.sizeof(ctypes.c_void_p) * 4
+
+# Descriptors that this process has opened so that others can open the same memory.
+_opened: dict[tuple[str, int], int] = {}
+
+
+class UnsharedMemoryError(RuntimeError):
+    """The readers cannot share memory that this process shares for writing."""
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The processes that will unpickle.
+
+    Attributes:
+        same_host: Whether all of them run on this host.
+        fork_parent: The process that they are forked from, if they may be forks.
+        read_once: Whether they unpickle again for every iteration.
+    """
+
+    same_host: bool
+    fork_parent: int | None = None
+    read_once: bool = True
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where other processes find a file that this one has mapped.
+
+    Attributes:
+        path: Its path; None if it has none.
+        descriptor: A descriptor of it in this process, if it has one.
+        status: Device and inode, as ``stat`` returns them; None if it cannot be opened.
+        size: Its size in bytes.
+        inherited: Whether the process that the readers are forked from has mapped it.
+    """
+
+    path: str | None
+    descriptor: int | None
+    status: tuple[int, int] | None
+    size: int
+    inherited: bool = False
+
+    @property
+    def reachable(self) -> bool:
+        """Whether readers on this host can map the file."""
+        return self.path is not None or self.descriptor is not None or self.inherited
+
+
+class Mappings:
+    """The mappings of this process, as one pickle refers to them.
+
+    Args:
+        readers: The processes that will unpickle.
+
+    Attributes:
+        copied: Objects in shared memory of which the readers get a copy.
+    """
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self.copied: list[Any] = []
+        self._used: set[Span] = set()
+        self._places: dict[tuple[str, int], _Place] = {}
+        self._files: dict[tuple[Any, ...], MappedFile] = {}
+        self._storages: dict[tuple[int, int], MappedStorage] = {}
+        self._anonymous: dict[int, int] | None = None
+        # Shared tensors that only the training process writes to, between iterations.
+        self._epochs: list[Any] = []
+        self._reducers: dict[type, Callable[[Any], Any] | None] = {}
+
+    def reduce(self, obj: Any) -> Any:
+        """Return an object's reduction, as ``__reduce__`` does, or None.
+
+        Raises:
+            UnsharedMemoryError: The object is writable, and the readers would get a copy.
+        """
+        kind = type(obj)
+        if kind not in self._reducers:
+            self._reducers[kind] = self._reducer_of(kind)
+        reducer = self._reducers[kind]
+        return None if reducer is None else reducer(obj)
+
+    @property
+    def hold(self) -> bool:
+        """Whether the mappings that the pickle refers to still exist."""
+        if not self._used:
+            return True
+        now = {(span.file, span.start): span.end for span in _merged(spans())}
+        return all(now.get((s.file, s.start), 0) >= s.end for s in self._used)
+
+    def _reducer_of(self, kind: type) -> Callable[[Any], Any] | None:
+        if kind in {np.ndarray, np.memmap, np.recarray}:
+            return self._reduce_array
+        if kind is torch.Tensor:
+            return self._reduce_tensor
+        for base in kind.__mro__:
+            reducer = _REDUCERS.get(f"{base.__module__}.{base.__qualname__}")
+            if reducer is not None:
+                return lambda obj: reducer(self, obj)
+        return None
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _spans(self) -> list[Span]:
+        try:
+            found = spans()
+        except OSError:  # a system without /proc
+            found = []
+        mapped = {span.file for span in found}
+        for file in [file for file in _opened if file not in mapped]:
+            descriptor = _opened.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
+        return _merged(found)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [span.start for span in self._spans]
+
+    def _forget_spans(self) -> None:
+        for name in ("_spans", "_starts"):
+            vars(self).pop(name, None)
+
+    def _span(self, address: int, size: int) -> Span | None:
+        number = bisect.bisect_right(self._starts, address) - 1
+        if number < 0 or self._spans[number].end < address + size:
+            return None
+        return self._spans[number]
+
+    def _find(
+        self, obj: Any, address: int, size: int, *, writeable: bool
+    ) -> tuple[MappedFile, int] | None:
+        """Return the file that memory is mapped from, and the offset in it.
+
+        Args:
+            obj: What has the memory.
+            address: Where the memory begins.
+            size: Its size in bytes.
+            writeable: Whether ``obj`` lets the user write to it.
+
+        Returns:
+            None if dpex has to send the content of ``obj``.
+
+        Raises:
+            UnsharedMemoryError: The readers can neither map the memory nor use a copy.
+        """
+        span = self._span(address, size)
+        if span is None or not size or _is_foreign(span):
+            return None
+        writes = span.shared and span.writable
+        large = span.end - span.start >= _LARGE_BYTES
+        if not span.shared and (not large or self._is_changed(span)):
+            return None
+        place = self._place(span)
+        reachable = place.reachable
+        if not self._readers.same_host:
+            reachable = place.path is not None and not place.path.startswith(_NAMED_MEMORY)
+            if not writes and not large:
+                return None
+        offset = address - span.start + span.offset
+        if not reachable or (not place.inherited and offset + size > place.size):
+            if writes:
+                self._refuse(obj, writeable=writeable)
+            return None
+        self._used.add(span)
+        return self._file(span, place), offset
+
+    def _refuse(self, obj: Any, *, writeable: bool) -> None:
+        epoch = any(obj is epoch for epoch in self._epochs)
+        if epoch and self._readers.read_once:
+            return
+        if not writeable:
+            self.copied.append(obj)
+        elif epoch:
+            raise UnsharedMemoryError(
+                "set_epoch() cannot reach persistent workers on other nodes. Pass "
+                "persistent_workers=False: each iteration then reads the epoch as it is at iter()"
+            )
+        elif self._readers.same_host:
+            raise UnsharedMemoryError(
+                "its memory is shared, but has no name and no descriptor by which workers could "
+                "map it. Create it before the process's first iteration over a DpexDataLoader, "
+                "whose workers must be forks, or with multiprocessing.get_context('spawn')"
+            )
+        else:
+            raise UnsharedMemoryError(
+                "its memory is shared between processes of this host, but workers may run on other "
+                "nodes, which would write to copies. Use a memory-mapped file that every node has "
+                "(numpy.memmap), or a Ray on this host alone (head_address='local')"
+            )
+
+    def _file(self, span: Span, place: _Place) -> MappedFile:
+        key = (span.file, span.shared, span.writable)
+        if key not in self._files:
+            self._files[key] = MappedFile(
+                path=place.path,
+                pid=os.getpid(),
+                descriptor=place.descriptor,
+                status=place.status,
+                file=span.file,
+                size=place.size,
+                shared=span.shared,
+                writable=span.writable,
+                host=host_identity(),
+            )
+        return self._files[key]
+
+    def _is_changed(self, span: Span) -> bool:
+        """Return whether this process has written to a private mapping."""
+        if self._anonymous is None:
+            try:
+                self._anonymous = _anonymous_bytes()
+            except OSError:  # unknown: the content is sent
+                return True
+        return any(
+            size and span.start <= start < span.end for start, size in self._anonymous.items()
+        )
+
+    def _place(self, span: Span) -> _Place:
+        if span.file not in self._places:
+            self._places[span.file] = self._look_for(span)
+        return self._places[span.file]
+
+    def _look_for(self, span: Span) -> _Place:
+        path = None if span.path.endswith(_DELETED) else span.path
+        found = _status_of(path, span) if path else None
+        if found is not None:
+            status = found.st_dev, found.st_ino
+            # Another file may have the path when a worker opens it.
+            return _Place(path, self._open_files.get(status), status, found.st_size)
+        descriptor = self._descriptor_of(span)
+        if descriptor is not None:
+            found = os.fstat(descriptor)
+            return _Place(None, descriptor, (found.st_dev, found.st_ino), found.st_size)
+        inherited = False
+        if span.shared and self._readers.fork_parent is not None:
+            with contextlib.suppress(OSError):
+                inherited = any(s.file == span.file for s in spans(self._readers.fork_parent))
+        return _Place(None, None, None, 0, inherited)
+
+    @functools.cached_property
+    def _open_files(self) -> dict[tuple[int, int], int]:
+        return _open_files()
+
+    def _descriptor_of(self, span: Span) -> int | None:
+        """Return a descriptor of a file without a name that this process has mapped."""
+        if span.file in _opened:
+            return _opened[span.file]
+        descriptor = self._open_files.get(_as_stat(span))
+        if descriptor is not None or not span.shared:
+            return descriptor
+        with contextlib.suppress(OSError):  # which needs a privilege
+            name = f"/proc/self/map_files/{span.start:x}-{span.end:x}"
+            descriptor = os.open(name, os.O_RDWR if span.writable else os.O_RDONLY)
+            found = os.fstat(descriptor)
+            if (found.st_dev, found.st_ino) == _as_stat(span):
+                _opened[span.file] = descriptor
+                return descriptor
+            os.close(descriptor)
+        return None
+
+    # --- kinds of objects -----------------------------------------------------------------------
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        if array.dtype.hasobject or not array.size or self._span(address_of(array), 1) is None:
+            return None
+        low, high = _bounds(array)
+        found = self._find(array, low, high - low, writeable=array.flags.writeable)
+        if found is None:
+            return None
+        file, offset = found
+        attributes = {}
+        if type(array) is np.memmap:
+            names = ("filename", "offset", "mode")
+            attributes = {name: getattr(array, name, None) for name in names}
+        return rebuild_array, (
+            type(array).__name__,
+            file,
+            offset + address_of(array) - low,
+            array.dtype,
+            array.shape,
+            array.strides,
+            array.flags.writeable,
+            attributes,
+        )
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+            return None
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_leaf:
+            return None
+        mapped = self._storage(tensor, tensor.untyped_storage())
+        if mapped is None:
+            return None
+        return rebuild_tensor, (
+            mapped,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.requires_grad,
+        )
+
+    def _storage(self, obj: Any, storage: torch.UntypedStorage) -> MappedStorage | None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if (address, size) in self._storages:
+            return self._storages[address, size]
+        by_torch = storage.is_shared()
+        if by_torch and self._span(address, size) is None:
+            self._forget_spans()  # share_memory_() was called after the first look
+        found = self._find(obj, address, size, writeable=True)
+        if found is None:
+            return None
+        mapped = self._storages[address, size] = MappedStorage(*found, size, by_torch=by_torch)
+        return mapped
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        mapped = self._storage(storage, storage) if storage.device.type == "cpu" else None
+        return None if mapped is None else (rebuild_storage, (mapped,))
+
+    def _reduce_typed_storage(self, storage: torch.TypedStorage) -> Any:
+        if storage._untyped_storage.device.type != "cpu":
+            return None
+        mapped = self._storage(storage, storage._untyped_storage)
+        return None if mapped is None else (rebuild_typed_storage, (mapped, storage.dtype))
+
+    def _reduce_arrow_buffer(self, buffer: Any) -> Any:
+        if not buffer.is_cpu:
+            return None
+        found = self._find(buffer, buffer.address, buffer.size, writeable=buffer.is_mutable)
+        return None if found is None else (rebuild_arrow_buffer, (*found, buffer.size))
+
+    def _reduce_ctypes(self, obj: Any) -> Any:
+        size = ctypes.sizeof(obj)
+        found = self._find(obj, ctypes.addressof(obj), size, writeable=True)
+        if found is None or not found[0].writable:
+            return None
+        element: Any = type(obj)
+        lengths: list[int] = []
+        while issubclass(element, ctypes.Array):
+            lengths.insert(0, element._length_)
+            element = element._type_
+        return rebuild_ctypes, (element, tuple(lengths), *found)
+
+    def _reduce_mmap(self, mapping: mmap.mmap) -> Any:
+        try:
+            memory = np.frombuffer(mapping, np.uint8)
+        except (ValueError, BufferError):  # it is closed
+            return None
+        found = self._find(mapping, address_of(memory), memory.nbytes, writeable=True)
+        if found is None or (found[0].descriptor is None and found[0].path is None):
+            return None
+        return rebuild_mmap, (*found, memory.nbytes, mapping.tell())
+
+    def _reduce_shared_memory(self, shared: Any) -> Any:
+        if shared.buf is None:
+            return None
+        address = address_of(np.frombuffer(shared.buf, np.uint8))
+        found = self._find(shared, address, shared.size, writeable=True)
+        if found is None or found[1]:
+            return None
+        # The name includes the leading slash that the property omits.
+        return rebuild_shared_memory, (type(shared), shared._name, found[0], shared.size)
+
+    def _reduce_arena(self, arena: Any) -> Any:
+        address = address_of(np.frombuffer(arena.buffer, np.uint8))
+        found = self._find(arena, address, arena.size, writeable=True)
+        return None if found is None else (rebuild_arena, (type(arena), *found, arena.size))
+
+    def _reduce_semaphore(self, lock: Any) -> Any:
+        handle = lock._semlock.handle
+        span = self._span(handle, _SEMAPHORE_BYTES)
+        if span is None:
+            return None
+        if self._readers.same_host and not self._place(span).reachable:
+            descriptor = move_to_memory_file(span)
+            if descriptor is not None:
+                self._forget_spans()
+                span = self._span(handle, _SEMAPHORE_BYTES)
+                assert span is not None
+                _opened[span.file] = descriptor
+        found = self._find(lock, handle, _SEMAPHORE_BYTES, writeable=True)
+        if found is None:
+            return None
+        return rebuild_semaphore, (type(lock), *found, lock._semlock.kind, lock._semlock.maxvalue)
+
+    def _reduce_condition(self, condition: Any) -> Any:
+        if not self._spans:
+            return None
+        before: Any = multiprocessing_context.get_spawning_popen()
+        # Condition.__getstate__ raises unless multiprocessing is spawning a process.
+        multiprocessing_context.set_spawning_popen(before or cast(Any, self))
+        try:
+            state = condition.__getstate__()
+        finally:
+            multiprocessing_context.set_spawning_popen(before)
+        return rebuild_condition, (type(condition), state)
+
+    def _reduce_synchronized(self, synchronized: Any) -> Any:
+        from multiprocessing import sharedctypes
+
+        if not self._spans:
+            return None
+        return sharedctypes.synchronized, (synchronized.get_obj(), synchronized.get_lock())
+
+    def _note_epoch(self, stream: Any) -> None:
+        """Note the epoch of a Hugging Face stream, which is shared memory."""
+        self._epochs.append(getattr(stream, "_epoch", None))
+
+
+_REDUCERS: dict[str, Callable[[Mappings, Any], Any]] = {
+    "_ctypes._CData": Mappings._reduce_ctypes,
+    "datasets.iterable_dataset.IterableDataset": Mappings._note_epoch,
+    "mmap.mmap": Mappings._reduce_mmap,
+    "multiprocessing.heap.Arena": Mappings._reduce_arena,
+    "multiprocessing.shared_memory.SharedMemory": Mappings._reduce_shared_memory,
+    "multiprocessing.sharedctypes.SynchronizedBase": Mappings._reduce_synchronized,
+    "multiprocessing.synchronize.Condition": Mappings._reduce_condition,
+    "multiprocessing.synchronize.SemLock": Mappings._reduce_semaphore,
+    "pyarrow.lib.Buffer": Mappings._reduce_arrow_buffer,
+    "torch.storage.TypedStorage": Mappings._reduce_typed_storage,
+    "torch.storage.UntypedStorage": Mappings._reduce_storage,
+}
+
+
+def _is_foreign(span: Span) -> bool:
+    """Return whether a mapping belongs to Ray's object store, or to a device such as a GPU."""
+    if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
+        # CUDA's page-locked memory cannot be told from anonymous memory that processes share.
+        return not span.path.startswith("/dev/zero") or torch.cuda.is_initialized()
+    return Path(span.path).name.startswith(_OBJECT_STORE) and (
+        span.path.startswith("/dev/shm/") or span.path.endswith(_DELETED)
+    )
+
+
+def _merged(found: list[Span]) -> list[Span]:
+    """Join neighbouring mappings of one file; leave out memory without a file."""
+    merged: list[Span] = []
+    for span in found:
+        if not span.inode:
+            continue
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (last.file, last.shared, last.writable) == (span.file, span.shared, span.writable)
+            and last.end == span.start
+            and last.offset + last.end - last.start == span.offset
+        ):
+            merged[-1] = last._replace(end=span.end)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Return an array's first address, and the one behind its last."""
+    low = high = address_of(array)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        low += min(0, (length - 1) * stride)
+        high += max(0, (length - 1) * stride)
+    return low, high + array.itemsize
+
+
+def _anonymous_bytes() -> dict[int, int]:
+    """Return how many bytes of each mapping, by its address, belong to no file."""
+    sizes: dict[int, int] = {}
+    start = 0
+    for line in Path("/proc/self/smaps").read_bytes().splitlines():
+        name, _, value = line.partition(b":")
+        if name in {b"Anonymous", b"Swap"}:
+            sizes[start] = sizes.get(start, 0) + int(value.split()[0])
+        elif b"-" in line.partition(b" ")[0]:
+            start = int(line.partition(b"-")[0], 16)
+    return sizes
+
+
+def _status_of(path: str, span: Span) -> os.stat_result | None:
+    """Return the status of the file with this path if it is the mapped one."""
+    try:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        if (found.st_dev, found.st_ino) == _as_stat(span):
+            return found
+        # On some file systems /proc/self/maps and stat() have different devices.
+        with (
+            Path(path).open("rb") as file,
+            mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ) as mapping,
+        ):
+            address = address_of(np.frombuffer(mapping, np.uint8))
+            again = next(s for s in spans() if s.start <= address < s.end)
+            return os.fstat(file.fileno()) if again.file == span.file else None
+    except (OSError, ValueError, BufferError):
+        return None
+
+
+def _as_stat(span: Span) -> tuple[int, int]:
+    """Return a file's device and inode as ``stat`` has them, on most file systems."""
+    major, minor = (int(number, 16) for number in span.device.split(":"))
+    return os.makedev(major, minor), span.inode
+
+
+def _open_files() -> dict[tuple[int, int], int]:
+    """Return this process's descriptors, by device and inode; the lowest one of each file."""
+    found: dict[tuple[int, int], int] = {}
+    for name in sorted(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - only names
+        with contextlib.suppress(OSError):
+            status = os.fstat(name)
+            found.setdefault((status.st_dev, status.st_ino), name)
+    return found

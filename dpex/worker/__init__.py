@@ -1,0 +1,1 @@
+"""Code of the worker processes: indices into samples, samples into batches."""

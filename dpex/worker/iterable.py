@@ -1,0 +1,320 @@
+"""The first stage for an ``IterableDataset``: every logical worker reads a stream of its own.
+
+A stream can only go on where it stands, which is in one process. A chunk says which of a stream's
+batches it is to have; a process that does not have the stream, or has it too far on, begins it anew
+and reads up to there. So a chunk has the same batches whoever makes it.
+
+Where a dataset or its iterator can say where it stands, every batch comes with that, and an epoch
+that goes on in another process is begun there. A worker that dies is not: not every state is exact
+(those of shuffled streams often forget their buffer), and reading again is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dpex.compat.torch_names import IterableDatasetFetcher
+from dpex.wire.block_format import Entry
+from dpex.wire.timings import Costs, count, noted
+from dpex.worker.dataset_copies import Copy, Slot, copy_of, find_copy, forget_copy, keep_copy
+from dpex.worker.logical_worker import (
+    Cancelled,
+    Run,
+    initialise,
+    leave_worker,
+    settle_process,
+    show_worker,
+    wrap_error,
+)
+from dpex.worker.map_style import Chunk, Job, collate, encode
+from dpex.worker.seeding import Habits, global_states, set_global_states, stream_key
+from dpex.worker.stateful import StreamState
+
+__all__ = ["stream_chunk"]
+
+
+class _Stream:
+    """What one logical worker reads in one epoch.
+
+    Attributes:
+        dataset: The worker's copy of the dataset.
+        epoch: Of which epoch it is: its number, and its base_seed.
+        made: How many batches have been read.
+        is_fresh: Whether it was begun at its beginning, and not from a state.
+        owns_generator: Whether ``worker_init_fn`` has seeded torch's generator.
+        generators: What the global generators are about to draw, while it is not read.
+
+    Args:
+        copy: The worker's copy of the dataset.
+        epoch: Of which epoch it is.
+        others: Copies to read instead while they yield nothing.
+    """
+
+    def __init__(
+        self,
+        copy: Copy[Job],
+        epoch: tuple[int, int],
+        others: Iterator[Copy[Job]] | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.made = 0
+        self.is_fresh = True
+        self.generators: Sequence[Any] | None = None
+        self._others = others or iter(())
+        self._end_told = False
+        self._open(copy)
+
+    def _open(self, copy: Copy[Job]) -> None:
+        job = copy.job
+        self.dataset = job.dataset
+        self.owns_generator = copy.generators.owns_torchs
+        self._fetcher = IterableDatasetFetcher(
+            job.dataset,
+            job.auto_collation,
+            functools.partial(_collate, job.collate_fn),
+            job.drop_last,
+        )
+
+    def read(self, request: Any) -> Any:
+        """Return the next batch.
+
+        Args:
+            request: As many indices as it is to have samples; None without batching.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        self.made += 1
+        while True:
+            try:
+                batch = self._fetcher.fetch(request)
+            except StopIteration:
+                copy = next(self._others, None) if self.made == 1 else None
+                if copy is None:
+                    raise
+                self._open(copy)
+            else:
+                self._others = iter(())
+                return batch
+
+    def comes_to(self, chunk: Chunk) -> bool:
+        """Tell whether it had better read on to a chunk than be begun again."""
+        begin = chunk.begin[0] if chunk.begin else 0
+        return begin <= self.made <= chunk.first_batch // chunk.run.num_workers
+
+    @property
+    def state(self) -> bytes | None:
+        """Where it stands, packed, if it can say so."""
+        return StreamState.of(self._fetcher, self.made)
+
+    def state_at_end(self) -> bytes | None:
+        """Return the state once, when the stream has ended."""
+        if self._end_told:
+            return None
+        self._end_told = True  # also if state_dict() raises, so that its error comes once
+        return self.state
+
+    @property
+    def over_state(self) -> StreamState | None:
+        """The state with which its dataset begins the next epoch, if this one is over."""
+        state = self.state if self._end_told else None
+        return None if state is None else StreamState.unpacked(state).at_end_of_epoch()
+
+    def stand_at(self, state: StreamState) -> None:
+        """Stand where another process stood; the dataset has been told already."""
+        state.give_iterator(self._fetcher)
+        state.generators.give_global()
+        self.made = state.batches
+        self.is_fresh = False
+
+
+class _NeverBegun(_Stream):
+    """A stream whose beginning failed: it has ended, as torch's has."""
+
+    def __init__(self, epoch: tuple[int, int]) -> None:
+        self.dataset = None
+        self.epoch = epoch
+        self.made = 0
+        self.is_fresh = False
+        self.owns_generator = False
+        self.generators = None
+
+    state = over_state = None
+
+    def state_at_end(self) -> None:
+        """Return nothing."""
+
+    def comes_to(self, chunk: Chunk) -> bool:
+        """Tell that it is not begun again."""
+        return True
+
+    def read(self, request: Any) -> Any:
+        """Return nothing."""
+        raise StopIteration
+
+
+def stream_chunk(
+    chunk: Chunk,
+    read_job: Callable[[], Job],
+    where: str,
+    cancelled: Callable[[], bool],
+) -> Iterator[tuple[Entry, Costs]]:
+    """Read the batches of one chunk of a stream.
+
+    Args:
+        chunk: Which ones.
+        read_job: Makes one more copy of the ``Job``, which nobody else has.
+        where: Node and process, for error messages.
+        cancelled: Asked between batches; once it says so, nothing more is read.
+
+    Yields:
+        The batch, the error in its place, or the stream's end, after which nothing comes; and what
+        it cost.
+
+    Source:
+        torch's ``_worker_loop`` with an ``IterableDataset``.
+    """
+    run = chunk.run
+    worker_id = chunk.worker
+    settle_process(run)
+    slot = (run.loader, run.generation, worker_id)
+    epoch = (run.epoch, run.base_seed)
+    stream = _stream_in(slot)
+    if stream is not None and not (stream.epoch == epoch and stream.comes_to(chunk)):
+        stream = None
+    if stream is not None and stream.generators is not None:
+        set_global_states(stream.generators)
+    try:
+        for number, request in zip(chunk.numbers, chunk.batches, strict=True):
+            with noted() as costs, run.settings.gradients():
+                try:
+                    if stream is None:
+                        stream = _begin(slot, run, read_job, chunk.begin)
+                    show_worker(
+                        worker_id, run, stream.dataset, owns_generator=stream.owns_generator
+                    )
+                    entry = _read(number, stream, run, request, cancelled, costs)
+                except Cancelled:
+                    return
+                except (Exception, SystemExit):
+                    if stream is None:
+                        stream = _NeverBegun(epoch)
+                        keep_copy(slot, Copy(None, "", Habits(), stream=stream))
+                    place = f"batch {number // run.num_workers} of its stream, {where}"
+                    error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
+                    entry = Entry(number, error, "error")
+                finally:
+                    leave_worker()
+            costs.settle()
+            yield entry, costs
+            if entry.outcome == "end" or cancelled():
+                return
+    finally:
+        if stream is not None:
+            stream.generators = global_states()
+
+
+def _read(
+    number: int,
+    stream: _Stream,
+    run: Run,
+    request: Any,
+    cancelled: Callable[[], bool],
+    costs: Costs,
+) -> Entry:
+    """Read one batch, or find the stream's end."""
+    try:
+        _read_up_to(number // run.num_workers, stream, request, cancelled)
+        before = costs.samples  # of batches that nobody gets
+        value = encode(stream.read(request))
+    except StopIteration:
+        return Entry(number, encode(None), "end", state=stream.state_at_end())
+    return Entry(number, value, samples=costs.samples - before, state=stream.state)
+
+
+def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[], bool]) -> None:
+    """Read the batches that come before one in a stream, which nobody gets."""
+    while stream.made < place:
+        if cancelled():
+            raise Cancelled
+        try:
+            stream.read(request)
+        except StopIteration:
+            raise
+        except (Exception, SystemExit):  # which was raised where this batch was delivered
+            continue
+
+
+def _stream_in(slot: Slot) -> _Stream | None:
+    copy = find_copy(slot)
+    return None if copy is None else copy.stream
+
+
+def _begin(
+    slot: Slot, run: Run, read_job: Callable[[], Job], begin: tuple[int, bytes] | None
+) -> _Stream:
+    """Begin a worker's stream of an epoch, or go on with it from a state.
+
+    What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
+    next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
+    again, in another process, is the same. Generators that ``worker_init_fn`` seeded go on.
+
+    A dataset that has loaded a state may begin every later epoch at that state. So after such an
+    epoch the worker makes a new copy, and loads the state of the epoch's end into it. Some datasets
+    then begin the next epoch. Some yield nothing, and begin it at their second pass. Some yield
+    nothing again, and are replaced by a copy without a state.
+    """
+    before = _stream_in(slot)
+    if before is not None and before.epoch != (run.epoch - 1, run.base_seed):
+        before = None
+    state = StreamState.unpacked(begin[1]) if begin else None
+    if before is not None and not before.is_fresh:
+        state, before = before.over_state, None
+    if before is None:
+        copy = _new_copy(slot, run, read_job)
+    else:
+        copy = copy_of(slot, read_job)
+        _seed(copy, run, slot[2], None)
+        if before.generators is not None:
+            copy.generators.restore(before.generators)
+    epoch = (run.epoch, run.base_seed)
+    if state is None:
+        stream = _Stream(copy, epoch)
+    else:
+        state.give_dataset(copy.job.dataset)
+        others = _others(copy, slot, run, read_job) if state.epoch_over else None
+        stream = _Stream(copy, epoch, others)
+        if not state.epoch_over:
+            stream.stand_at(state)
+    copy.stream = stream
+    return stream
+
+
+def _others(
+    copy: Copy[Job], slot: Slot, run: Run, read_job: Callable[[], Job]
+) -> Iterator[Copy[Job]]:
+    """Yield what to read when a copy with the state of an epoch's end yields nothing."""
+    yield copy
+    new = _new_copy(slot, run, read_job)
+    new.stream = copy.stream
+    yield new
+
+
+def _new_copy(slot: Slot, run: Run, read_job: Callable[[], Job]) -> Copy[Job]:
+    forget_copy(slot)
+    copy = copy_of(slot, read_job)
+    _seed(copy, run, slot[2], copy.job.worker_init_fn)
+    return copy
+
+
+def _seed(copy: Copy[Job], run: Run, worker_id: int, init_fn: Callable[[int], None] | None) -> None:
+    show_worker(worker_id, run, copy.job.dataset)
+    base_seed = stream_key(run.base_seed, run.epoch) >> 2 if run.epoch else run.base_seed
+    initialise(worker_id, base_seed, init_fn, copy.generators)
+
+
+def _collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
+    count("samples", len(samples) if isinstance(samples, list) else 1)
+    return collate(collate_fn, samples)

@@ -1,0 +1,200 @@
+"""The later stages: what a worker does to batches that come from the stage before."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dpex.compat.torch_names import tree_map_only
+from dpex.wire.block_format import Entry
+from dpex.wire.pickling import load
+from dpex.wire.timings import Costs, noted, spent
+from dpex.worker.collate_memory import BatchMemory
+from dpex.worker.dataset_copies import SHARED, Copy, copy_of
+from dpex.worker.logical_worker import (
+    At,
+    Cancelled,
+    leave_worker,
+    settle_process,
+    show_worker,
+    wrap_error,
+)
+from dpex.worker.map_style import Unfinished, collate, encode
+from dpex.worker.seeding import sample_seed, seed_cuda, seed_generators, stage_key, stream_key
+from dpex.worker.skipped_samples import Failures, NothingLeft
+
+__all__ = ["StageJob", "apply_stage"]
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """What every worker of a later stage needs.
+
+    Attributes:
+        transform: What it does to a sample, or to a batch.
+        batched: Whether it gets batches.
+        collate_fn: Makes a batch when the stage has done with its samples; None where the stage
+            before or after does.
+        auto_collation: Whether a batch's samples come in a list.
+        finishes: Whether there is no later stage.
+        skips_errors: Whether a sample that cannot be transformed is left out.
+    """
+
+    transform: Callable[[Any], Any]
+    batched: bool
+    collate_fn: Callable[[Any], Any] | None
+    auto_collation: bool
+    finishes: bool
+    skips_errors: bool = False
+
+
+def apply_stage(
+    stage: int,
+    entries: Sequence[Entry],
+    read_job: Callable[[], StageJob],
+    where: str,
+    cancelled: Callable[[], bool],
+    *,
+    kept: bool = False,
+) -> Iterator[tuple[Entry, Costs]]:
+    """Do a stage's part of the batches of one block.
+
+    Args:
+        stage: The stage's number; 0 is the one that fetches.
+        entries: Each an ``Unfinished``, or the error in its place, which is passed on.
+        read_job: Makes one more copy of the ``StageJob``, which nobody else has.
+        where: Node and process, for error messages.
+        cancelled: Asked between samples; once it says so, nothing more is made.
+        kept: Whether this process's copy of the stage serves all iterations, whatever torch's
+            workers would do: what it has put on a GPU stays there. What it draws there is seeded.
+
+    Yields:
+        The batch, or the error in its place, and what the stage's part of it cost.
+    """
+    for entry in entries:
+        content, left_out = entry.value, entry.left_out
+        if entry.outcome != "batch":
+            yield entry, Costs()
+            continue
+        at = At("indices", None)
+        worker_id = 0
+        with noted() as costs:
+            try:
+                started = time.perf_counter()
+                came: Unfinished = load(content)
+                spent("encode_s", started)
+                run = came.run
+                settle_process(run)
+                worker_id = entry.batch % run.num_workers
+                at.value = came.indices
+                slot = (f"{run.loader}/{stage}", 0 if kept else run.generation, SHARED)
+                copy = copy_of(slot, read_job)
+                show_worker(worker_id, run, None)
+                key = stage_key(stream_key(run.base_seed, run.epoch), stage)
+                failures = Failures(left_out=copy.job.skips_errors)
+                load_again = functools.partial(load, content)
+                with run.settings.gradients():
+                    value = _apply(
+                        copy, came, load_again, key, cancelled, at, failures, on_gpu=kept
+                    )
+                if kept:
+                    value = tree_map_only(torch.Tensor, _to_cpu, value)
+                if not copy.job.finishes:
+                    places = failures.places(_placed(came)) if failures.samples else came.places
+                    value = replace(came, value=value, places=places)
+                done = Entry(entry.batch, encode(value), "batch", left_out + failures.samples)
+            except NothingLeft:
+                done = Entry(entry.batch, encode(None), "nothing", left_out + failures.samples)
+            except Cancelled:
+                return
+            except (Exception, SystemExit):
+                place_of_error = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
+                error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
+                done = Entry(entry.batch, error, "error")
+            finally:
+                leave_worker()
+        # Chunks are sized by what the first stage takes for them.
+        costs.seconds = costs.cpu_seconds = 0.0
+        yield done, costs
+        if cancelled():
+            return
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu")  # cpu() would make a plain tensor of torchvision's
+
+
+def _apply(
+    copy: Copy[StageJob],
+    came: Unfinished,
+    load_again: Callable[[], Unfinished],
+    key: int,
+    cancelled: Callable[[], bool],
+    at: At,
+    failures: Failures,
+    *,
+    on_gpu: bool,
+) -> Any:
+    """Transform a batch or its samples, each seeded.
+
+    Args:
+        copy: The stage.
+        came: The batch.
+        load_again: Makes it anew: what was transformed once may have been changed.
+        key: Key of the stage's seeds in this epoch.
+        cancelled: Asked between samples.
+        at: Kept at the index being worked on, for error messages.
+        failures: Takes the samples that fail, if they are to be left out.
+        on_gpu: Whether CUDA's generators are seeded too.
+    """
+    job = copy.job
+    if job.batched or not job.auto_collation:
+        seed_generators(sample_seed(key, came.position))
+        if on_gpu:
+            seed_cuda(sample_seed(key, came.position))
+        try:
+            value = job.transform(came.value)
+        except Exception as error:
+            if not job.batched and failures.take(0, came.indices, error):
+                raise NothingLeft from error
+            raise
+        return collate(job.collate_fn, value)
+    untouched = [came]
+
+    def attempt(before_sample: Callable[[int], None]) -> Any:
+        samples = (untouched.pop() if untouched else load_again()).value
+        at.set("index", None)
+        failures.forget()
+        placed = _placed(came)
+        memory = BatchMemory(job.collate_fn, len(placed))
+        transformed = []
+        for (place, index), sample in zip(placed, samples, strict=True):
+            at.value = index
+            before_sample(place)
+            if on_gpu:
+                seed_cuda(sample_seed(key, came.position + place))
+            try:
+                result = job.transform(sample)
+            except Exception as error:
+                if not failures.take(place, index, error):
+                    raise
+            else:
+                transformed.append(memory.take(result))
+            if cancelled():
+                raise Cancelled
+        at.set("indices", came.indices)
+        return collate(job.collate_fn, failures.rest(transformed), memory)
+
+    return copy.habits.reproducibly(key, came.position, attempt)
+
+
+def _placed(came: Unfinished) -> list[tuple[int, Any]]:
+    """Return place and index of a batch's samples."""
+    indices = list(came.indices)
+    places = range(len(indices)) if came.places is None else came.places
+    return [(place, indices[place]) for place in places]
