@@ -14,8 +14,7 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
-from dpex.training.in_flight import BLOCK_LOST
-from dpex.wire.block_format import Entry, FrameWriter
+from dpex.wire.block_format import BLOCK_LOST, Entry, FrameWriter
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode

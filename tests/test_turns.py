@@ -12,7 +12,8 @@ import pytest
 from dpex.pipeline import fair_share
 from dpex.pipeline import scheduler as turns_module
 from dpex.pipeline.fair_share import Round
-from dpex.pipeline.scheduler import Assignment, Others, Turns
+from dpex.pipeline.scheduler import Others, Turns
+from dpex.worker.actor_calls import Assignment
 from dpex.worker.binding import Binding
 
 Scenario = Callable[[Turns], Awaitable[None]]

@@ -19,9 +19,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dpex.worker.actor_calls import Assignment
 from dpex.worker.binding import Binding
 
-__all__ = ["Assignment", "MAX_DEATHS", "Others", "Turns"]
+__all__ = ["MAX_DEATHS", "Others", "Turns"]
 
 MAX_DEATHS = 4
 """How often a worker process may die with the same chunk or block. Ray starts tasks for ever."""
@@ -55,27 +56,6 @@ _HOPELESS_S = 60.0
 _LOOK_S = 0.1
 # Turns that are over are kept, for Ray starts a task again if what it made is lost.
 _MAX_OVER = 256
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A chunk to make.
-
-    Attributes:
-        payload: The pickled chunk.
-        place: How many chunks come before it in the turn.
-        binding: Whether its logical worker lives in this process.
-        again: Whether the task has been given it before, and died.
-        skipped_blocks: How many blocks the chunks made that the task need not make again.
-        restarted: Whether its logical worker begins again, because it had another task before.
-    """
-
-    payload: bytes
-    place: int
-    binding: Binding = Binding.RELEASED
-    again: bool = False
-    restarted: bool = False
-    skipped_blocks: int = 0
 
 
 @dataclass(frozen=True)

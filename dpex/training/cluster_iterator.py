@@ -21,9 +21,9 @@ from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySk
 from dpex.stats import Meter
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.deferred_errors import KeptError, reraise
-from dpex.training.in_flight import BLOCK_LOST, Sent, described, joined_streams, lost_error
+from dpex.training.in_flight import Sent, described, joined_streams, lost_error
 from dpex.training.prefetch import Demand, IndexDemand, StreamDemand
-from dpex.wire.block_format import Entry
+from dpex.wire.block_format import BLOCK_LOST, Entry
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk

@@ -9,10 +9,7 @@ from dataclasses import replace
 from dpex.errors import ChunkLostError
 from dpex.worker.map_style import Chunk
 
-__all__ = ["BLOCK_LOST", "Sent", "described", "joined_streams", "lost_error"]
-
-BLOCK_LOST = "a block was lost"
-"""With what the errors of a block begin that went with the process that had made it."""
+__all__ = ["Sent", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:

@@ -25,7 +25,11 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Entry", "Frame", "FrameWriter", "decode", "read_frame"]
+__all__ = ["BLOCK_LOST", "Entry", "Frame", "FrameWriter", "decode", "read_frame"]
+
+BLOCK_LOST = "a block was lost"
+"""The beginning of an error's text where a block died with the process that had made it."""
+
 
 # Below this size a memcpy is cheaper than one more Arrow column.
 _OWN_COLUMN_BYTES = 1 << 20

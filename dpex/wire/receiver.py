@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
@@ -18,14 +18,10 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, Block, data_iterator
-from dpex.training.in_flight import BLOCK_LOST
-from dpex.wire.block_format import Entry, Frame, decode, read_frame
+from dpex.wire.block_format import BLOCK_LOST, Entry, Frame, decode, read_frame
 from dpex.wire.buffer_pool import MemoryPool
 
-if TYPE_CHECKING:
-    from dpex.pipeline.actor import HostHandle
-
-__all__ = ["Arrival", "Receiver"]
+__all__ = ["Arrival", "Host", "Receiver"]
 
 logger = logging.getLogger("dpex")
 
@@ -47,6 +43,20 @@ class Arrival:
     batches: list[Entry]
     decode_s: float = 0.0
     transfer_s: float = 0.0
+
+
+class Host(Protocol):
+    """The actor that says where the blocks are.
+
+    Attributes:
+        actor: Its handle.
+    """
+
+    actor: Any
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process is still connected to the actor's Ray."""
 
 
 class _Decode(ArrowBatchCollateFn):
@@ -111,7 +121,7 @@ class Receiver:
 
     def __init__(
         self,
-        host: HostHandle,
+        host: Host,
         lane_key: str,
         run: str,
         pool: MemoryPool,

@@ -20,8 +20,11 @@ from typing import Any
 
 import ray
 
+from dpex.worker.binding import Binding
+
 __all__ = [
     "Arrived",
+    "Assignment",
     "HOST_DIED",
     "Messages",
     "NAMESPACE",
@@ -44,6 +47,27 @@ _HOST_AWAY_S = 30.0
 _KEEP_CPU_S = 1.0
 # How many messages of a sender may have no answer yet. The host remembers four times as many.
 _MOST_UNDER_WAY = 16
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A chunk to make.
+
+    Attributes:
+        payload: The pickled chunk.
+        place: How many chunks come before it in the turn.
+        binding: Whether its logical worker lives in this process.
+        again: Whether the task has been given it before, and died.
+        skipped_blocks: How many blocks the chunks made that the task need not make again.
+        restarted: Whether its logical worker begins again, because it had another task before.
+    """
+
+    payload: bytes
+    place: int
+    binding: Binding = Binding.RELEASED
+    again: bool = False
+    restarted: bool = False
+    skipped_blocks: int = 0
 
 
 @functools.lru_cache(maxsize=4)

@@ -25,7 +25,15 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.executor import limit_to_concurrency
 from dpex.compat.objects import private_mappings
 from dpex.wire.memory_map import shared_memory
-from dpex.worker.actor_calls import HOST_DIED, Messages, Patience, ask_host, get_soon, host
+from dpex.worker.actor_calls import (
+    HOST_DIED,
+    Assignment,
+    Messages,
+    Patience,
+    ask_host,
+    get_soon,
+    host,
+)
 from dpex.worker.binding import Binding
 
 if TYPE_CHECKING:
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
 
     import ray.data
 
-    from dpex.pipeline.scheduler import Assignment
     from dpex.wire.pickling import Pickled
     from dpex.worker.map_style import Chunk, Job
 
