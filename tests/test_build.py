@@ -24,7 +24,7 @@ def test_ray_warns_of_no_deprecated_option(
 ) -> None:
     import ray.data
 
-    from dpex.worker.task import LaterStage, Pipeline, build
+    from dpex.pipeline.dataset import LaterStage, Pipeline, build
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -182,10 +182,10 @@ def test_copies_live_until_their_pipeline_is_released() -> None:
 
 
 def test_a_chunk_that_begins_when_its_pipeline_is_closed_leaves_no_copy() -> None:
-    from dpex.worker import task
+    from dpex.worker import kept_jobs
 
-    task._release("closed")  # the task has been given its chunk by now
-    with task._working("closed"):
+    kept_jobs._release("closed")  # the task has been given its chunk by now
+    with kept_jobs.working("closed"):
         assert read(Counts(), [[0]], **BOUND) == [[(1, None)]]
         assert dataset_copies._copies
     assert not dataset_copies._copies

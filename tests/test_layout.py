@@ -16,7 +16,12 @@ LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
 # All of a folder reaches Ray, but for these modules; of the other folders these modules alone do.
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {"dpex.compat.names", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
-WITH_RAY = {"dpex.worker.actor_calls", "dpex.worker.task", "dpex.wire.receiver"}
+WITH_RAY = {
+    "dpex.wire.receiver",
+    "dpex.worker.actor_calls",
+    "dpex.worker.kept_jobs",
+    "dpex.worker.task",
+}
 # Those of the training process that start or ask a Ray.
 DOORS_TO_RAY = {"dpex.dataloader", "dpex.doctor.report", "dpex.training.cluster_iterator"}
 # Each may be imported by the module of its name in dpex.integrations, and by no other.

@@ -23,11 +23,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.local.forkserver import inheritance
 from dpex.compat.executor import tune_executor
+from dpex.pipeline.dataset import Pipeline, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
 from dpex.pipeline.scheduler import MAX_DEATHS, Others, Turns
 from dpex.worker.actor_calls import NAMESPACE, Arrived, Assignment
-from dpex.worker.task import FIRST_TASKS, Pipeline, build, store_job
+from dpex.worker.task import FIRST_TASKS
 
 __all__ = ["HostHandle", "get_host"]
 

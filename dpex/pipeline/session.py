@@ -26,6 +26,7 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError
 from dpex.pipeline.actor import HostHandle, get_host
+from dpex.pipeline.dataset import LaterStage, Pipeline, store_job
 from dpex.pipeline.metrics import publish
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.worker_options import unmet
@@ -36,7 +37,6 @@ from dpex.worker.actor_calls import HOST_DIED
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
-from dpex.worker.task import LaterStage, Pipeline, store_job
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats

@@ -1,30 +1,20 @@
-"""Chunks as a Ray Dataset, and the stage that turns them into batches on the cluster."""
+"""A task of a pipeline: it asks the host for chunks, makes their batches and sends them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
-import sys
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import ray
 
-from dpex.cluster.local.forkserver import inheritance, show_script_arguments
-from dpex.cluster.releasing import be_ready, release_later
-from dpex.compat.executor import limit_to_concurrency
-from dpex.compat.objects import private_mappings
-from dpex.wire.memory_map import shared_memory
+from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.worker.actor_calls import (
     HOST_DIED,
     Assignment,
@@ -35,35 +25,27 @@ from dpex.worker.actor_calls import (
     host,
 )
 from dpex.worker.binding import Binding
+from dpex.worker.kept_jobs import read_job, release_when_closed, working
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    import ray.data
-
-    from dpex.wire.pickling import Pickled
     from dpex.worker.map_style import Chunk, Job
 
 __all__ = [
     "FIRST_TASKS",
-    "LaterStage",
-    "Pipeline",
-    "build",
+    "TransformBatches",
     "hand_out_turns",
     "make_batches",
-    "store_job",
     "transform_batches",
+    "turn",
 ]
 
 FIRST_TASKS = 1
 """Number of tasks that start with a pipeline. A second process would delay the first batch."""
 
-# Ray Data's setting of what holds tasks back. If it has another name, tasks start later.
-_POLICIES = "backpressure_policies.enabled"
 # What Ray passes with a call, and not through the object store.
 _SMALL_BYTES = 100_000
-# The label that Ray gives each node.
-_NODE = "ray.io/node-id"
 # A block is handed over when it holds this much, or when this much time went into it. A batch
 # that took long is handed over at once, for the next one may never end; unless enough is under way
 # before it: fewer blocks are less work for everybody.
@@ -74,182 +56,9 @@ _PATIENT_SECONDS = 2.0
 # A chunk this short belongs to the beginning or the end, where batches are waited for.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
-# Until a host that could not be reached is asked again when a pipeline is closed.
-_ASK_AGAIN_S = 2.0
-# As long as torch gives its workers to end.
-_MOST_END_S = 5.0
-# Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
-# for such a task where its configuration does not say how much memory a node has.
-_NO_MEMORY = {"memory": 0}
-# Which copy of an inherited job uses the very memory that was inherited.
-_borrowers: dict[str, weakref.ref[Job]] = {}
-_stored_jobs: dict[str, Pickled] = {}
-# The pipelines that this process keeps something for, each with the jobs that it reads.
-_jobs_of: dict[str, set[str]] = {}
-# The pipelines that a task is at work for.
-_at_work: set[str] = set()
-_keeping = threading.Lock()
 
 
-@dataclass(frozen=True)
-class LaterStage:
-    """A stage after the one that reads, as the host builds it.
-
-    Attributes:
-        job: Reference to the pickled ``StageJob``, as in ``Pipeline``.
-        job_key: Digest of its bytes.
-        options: Ray options of one worker.
-        most_workers: How many work at once.
-        capped: Whether the user has said how many.
-        keeps_processes: Whether its workers keep their processes.
-    """
-
-    job: list[ray.ObjectRef]
-    job_key: str
-    options: dict[str, Any]
-    most_workers: int
-    capped: bool
-    keeps_processes: bool
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What a loader's Ray Dataset is made from.
-
-    Attributes:
-        job: Reference to the driver's ``sys.path`` and the parts of the pickled ``Job``, in a
-            list so that Ray does not resolve it; empty where workers inherit the job.
-        job_key: Digest of the job's bytes.
-        host_name: Name of the host actor, asked whether a chunk is still wanted.
-        lane_key: The lane that its tasks belong to.
-        claims_cpus: Whether its tasks share the CPUs with others'.
-        num_workers: How many logical workers there are.
-        binding: Whether they are bound to processes, to begin with.
-        persistent: Whether they outlive an iteration.
-        options: Ray options of one worker.
-        later: The stages after the first one.
-    """
-
-    job: list[ray.ObjectRef]
-    job_key: str
-    host_name: str
-    lane_key: str = ""
-    claims_cpus: bool = False
-    num_workers: int = 1
-    binding: Binding = Binding.WATCHED
-    persistent: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    later: tuple[LaterStage, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells it from a pipeline that does something else."""
-        return (self.job_key, *(stage.job_key for stage in self.later))
-
-
-def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset:
-    """Return a Dataset whose tasks make a pipeline's batches.
-
-    The last stage delivers the batches to the host and yields no rows: Ray Data's executor looks
-    only ten times a second.
-
-    Args:
-        pipeline: The pipeline.
-        first: Whether the Dataset has the pipeline's first task.
-        further: Whether it has the further ones: a stage before them yields a block whenever the
-            host wants a task.
-    """
-    import ray.data
-    from ray.data import ActorPoolStrategy, TaskPoolStrategy
-
-    first_options = {**_NO_MEMORY, "num_cpus": 1, **pipeline.options}
-    scheduling_strategy = first_options.pop("scheduling_strategy", None)
-    whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
-    sources = [ray.data.from_blocks([_turn()])] if first else []
-    if further:
-        turns = ray.data.from_blocks([_turn()]).map_batches(
-            hand_out_turns,
-            batch_size=None,
-            batch_format="pyarrow",
-            fn_kwargs=whose,
-            compute=TaskPoolStrategy(size=1),
-            # Ray would do stages that ask for the same in one task.
-            num_cpus=0 if first_options["num_cpus"] else 0.001,
-            **_on_this_node(),
-            **_NO_MEMORY,
-        )
-        sources.append(turns)
-    dataset = sources[0].union(*sources[1:]) if sources[1:] else sources[0]
-    dataset = dataset.map_batches(
-        make_batches,
-        batch_size=None,
-        batch_format="pyarrow",
-        fn_kwargs={
-            "job": pipeline.job,
-            "job_key": pipeline.job_key,
-            "last": not pipeline.later,
-            **whose,
-        },
-        **first_options,
-    )
-    for number, stage in enumerate(pipeline.later, 1):
-        what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
-        what["last"] = number == len(pipeline.later)
-        options = {**_NO_MEMORY, **stage.options}
-        if stage.keeps_processes:
-            options |= {"fn_constructor_kwargs": what}
-            options["compute"] = ActorPoolStrategy(size=stage.most_workers)
-        else:
-            options |= {"fn_kwargs": what}
-            # What asks for the same as the first stage is done by Ray in its tasks.
-            if stage.capped or {**_NO_MEMORY, **stage.options} != first_options:
-                options["compute"] = TaskPoolStrategy(size=stage.most_workers)
-        dataset = dataset.map_batches(
-            _Transforming if stage.keeps_processes else transform_batches,
-            # A block has one row. With GPUs Ray wants to be told.
-            batch_size=1 if stage.keeps_processes else None,
-            batch_format="pyarrow",
-            **options,
-        )
-    context = dataset.context
-    # Whoever reads the batches knows their order.
-    context.execution_options.preserve_order = False
-    # Every row that a task yields becomes a block at once.
-    context.target_max_block_size = 1
-    # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
-    if pipeline.later:
-        limit_to_concurrency(context)
-    else:
-        context.set_config(_POLICIES, [])
-    if scheduling_strategy is not None:
-        context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
-    # A trainer that evaluates for an hour is not stuck.
-    for name, value in (
-        ("execution_no_progress_timeout_s", -1),
-        ("memory_usage_poll_interval_s", None),
-        ("enable_lineage_reconstruction_resource_accounting", False),
-        ("enable_progress_bars", False),
-        ("enable_operator_progress_bars", False),
-        ("print_on_execution_start", False),
-    ):
-        if hasattr(context, name):
-            setattr(context, name, value)
-    if hasattr(context, "issue_detectors_config"):
-        context.issue_detectors_config.detectors = []
-    return dataset
-
-
-def _on_this_node() -> dict[str, Any]:
-    """Return options of a task that is to run beside the host.
-
-    On another node it would keep an autoscaler from taking that away.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    labels = next((n.get("Labels") or {} for n in ray.nodes() if n["NodeID"] == here), {})
-    return {"label_selector": {_NODE: here}} if labels.get(_NODE) == here else {}
-
-
-def _turn() -> pa.Table:
+def turn() -> pa.Table:
     """Return the source block of a task, which asks the host what to do."""
     return pa.table({"turn": [0]})
 
@@ -271,7 +80,7 @@ def hand_out_turns(_: pa.Table, *, host_name: str, lane_key: str) -> Iterator[pa
             if tasks is None:
                 return
             for _ in range(tasks):
-                yield _turn()
+                yield turn()
             started += tasks
 
 
@@ -301,8 +110,8 @@ def make_batches(
     show_script_arguments()
     asking = _Asking(host_name, lane_key)
     interest = _interest(host_name, lane_key)
-    read_job = functools.partial(_read_job, job, job_key, host_name)
-    _release_when_closed(host_name, lane_key, job_key)
+    make_copy = functools.partial(read_job, job, job_key, host_name)
+    release_when_closed(host_name, lane_key, job_key)
     while (assignment := asking.answer()) is not None:
         asking.messages.begin_chunk()
         chunk = pickle.loads(assignment.payload)
@@ -314,8 +123,8 @@ def make_batches(
             asking.made += 1
             if not last:
                 yield FrameWriter("", 0).table()
-        with _working(lane_key):
-            for table in _make_chunk(chunk, assignment, read_job, interest.lost, asking):
+        with working(lane_key):
+            for table in _make_chunk(chunk, assignment, make_copy, interest.lost, asking):
                 asking.made += 1
                 if last:
                     deliver(table, asking.origin, asking.messages)
@@ -383,11 +192,11 @@ def transform_batches(
     block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
     if not ask_host(host_name, "may_begin", lane_key, block, frame.origin):
         return
-    read_job = functools.partial(_read_job, job, job_key, host_name)
-    _release_when_closed(host_name, lane_key, job_key)
+    make_copy = functools.partial(read_job, job, job_key, host_name)
+    release_when_closed(host_name, lane_key, job_key)
     writer = FrameWriter(frame.run, frame.chunk, frame.costs, origin=frame.origin)
-    with _working(lane_key):
-        batches = apply_stage(stage, frame.entries, read_job, _here(), interest.lost, kept=kept)
+    with working(lane_key):
+        batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
     if last:
@@ -398,13 +207,14 @@ def transform_batches(
         yield writer.table()
 
 
-class _Transforming:
+class TransformBatches:
     """A worker of a later stage that keeps its process; see ``transform_batches``."""
 
     def __init__(self, **what: Any) -> None:
         self._what = what
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        """Yield a block with its batches transformed."""
         yield from transform_batches(table, **self._what, kept=True)
 
 
@@ -486,7 +296,7 @@ class _Asking:
 def _make_chunk(
     chunk: Chunk,
     assignment: Assignment,
-    read_job: Callable[[], Job],
+    make_copy: Callable[[], Job],
     cancelled: Callable[[], bool],
     asking: _Asking,
 ) -> Iterator[pa.Table]:
@@ -503,7 +313,7 @@ def _make_chunk(
     # The last batch comes in one block, with others or alone.
     ask = functools.partial(asking.ask, coming=1)
     if chunk.stream:
-        batches = stream_chunk(chunk, read_job, _here(), cancelled)
+        batches = stream_chunk(chunk, make_copy, _here(), cancelled)
     else:
 
         def note_state(unchanged: bool) -> None:
@@ -514,7 +324,7 @@ def _make_chunk(
 
         batches = fetch_chunk(
             chunk,
-            read_job,
+            make_copy,
             _here(),
             cancelled,
             binding=binding,
@@ -544,146 +354,6 @@ def _make_chunk(
                 ask()
             yield writer.table()
             opened = time.monotonic()
-
-
-def _read_job(job: list[ray.ObjectRef], job_key: str, host_name: str) -> Any:
-    """Make one more copy of a job; large arrays are copied where and when they are written to."""
-    from dpex.wire.pickling import Pickled, load, own_copy
-
-    inherited = inheritance.get(job_key)
-    if inherited is not None:
-        borrower = _borrowers.get(job_key)
-        # Once the last copy has gone its memory serves again, if it was left as it is.
-        if borrower is None or (borrower() is None and inherited.digest == job_key):
-            shared = shared_memory()
-
-            def own(buffer: Any) -> Any:
-                # Memory that the trainer shares on purpose, with a file or with other processes,
-                # is not copied by writing to it.
-                return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
-
-            copy = _with_size(load(inherited, own), inherited)
-            _borrowers[job_key] = weakref.ref(copy)
-            return copy
-    pickled = _stored_jobs.get(job_key)
-    if pickled is None:
-        if not job:  # one more copy, in a process that inherited the first
-            job = ask_host(host_name, "stored_job", job_key)
-        search_path, *content = ray.get(job[0])
-        # What the script can import a worker of its host can, as with torch's spawned workers.
-        sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
-        pickled = _stored_jobs[job_key] = Pickled(*content)
-    buffers = pickled.buffers
-    mapped = dict(zip(map(id, buffers), private_mappings(buffers), strict=True))
-
-    def take(view: Any) -> Any:
-        own = mapped[id(view)]
-        return own_copy(view) if own is None else own
-
-    return _with_size(load(pickled, take), pickled)
-
-
-def _with_size(job: Any, pickled: Pickled) -> Any:
-    """Tell a ``Job`` how large its pickle was."""
-    if hasattr(job, "pickled_bytes"):
-        return replace(job, pickled_bytes=(len(pickled.head), pickled.size_bytes))
-    return job
-
-
-def store_job(pickled: Pickled) -> ray.ObjectRef:
-    """Put a pickled job where workers of all nodes find it."""
-    search_path = [str(Path(path).resolve()) for path in sys.path]
-    content = (pickled.head, pickled.buffers, *pickled.slots, pickled.object_refs)
-    return ray.put((search_path, *content))
-
-
-def _release_when_closed(host_name: str, lane_key: str, job_key: str) -> None:
-    """Drop what this process keeps for a pipeline as soon as the host has closed it, or has died.
-
-    The process may have no task then. So a call waits at the host, one for each pipeline.
-    """
-    with _keeping:
-        known = lane_key in _jobs_of
-        _jobs_of.setdefault(lane_key, set()).add(job_key)
-    if not known:
-        be_ready()
-        _ask_for_the_end(host_name, lane_key)
-
-
-def _ask_for_the_end(host_name: str, lane_key: str) -> None:
-    def answered(closed: Future[None]) -> None:
-        error = closed.exception()
-        if isinstance(error, ray.exceptions.RayError) and not isinstance(error, HOST_DIED):
-            # The host cannot be reached at this moment.
-            _later(_ASK_AGAIN_S, _ask_for_the_end, host_name, lane_key)
-        else:
-            release_later(functools.partial(_release, lane_key))
-            if error is None:
-                _later(_MOST_END_S, _end_work, lane_key)
-
-    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is no host any more
-        closed = host(host_name).closed.remote(lane_key).future()
-        closed.add_done_callback(answered)
-        return
-    release_later(functools.partial(_release, lane_key))
-
-
-def _later(seconds: float, function: Callable[..., None], *args: Any) -> None:
-    timer = threading.Timer(seconds, function, args)
-    timer.daemon = True
-    timer.start()
-
-
-def _end_work(lane_key: str) -> None:
-    """End this process if it is still at work for a pipeline that was closed.
-
-    torch terminates its workers then. Ray starts the task again, and that one ends at once.
-    """
-    with _keeping:
-        at_work = lane_key in _at_work
-    if at_work:
-        os._exit(1)
-
-
-def _release(lane_key: str) -> None:
-    """Drop what this process keeps for a pipeline; a task at work for it does that at its end."""
-    from dpex.wire.pickling import give_back_memory
-    from dpex.worker.dataset_copies import release_copies
-
-    with _keeping:
-        _jobs_of.pop(lane_key, None)
-        if lane_key in _at_work:
-            return
-        for job_key in set(_stored_jobs).difference(*_jobs_of.values()):
-            del _stored_jobs[job_key]
-    release_copies(lane_key)
-    gc.collect()
-    with _keeping:
-        if not (_jobs_of or _at_work):
-            # Every object that is left belongs to a module. Later collections skip all of them.
-            gc.freeze()
-    give_back_memory()
-
-
-@contextlib.contextmanager
-def _working(lane_key: str) -> Iterator[None]:
-    """Use what this process keeps for a pipeline: it is not released inside the block."""
-    from dpex.worker.dataset_copies import kept_for
-
-    with _keeping:
-        outer = lane_key in _at_work
-        _at_work.add(lane_key)
-    try:
-        with kept_for(lane_key):
-            yield
-    finally:
-        with _keeping:
-            if not outer:
-                _at_work.discard(lane_key)
-            # The host has closed the pipeline since, or before the task began its chunk.
-            released = not outer and lane_key not in _jobs_of
-        if released:
-            _release(lane_key)
 
 
 def _here() -> str:
