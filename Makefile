@@ -50,7 +50,7 @@ test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes
 
 .PHONY: test-sabotage
 test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn (an hour)
-	$(RUN) -m pytest -m sabotage $(IN_PARALLEL) tests/test_sabotage.py $(TEST_ARGS)
+	$(RUN) -m pytest -m sabotage $(IN_PARALLEL) tests/compat/test_sabotage.py $(TEST_ARGS)
 
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test ## Run the notebooks from top to bottom, and back
@@ -106,11 +106,11 @@ scale: bench-scale ## 1 to 8 nodes, then the tables in docs/scaling.md (half an 
 
 .PHONY: soak
 soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
-	$(RUN) tests/soak.py $(SOAK_ARGS)
+	$(RUN) tests/programs/soak.py $(SOAK_ARGS)
 
 .PHONY: endurance
 endurance: $(VENV)/.installed-test ## Whether anything grows in 300 epochs, and in 100,000 batches
-	$(RUN) tests/endurance.py
+	$(RUN) tests/programs/endurance.py
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray and torch that dpex supports

@@ -66,7 +66,7 @@ def test_every_argument_is_compared_with_torch_s() -> None:
 
 
 def test_every_test_that_the_comparison_names_exists() -> None:
-    defined = {path.name: path.read_text() for path in HERE.glob("test_*.py")}
+    defined = {path.name: path.read_text() for path in HERE.rglob("test_*.py")}
     named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", SEMANTICS)
     assert len(named) > 60
     for file, test in named:

@@ -5,12 +5,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     processes_in,
     rank_variables,
     torchrun,
@@ -53,7 +53,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
             for _ in range(2):
                 cluster.add("--num-cpus=2")
             address, variables = cluster.address, cluster.variables
-        program = Path(__file__).with_name("ddp_program.py")
+        program = PROGRAMS / "ddp_program.py"
         arguments = (program, str(place), address)
         run = torchrun(*arguments, ranks=ranks, place=place, seconds=PROGRAM_SECONDS, **variables)
         assert run.returncode == 0, run.stdout

@@ -7,18 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from cluster_programs import ask_host, environment, run_program, wait_until, workplace
+from cluster_programs import PROGRAMS, ask_host, environment, run_program, wait_until, workplace
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import ChunkLostError, DpexDataLoader
 
-PROGRAM = Path(__file__).with_name("interrupt_program.py")
-EARLY_PROGRAM = Path(__file__).with_name("interrupt_early_program.py")
+PROGRAM = PROGRAMS / "interrupt_program.py"
+EARLY_PROGRAM = PROGRAMS / "interrupt_early_program.py"
 # Between two moments at which an epoch of some milliseconds is interrupted.
 STEP_SECONDS = 0.0006
 

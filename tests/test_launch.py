@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     processes_in,
     run_program,
     wait_until,
     workplace,
 )
 
-PROGRAM = Path(__file__).with_name("launch_program.py")
-GLOBALS = Path(__file__).with_name("globals_program.py")
+PROGRAM = PROGRAMS / "launch_program.py"
+GLOBALS = PROGRAMS / "globals_program.py"
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -1,4 +1,4 @@
-"""A training process for ``test_mappings.py``: datasets on mapped files and on shared memory.
+"""A training process for ``test_mapped_memory.py``: datasets on mapped files and on shared memory.
 
 Usage: mappings_program.py forked|spawned
        mappings_program.py cluster HOST:PORT FILE

@@ -1,4 +1,4 @@
-"""One of the trainers of ``test_even.py``, which in its end says how far all are.
+"""One of the trainers of ``test_fair_share.py``, which in its end says how far all are.
 
 Usage: even_program.py ADDRESS DIRECTORY RANK RANKS samples|streams
 

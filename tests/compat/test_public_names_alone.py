@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 
-PROGRAM = Path(__file__).with_name("public_ray_program.py")
+PROGRAM = PROGRAMS / "public_ray_program.py"
 
 
 @pytest.mark.multiprocess

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     processes_in,
     run_program,
     spawn,
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no forks"),
 ]
 
-PROGRAM = Path(__file__).with_name("fork_program.py")
+PROGRAM = PROGRAMS / "fork_program.py"
 # A Ray that lies on a disk that does not answer, and a trainer that ends before it does.
 STALLED = "import pathlib, threading; pathlib.Path('reached').touch(); threading.Event().wait()"
 IMPATIENT = """

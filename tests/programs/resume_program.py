@@ -1,4 +1,4 @@
-"""A trainer for ``test_progress.py``: kills itself at a batch, and goes on where it was.
+"""A trainer for ``test_checkpoint.py``: kills itself at a batch, and goes on where it was.
 
 Usage: resume_program.py fresh|persistent CHECKPOINT LOG KILL_AT
 """

@@ -17,6 +17,7 @@ import torch
 import trainer_runs
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     processes_in,
     run_program,
     torchrun,
@@ -108,7 +109,7 @@ def assert_every_rank_took_the_same_steps(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("framework", trainer_runs.RUNS)
 def test_ranks_take_the_same_steps(framework: str, place: Path) -> None:
-    program = Path(__file__).with_name("trainers_program.py")
+    program = PROGRAMS / "trainers_program.py"
     run = torchrun(
         program, framework, str(place), ranks=RANKS, place=place, seconds=PROGRAM_SECONDS
     )
@@ -119,7 +120,7 @@ def test_ranks_take_the_same_steps(framework: str, place: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
-    program = Path(__file__).with_name("ray_train_program.py")
+    program = PROGRAMS / "ray_train_program.py"
     run = run_program(program, str(place), place=place, seconds=PROGRAM_SECONDS)
     assert_every_rank_took_the_same_steps(place, run)
 

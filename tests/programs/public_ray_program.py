@@ -1,4 +1,4 @@
-"""A driver of its own for test_private.py: dpex without any private name of Ray."""
+"""A driver of its own for test_public_names_alone.py: dpex without any private name of Ray."""
 
 from __future__ import annotations
 

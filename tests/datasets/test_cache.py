@@ -25,7 +25,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from cluster_programs import environment, run_program, small_disk, spawn, wait_until, workplace
+from cluster_programs import (
+    PROGRAMS,
+    environment,
+    run_program,
+    small_disk,
+    spawn,
+    wait_until,
+    workplace,
+)
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -38,7 +46,7 @@ from dpex.datasets.sample_store import SampleStore
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire.pickling import dump
 
-PROGRAM = Path(__file__).with_name("cache_program.py")
+PROGRAM = PROGRAMS / "cache_program.py"
 OURS = {"distribute_mode": True, "head_address": "local"}
 SAMPLE = dump(torch.zeros(50_000, dtype=torch.uint8), "sample")
 

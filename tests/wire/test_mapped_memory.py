@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from cluster_programs import PROGRAM_SECONDS, run_program, wait_until, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, wait_until, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.seeing import hiding
 from torch.utils.data import DataLoader, Dataset
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 HERE = Readers(same_host=True)
 ELSEWHERE = Readers(same_host=False)
-PROGRAM = Path(__file__).with_name("mappings_program.py")
+PROGRAM = PROGRAMS / "mappings_program.py"
 ROWS, COLUMNS = 1 << 10, 1 << 8
 # A reference to a file, and what is said of the view.
 REFERENCE_BYTES = 3_000

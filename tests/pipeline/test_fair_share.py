@@ -6,11 +6,11 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from cluster_programs import PROGRAM_SECONDS, environment, spawn, wait_until, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, environment, spawn, wait_until, workplace
 from cluster_programs.clusters import Cluster
 from even_program import BATCHES, WORKERS
 
-PROGRAM = Path(__file__).with_name("even_program.py")
+PROGRAM = PROGRAMS / "even_program.py"
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     ROOT,
     Driver,
     DriverError,
@@ -36,7 +37,7 @@ pytestmark = [
 
 # Without it the server's process for a client may die of a fork among gRPC's threads.
 HEAD = {"RAY_AUTH_MODE": "disabled", "GRPC_ENABLE_FORK_SUPPORT": "0"}
-PROGRAM = Path(__file__).with_name("client_program.py")
+PROGRAM = PROGRAMS / "client_program.py"
 # The client itself tries for half a minute.
 LOST_SECONDS = 60
 HELPER = "def double(number):\n    return 2 * number\n"

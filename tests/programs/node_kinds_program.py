@@ -1,4 +1,4 @@
-"""A trainer whose node has no data files reads datasets of all kinds, for ``test_node_data.py``.
+"""A trainer whose node has no data files reads datasets of all kinds, for ``test_node.py``.
 
 Usage: node_kinds_program.py HOST:PORT CACHE FILE, or, of one kind, whose workers die once,
 node_kinds_program.py HOST:PORT CACHE KIND MARK FILE

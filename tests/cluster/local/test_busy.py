@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 
-PROGRAM = Path(__file__).with_name("busy_program.py")
+PROGRAM = PROGRAMS / "busy_program.py"
 
 
 @pytest.mark.extended

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from arrays_program import LENGTH
-from cluster_programs import run_program, workplace
+from cluster_programs import PROGRAMS, run_program, workplace
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from dpex.datasets import node_memory, shared_arrays
 from dpex.datasets.shared_arrays import share_arrays
 from dpex.wire.memory_map import address_of, spans
 
-PROGRAM = Path(__file__).with_name("arrays_program.py")
+PROGRAM = PROGRAMS / "arrays_program.py"
 ROWS, COLUMNS = 400, 1_000
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_programs import environment, run_program, workplace
+from cluster_programs import PROGRAMS, ROOT, environment, run_program, workplace
 from living import Plain
 from torch.utils.data import DataLoader
 
@@ -18,8 +18,8 @@ from dpex.compat.forked_workers import FORKED_IDS
 from dpex.compat.names import PrivateName
 from dpex.compat.table import all_shortcuts, table
 
-PROGRAM = Path(__file__).with_name("sabotage_program.py")
-SITE = Path(__file__).with_name("sabotage_site")
+PROGRAM = PROGRAMS / "sabotage_program.py"
+SITE = PROGRAMS / "sabotage_site"
 SECONDS = 60.0
 # A name that has another meaning for dpex alone, and that no epoch on a local Ray reads.
 ELSEWHERE = (
@@ -119,7 +119,7 @@ def test_the_names_are_those_of_the_installed_ray() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    page = Path(__file__).parent.with_name("docs") / "private_names.md"
+    page = ROOT / "docs" / "private_names.md"
     text = page.read_text()
     assert text.endswith(table()), "python -m dpex.compat prints it"
 

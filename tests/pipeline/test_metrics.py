@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from cluster_programs import environment, workplace
+from cluster_programs import PROGRAMS, environment, workplace
 from cluster_programs.environments import environment_above
 
 SUMS = {
@@ -30,7 +30,7 @@ def test_what_stats_says_is_exported(tmp_path: Path) -> None:
     subprocess.run([*pip, f"ray[default]=={ray.__version__}"], check=True, timeout=200)
     with workplace() as place:
         run = subprocess.run(
-            [python, Path(__file__).with_name("metrics_program.py")],
+            [python, PROGRAMS / "metrics_program.py"],
             cwd=place,
             env=environment(place),
             capture_output=True,

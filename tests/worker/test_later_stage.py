@@ -16,19 +16,20 @@ import albumentations
 import numpy as np
 import pytest
 import torch
-from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
 from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
 from torchvision import tv_tensors
 
-from dpex import ChunkLostError, ClusterError, DpexDataLoader, apply
+from dpex import ChunkLostError, ClusterError, DpexDataLoader
 from dpex.datasets import on_node
 from dpex.transforms import MappedDataset, Stage
+from dpex.worker import later_stage
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
 
-GPU_PROGRAM = Path(__file__).with_name("gpu_stage_program.py")
+GPU_PROGRAM = PROGRAMS / "gpu_stage_program.py"
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]
@@ -43,7 +44,7 @@ class AtOnce(Plain):
 
 def test_what_leaves_a_gpu_stays_what_it_is() -> None:
     boxes = tv_tensors.BoundingBoxes([[1, 2, 3, 4]], format="XYXY", canvas_size=(9, 9))
-    assert type(apply._to_cpu(boxes)) is tv_tensors.BoundingBoxes
+    assert type(later_stage._to_cpu(boxes)) is tv_tensors.BoundingBoxes
 
 
 def double(value: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parents[1]
+ROOT = PROGRAMS.parents[1]
 # Extended tests run two at a time: only what hangs takes so long.
 PROGRAM_SECONDS = 300
 RANK_VARIABLES = {

@@ -1,4 +1,4 @@
-"""Three epochs through a stage that asks for a GPU, for ``test_stages.py``.
+"""Three epochs through a stage that asks for a GPU, for ``test_later_stage.py``.
 
 Usage: gpu_stage_program.py HOST:PORT FILE
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_programs import environment, spawn, workplace
+from cluster_programs import PROGRAMS, environment, spawn, workplace
 from samples import seed_everything
 from torch.utils.data import (
     BatchSampler,
@@ -34,7 +34,7 @@ LENGTH = 23
 BATCHES = 6
 EPOCHS = 3
 OURS = {"distribute_mode": True, "head_address": "local"}
-PROGRAM = Path(__file__).with_name("resume_program.py")
+PROGRAM = PROGRAMS / "resume_program.py"
 
 
 class Drawing:

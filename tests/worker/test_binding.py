@@ -16,6 +16,7 @@ import stateful
 import torch
 from cluster_programs import (
     PROGRAM_SECONDS,
+    PROGRAMS,
     processes_in,
     run_program,
     wait_until,
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from dpex import DpexDataLoader
 
-PROGRAM = Path(__file__).with_name("state_program.py")
+PROGRAM = PROGRAMS / "state_program.py"
 WORKERS = (2, 5)
 
 distributed = functools.partial(DpexDataLoader, distribute_mode=True)

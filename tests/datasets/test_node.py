@@ -12,7 +12,7 @@ from typing import Any
 import node_kinds_program as program
 import pytest
 import torch
-from cluster_programs import PROGRAM_SECONDS, run_program, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.stores import ENVIRONMENT, object_store
 from data_files import write_data_files
@@ -27,7 +27,7 @@ from dpex.transforms import MappedDataset
 
 pytestmark = [pytest.mark.extended, pytest.mark.multiprocess]
 
-FILES_PROGRAM = Path(__file__).with_name("node_data_program.py")
+FILES_PROGRAM = PROGRAMS / "node_data_program.py"
 KINDS_PROGRAM = Path(program.__file__)
 
 Same = Callable[[Any, Any], None]
