@@ -45,7 +45,7 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
         ``batches``, ``tasks``, ``place_s`` (of all places for tasks together), ``turn_s``, and the
         machine's ``busy_percent``.
     """
-    from benchmarks.ray_processes import Turns, spent_s
+    from benchmarks.ray_processes import Scheduler, spent_s
     from dpex import DpexDataLoader
 
     tasks = TASKS_PER_NODE * nodes
@@ -61,7 +61,7 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
         )
         while len(readers_of(loader)) < tasks:  # until all have started
             pass
-        turns = Turns(loader)
+        turns = Scheduler(loader)
         usual_s = turns.length_s
         for turn_s in (usual_s, 0.0) * EPOCHS if short_turns else (usual_s,) * EPOCHS:
             turns.length_s = turn_s

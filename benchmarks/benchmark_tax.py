@@ -94,7 +94,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Round:
+class FairShare:
     """The loops of one process.
 
     Attributes:
@@ -148,7 +148,7 @@ def train(peer: str, work: Work, num_workers: int, control: Connection) -> None:
             time.sleep(SETTLE_S)
             kind.append(loop(work, fed_by))
     close(loader)
-    control.send(Round(before, at_work, at_rest))
+    control.send(FairShare(before, at_work, at_rest))
 
 
 def loop(work: Work, loader: Iterable[Any] | None) -> Loop:
@@ -175,7 +175,7 @@ def loop(work: Work, loader: Iterable[Any] | None) -> Loop:
     return Loop(seconds, work_s, next_s, max(0.0, next_s - on_cpu_s))
 
 
-def run_round(peer: str, work: Work, num_workers: int) -> Round:
+def run_round(peer: str, work: Work, num_workers: int) -> FairShare:
     """Run one round in a new process."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -183,23 +183,23 @@ def run_round(peer: str, work: Work, num_workers: int) -> Round:
     process.start()
     theirs.close()
     try:
-        result: Round = ours.recv()
+        result: FairShare = ours.recv()
         return result
     finally:
         process.join(30)
 
 
-def neighbours(rounds: Sequence[Round]) -> list[tuple[Loop, Loop]]:
+def neighbours(rounds: Sequence[FairShare]) -> list[tuple[Loop, Loop]]:
     """Pair each loop that a loader feeds with its neighbour beside one at rest."""
     return [pair for one in rounds for pair in zip(one.at_work, one.at_rest, strict=True)]
 
 
-def active(rounds: Sequence[Round]) -> list[float]:
+def active(rounds: Sequence[FairShare]) -> list[float]:
     """Give the time of each loop that a loader feeds, over its neighbour's."""
     return [fed.seconds / rest.seconds for fed, rest in neighbours(rounds)]
 
 
-def present(rounds: Sequence[Round]) -> list[float]:
+def present(rounds: Sequence[FairShare]) -> list[float]:
     """Give the time of the loops beside a loader at rest over that before there was one."""
     return [
         statistics.median(loop.seconds for loop in one.at_rest)
@@ -208,7 +208,7 @@ def present(rounds: Sequence[Round]) -> list[float]:
     ]
 
 
-def slowdowns(rounds: Sequence[Round]) -> list[float]:
+def slowdowns(rounds: Sequence[FairShare]) -> list[float]:
     """Give the share by which each fed loop is slower than one without a loader."""
     presence = statistics.median(present(rounds))
     return [ratio * presence - 1 for ratio in active(rounds)]
@@ -227,7 +227,7 @@ def main() -> None:
         "timed_steps": TIMED_STEPS,
         "batches_per_s": 1 / STEP_S,
     }
-    rounds: dict[str, list[Round]] = {peer: [] for peer in options.peers}
+    rounds: dict[str, list[FairShare]] = {peer: [] for peer in options.peers}
     for number in range(options.rounds):
         for peer, its_rounds in rounds.items():
             its_rounds.append(run_round(peer, work, options.workers))

@@ -1,7 +1,7 @@
 """The loaders that dpex is compared with, behind one protocol: time an epoch, close.
 
 All of them read the same dataset in the same order with the same number of workers, keep their
-workers from epoch to epoch, and have two batches per worker under way where they let one choose.
+workers from epoch to epoch, and have two batches per worker in flight where they let one choose.
 Ray Data has no sampler and no order to keep: it reads the samples as they lie.
 
 ===============  ===============================================================================

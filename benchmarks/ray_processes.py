@@ -11,7 +11,7 @@ from benchmarks.fresh import own_processes
 PROCESSES = {"host": "ray::_Host", "head": "/gcs_server ", "raylets": "/raylet "}
 
 
-class Turns:
+class Scheduler:
     """The turns that tasks of a loader take, of which it has read an epoch.
 
     Args:

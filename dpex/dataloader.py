@@ -68,7 +68,7 @@ class DpexDataLoader(DataLoader[T_co]):
             an embedded Ray are forked from this process (``"fork"``, torch's default on Linux
             before Python 3.14) or start as Ray starts them; on a cluster without meaning.
         generator: Where the sampler's seed and the workers' base seed come from.
-        prefetch_factor: Batches per worker that may always be under way; 2 if None.
+        prefetch_factor: Batches per worker that may always be in flight; 2 if None.
         persistent_workers: Whether dataset copies live on across epochs.
         pin_memory_device: Deprecated by torch.
         in_order: Whether batches come in the sampler's order; if not, as they are done.
@@ -80,7 +80,7 @@ class DpexDataLoader(DataLoader[T_co]):
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
-        prefetch_bytes: Bytes of batches that may be under way beyond ``prefetch_factor``.
+        prefetch_bytes: Bytes of batches that may be in flight beyond ``prefetch_factor``.
         on_error: ``"raise"`` passes an error in a sample on to the training loop; ``"skip"`` leaves
             the sample out of its batch, which is smaller then, or out of the epoch if it had no
             other, and logs the sample's index. Errors of ``collate_fn`` are always passed on.
@@ -297,7 +297,7 @@ class DpexDataLoader(DataLoader[T_co]):
 
         Returns:
             Numbers, with a ``repr`` that says what bounds the training loop. Without workers on a
-            cluster only times, batches, samples and what is under way are known.
+            cluster only times, batches, samples and what is in flight are known.
         """
         epoch = self._progress.epoch
         return self._meter.stats(samples=epoch.samples if epoch else 0)
@@ -320,7 +320,7 @@ class DpexDataLoader(DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: what is needed to go on from there in another process.
 
-        Batches that were handed out count, not those under way. In the middle of an epoch the
+        Batches that were handed out count, not those in flight. In the middle of an epoch the
         state holds what random number generators were about to draw when the epoch began; the
         global ones of the training process itself are the caller's to save.
 

@@ -28,7 +28,7 @@ class LoaderStats:
         batches: Delivered ones.
         samples: That these were to have, with those that were left out; a stream's batches say how
             many they have, where a cluster makes them.
-        size_bytes: Of all blocks that came, batches under way among them.
+        size_bytes: Of all blocks that came, batches in flight among them.
         read_s: Workers' seconds in the dataset; its own transforms are among them.
         transform_s: Workers' seconds in the transforms of a ``MappedDataset``.
         collate_s: Workers' seconds in ``collate_fn``.
@@ -39,7 +39,7 @@ class LoaderStats:
         skipped: Samples left out by ``on_error="skip"``.
         cache_hits: Samples that workers found in a ``cached`` dataset.
         cache_misses: Samples that they made for one.
-        under_way: Batches asked for and not delivered, now.
+        in_flight: Batches asked for and not delivered, now.
     """
 
     seconds: float = 0.0
@@ -58,7 +58,7 @@ class LoaderStats:
     skipped: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
-    under_way: int = 0
+    in_flight: int = 0
 
     @property
     def samples_per_s(self) -> float:
@@ -134,7 +134,7 @@ class Meter:
     Attributes:
         retries: Batches that were sent a second time.
         skipped: Samples that were left out.
-        under_way: Batches asked for and not delivered.
+        in_flight: Batches asked for and not delivered.
         published: What Ray's metrics know of them.
     """
 
@@ -149,7 +149,7 @@ class Meter:
         self._decode_s = 0.0
         self.retries = 0
         self.skipped = 0
-        self.under_way = 0
+        self.in_flight = 0
         self.published = LoaderStats()
 
     @contextlib.contextmanager
@@ -201,5 +201,5 @@ class Meter:
             skipped=self.skipped,
             cache_hits=costs.cache_hits,
             cache_misses=costs.cache_misses,
-            under_way=self.under_way,
+            in_flight=self.in_flight,
         )

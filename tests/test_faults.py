@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from cluster_programs import ask_host, wait_until
+from cluster_programs import ask_actor, wait_until
 from living import (
     AlwaysKills,
     DividesByZero,
@@ -230,7 +230,7 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     next(iterator)
     receiver = iterator._run.receiver
     wait_until(lambda: receiver.quiet_at == iterator._sent, 30, "end of all chunks")
-    ask_host(loader, lambda host: [lane.note_error("a full disk") for lane in host._opened()])
+    ask_actor(loader, lambda host: [lane.note_error("a full disk") for lane in host._opened()])
     wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
     assert len(list(iterator)) == 3
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from cluster_programs import PROGRAMS, ask_host, environment, run_program, wait_until, workplace
+from cluster_programs import PROGRAMS, ask_actor, environment, run_program, wait_until, workplace
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import ChunkLostError, DpexDataLoader
@@ -167,4 +167,4 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
 
 def pipelines(loader: Any) -> set[str]:
     """Return those that the loader's host has."""
-    return set(ask_host(loader, lambda host: list(host._lanes)))
+    return set(ask_actor(loader, lambda host: list(host._lanes)))

@@ -147,7 +147,7 @@ def test_dropping_an_iterator_stops_the_work(tmp_path: Path) -> None:
     def made() -> int:
         return len(log.read_text().splitlines())
 
-    # 800 samples of 50 ms were under way; the workers look twice a second.
+    # 800 samples of 50 ms were in flight; the workers look twice a second.
     assert indices(loader_of(Plain(40))) == list(range(40))
     seen = -1
     while seen != made():

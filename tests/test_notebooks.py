@@ -27,7 +27,7 @@ GONE_SECONDS = 60
 END_SECONDS = 25
 
 # dpex's own remark, where the machine is busy with other things.
-REMARK = re.compile(r"^waiting for the first of the batches under way\..*\n", re.MULTILINE)
+REMARK = re.compile(r"^waiting for the first of the batches in flight\..*\n", re.MULTILINE)
 # What Ray says to a driver, of itself and of its workers, and how libraries warn.
 CHATTER = re.compile(
     r"\((raylet|autoscaler|pid=|\S+ pid=)|(INFO|WARNING|ERROR) \w+\.(py|cc):|Warning: |"

@@ -58,7 +58,7 @@ def test_seconds_are_where_they_were_spent(transform: list[Any]) -> None:
         for _ in range(2):
             assert len(list(loader)) == 10
             stats = loader.stats()
-            assert (stats.batches, stats.samples, stats.under_way) == (10, 40, 0)
+            assert (stats.batches, stats.samples, stats.in_flight) == (10, 40, 0)
             assert stats.size_bytes >= 40 * 4000
             assert stats.read_s >= 40 * PAUSE_S
             assert stats.transform_s >= 40 * 2 * PAUSE_S
@@ -84,7 +84,7 @@ def test_delivered_batches_count_and_the_loop_s_own_time_does_not(options: Any) 
         stats = loader.stats()
         assert stats.seconds - stats.waiting_s >= 2 * 20 * PAUSE_S
         if options is OURS:
-            assert stats.under_way > 0
+            assert stats.in_flight > 0
 
 
 def test_the_newest_epoch_counts() -> None:

@@ -14,9 +14,9 @@ from dpex.compat.names import PrivateName, Shortcut
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = ["Block", "DATA_ITERATOR", "data_iterator"]
+__all__ = ["StoredBlock", "DATA_ITERATOR", "data_iterator"]
 
-Block = tuple[ray.ObjectRef, int]
+StoredBlock = tuple[ray.ObjectRef, int]
 """A block's reference and its size in bytes."""
 
 _INTERFACES = "ray.data._internal.execution.interfaces"
@@ -80,7 +80,7 @@ def _data_iterator_class() -> Any:
     class BlocksOfReplies(DataIterator):
         """As Ray's own split iterator meets the contract of ``ray.data.DataIterator``."""
 
-        def __init__(self, replies: Iterator[list[Block]]) -> None:
+        def __init__(self, replies: Iterator[list[StoredBlock]]) -> None:
             self._replies = replies
 
         def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def _data_iterator_class() -> Any:
     return BlocksOfReplies
 
 
-def data_iterator(replies: Iterator[list[Block]]) -> ray.data.DataIterator | None:
+def data_iterator(replies: Iterator[list[StoredBlock]]) -> ray.data.DataIterator | None:
     """Return a Ray ``DataIterator`` over blocks that others refer to.
 
     Args:

@@ -119,7 +119,8 @@ LOOPBACK = Shortcut(
 )
 
 _NODE_POLL_S = 0.01
-_NODE_WAIT_S = 20.0
+# A node takes about a second to register.
+_NODE_WAIT_S = 10.0
 # Without these Ray has no dashboard.
 _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
 # What Ray's agents say where they do not listen.
@@ -163,14 +164,22 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
         finally:
             os.environ.pop("DPEX_SETUP_WORKER", None)
 
-    def get_node(gcs_address: str, node_id: str) -> Any:
+    def wait_for_node(gcs_address: str, node_id: str) -> None:
         state = found["global_state"]()
         found["initialize_state"](state, found["options_of"](gcs_address))
         deadline = time.monotonic() + _NODE_WAIT_S
-        while time.monotonic() < deadline and not any(
+        while not any(
             node["NodeID"] == node_id and node["Alive"] for node in found["node_table"](state)
         ):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no node has registered in {_NODE_WAIT_S:.0f} s")
             time.sleep(_NODE_POLL_S)
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        try:
+            wait_for_node(gcs_address, node_id)
+        except Exception as error:  # after a RuntimeError Ray would ask again for 30 s
+            raise LookupError(f"{type(error).__name__}: {error}") from error
         return found["get_node"](gcs_address, node_id)
 
     token = {n: value for n, value in os.environ.items() if n.startswith("RAY_AUTH_")}

@@ -54,7 +54,7 @@ class DpexTrainingArguments(TrainingArguments):
     )
     dataloader_prefetch_bytes: int = field(
         default=DEFAULT_PREFETCH_BYTES,
-        metadata={"help": "Bytes of batches under way beyond the prefetch factor."},
+        metadata={"help": "Bytes of batches in flight beyond the prefetch factor."},
     )
     dataloader_on_error: str = field(
         default="raise", metadata={"help": '"raise" an error of a sample, or "skip" the sample.'}

@@ -1,7 +1,7 @@
 """The actor that runs the pipelines, so that the trainer's process keeps its GIL to itself.
 
 One host serves all loaders of a process. It claims no CPU, has no use for torch, and touches no
-data: it passes chunks in and block references out. A *lane* is one pipeline; it serves one
+data: it passes chunks in and block references out. A pipeline serves one
 iteration of a loader at a time and outlives it.
 """
 
@@ -23,14 +23,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.local.forkserver import inheritance
 from dpex.compat.executor import tune_executor
-from dpex.pipeline.dataset import Pipeline, build, store_job
+from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
-from dpex.pipeline.fair_share import HOST_PREFIX, POLL_S, Round, ask_others, free_cpus
-from dpex.pipeline.scheduler import MAX_DEATHS, Others, Turns
-from dpex.worker.actor_calls import NAMESPACE, Arrived, Assignment
+from dpex.pipeline.fair_share import ACTOR_PREFIX, POLL_S, FairShare, ask_others, free_cpus
+from dpex.pipeline.scheduler import MAX_DEATHS, OtherJobs, Scheduler
+from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk
 from dpex.worker.task import FIRST_TASKS
 
-__all__ = ["HostHandle", "get_host"]
+__all__ = ["PipelineActor", "get_pipeline_actor"]
 
 _QUIET_WAIT_S = 1.0
 # The state of persistent logical workers is worth a longer wait: torch waits for them, too.
@@ -42,14 +42,14 @@ _HELD_WHILE_WAITING = frozenset({"resources", "memory", "accelerator_type"})
 
 @dataclass
 class Reply:
-    """What a lane has to say.
+    """What a pipeline has to say.
 
     Attributes:
         blocks: New blocks: a reference, or a small block itself, and its size in bytes.
         quiet_at: Number of the run's chunks when last all of them were done; their blocks have
             all been handed out with or before this reply.
         ended: Whether no more will come for this run.
-        errors: What lost something that was under way.
+        errors: What lost something that was in flight.
     """
 
     blocks: list[tuple[Any, int]] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Reply:
     errors: list[str] = field(default_factory=list)
 
 
-class _Lane:
-    """One pipeline, as the host keeps it.
+class _Pipeline:
+    """One pipeline, as the pipeline actor keeps it.
 
     Attributes:
         job_key: Digest of the job that its workers read.
@@ -68,12 +68,12 @@ class _Lane:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        spec: PipelineSpec,
         run: str,
         loop: asyncio.AbstractEventLoop,
         somebody_waits: Callable[[], bool],
     ) -> None:
-        self.job_key = pipeline.job_key
+        self.job_key = spec.job_key
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
         self._errors: list[str] = []
@@ -81,16 +81,16 @@ class _Lane:
         self.broken = False
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
-        self.turns = Turns(
+        self.scheduler = Scheduler(
             loop,
             self.changed.set,
-            holds_resources=not _HELD_WHILE_WAITING.isdisjoint(pipeline.options),
-            claims_cpus=pipeline.claims_cpus,
-            choosy="fallback_strategy" in pipeline.options,
-            num_workers=pipeline.num_workers,
-            binding=pipeline.binding,
-            persistent=pipeline.persistent,
-            idle=None if pipeline.claims_cpus else IdleCores().any,
+            holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
+            claims_cpus=spec.claims_cpus,
+            choosy="fallback_strategy" in spec.options,
+            num_workers=spec.num_workers,
+            binding=spec.binding,
+            persistent=spec.persistent,
+            idle=None if spec.claims_cpus else IdleCores().any,
             somebody_waits=somebody_waits,
             first_tasks=FIRST_TASKS,
         )
@@ -98,31 +98,31 @@ class _Lane:
         self.arrived = Arrived()
         self._serve(run)
         self._executions: list[Execution] = []
-        if pipeline.later:  # the number of a later stage's workers is limited in one Dataset
-            self._execute(pipeline, first=True, further=True)
+        if spec.later:  # the number of a later stage's workers is limited in one Dataset
+            self._execute(spec, first=True, further=True)
         else:
-            self._execute(pipeline, first=True, further=False)
-            self._adding = asyncio.ensure_future(self._add_tasks(pipeline))
+            self._execute(spec, first=True, further=False)
+            self._adding = asyncio.ensure_future(self._add_tasks(spec))
 
-    async def _add_tasks(self, pipeline: Pipeline) -> None:
+    async def _add_tasks(self, spec: PipelineSpec) -> None:
         """Start the Dataset of further tasks when the first of them is wanted."""
-        if await self.turns.more_tasks(FIRST_TASKS) is not None:
-            self._execute(pipeline, first=False, further=True)
+        if await self.scheduler.more_tasks(FIRST_TASKS) is not None:
+            self._execute(spec, first=False, further=True)
 
-    def _execute(self, pipeline: Pipeline, *, first: bool, further: bool) -> None:
+    def _execute(self, spec: PipelineSpec, *, first: bool, further: bool) -> None:
         def take_end(error: BaseException | None) -> None:
             if error is None and further:
                 error = RuntimeError("Ray Data's execution has ended")
             if error is not None:  # else the first task has no more to do
                 self._take_end(error)
 
-        execution = Execution(lambda: build(pipeline, first=first, further=further), take_end)
+        execution = Execution(lambda: build(spec, first=first, further=further), take_end)
         self._executions.append(execution)
 
     def close(self) -> None:
         """End all tasks: none gets another chunk."""
         self.begin(None)
-        self.turns.close()
+        self.scheduler.close()
 
     def join(self) -> None:
         """Wait some seconds for the end of the executions."""
@@ -131,15 +131,15 @@ class _Lane:
 
     def begin(self, run: str | None) -> None:
         """Serve another iteration, or none; what waits is dropped."""
-        self.turns.drop()
+        self.scheduler.drop()
         self._serve(run)
 
     def _serve(self, run: str | None) -> None:
         self.over.set()
         self.over = asyncio.Event()
         self.run = run
-        self.turns.begin(in_run=run is not None)
-        self._first_chunk = self.turns.fed
+        self.scheduler.begin(in_run=run is not None)
+        self._first_chunk = self.scheduler.fed
         self._early: dict[int, tuple[bytes, int, bool]] = {}
         self._blocks.clear()
         self._errors.clear()
@@ -153,12 +153,12 @@ class _Lane:
         """
         chunks = zip(payloads, workers, strict=True)
         self._early.update((at, (*chunk, alone)) for at, chunk in enumerate(chunks, number))
-        while (chunk := self._early.pop(self.turns.fed - self._first_chunk, None)) is not None:
-            self.turns.feed(chunk[0], chunk[1], alone=chunk[2])
+        while (chunk := self._early.pop(self.scheduler.fed - self._first_chunk, None)) is not None:
+            self.scheduler.feed(chunk[0], chunk[1], alone=chunk[2])
 
     def news(self) -> Reply | None:
         """Return what is new since the last call, or None."""
-        blocks, errors, quiet_at = list(self._blocks), list(self._errors), self.turns.quiet_at
+        blocks, errors, quiet_at = list(self._blocks), list(self._errors), self.scheduler.quiet_at
         broken = self.broken
         self._blocks.clear()
         self._errors.clear()
@@ -168,10 +168,10 @@ class _Lane:
         return Reply(blocks, quiet_at - self._first_chunk, broken, errors)
 
     def note_error(self, text: str) -> None:
-        """Record what lost something that was under way."""
+        """Record what lost something that was in flight."""
         self._errors.append(text)
         self.changed.set()
-        self.turns.release()
+        self.scheduler.release()
 
     def deliver(
         self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, error: str
@@ -180,7 +180,7 @@ class _Lane:
         self._blocks.extend((block, size_bytes) for block in blocks)
         if error:
             self.note_error(error)
-        self.turns.delivered(*origin)
+        self.scheduler.delivered(*origin)
         self.changed.set()
 
     def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
@@ -218,7 +218,7 @@ class _Recent(OrderedDict[str, None]):
             self.popitem(last=False)
 
 
-class _Host:
+class _PipelineActor:
     """The actor's class.
 
     ``take``, ``over``, ``closed`` and ``next_chunk`` wait for what they tell, ``begin`` and
@@ -226,62 +226,69 @@ class _Host:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, asyncio.Future[_Lane]] = {}
+        self._pipelines: dict[str, asyncio.Future[_Pipeline]] = {}
         self._closed = _Recent()
         self._closing: dict[str, asyncio.Event] = {}
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
-        self._round = Round(free_cpus)
+        self._fair_share = FairShare(free_cpus)
         tune_executor()
         gc.freeze()  # what is loaded by now stays, so no collection need look at it
 
-    def _opening(self, lane_key: str) -> asyncio.Future[_Lane]:
-        """Return the lane, or the promise of it: any call may arrive before ``open``."""
-        if lane_key not in self._lanes:
-            self._lanes[lane_key] = asyncio.get_running_loop().create_future()
-        return self._lanes[lane_key]
+    def _opening(self, pipeline_key: str) -> asyncio.Future[_Pipeline]:
+        """Return the pipeline, or the promise of it: any call may arrive before ``open``."""
+        if pipeline_key not in self._pipelines:
+            self._pipelines[pipeline_key] = asyncio.get_running_loop().create_future()
+        return self._pipelines[pipeline_key]
+
+    async def _serving(self, pipeline_key: str, run: str) -> _Pipeline | None:
+        """Return a pipeline if it serves this run; None if the run was given up."""
+        if pipeline_key in self._closed:
+            return None
+        pipeline = await self._opening(pipeline_key)
+        return pipeline if pipeline.run == run else None
 
     def _somebody_waits(self) -> bool:
         """Return whether a pipeline of this process has tasks that wait to begin."""
-        return any(lane.turns.waits for lane in self._opened())
+        return any(pipeline.scheduler.waits for pipeline in self._opened())
 
-    def _opened(self) -> list[_Lane]:
-        return [o.result() for o in self._lanes.values() if o.done() and not o.exception()]
+    def _opened(self) -> list[_Pipeline]:
+        return [o.result() for o in self._pipelines.values() if o.done() and not o.exception()]
 
-    async def open(self, lane_key: str, pipeline: Pipeline, run: str) -> None:
+    async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
-        if lane_key in self._closed and lane_key not in self._lanes:
+        if pipeline_key in self._closed and pipeline_key not in self._pipelines:
             return  # given up before it came, and nobody waits for it
         loop = asyncio.get_running_loop()
-        opening = self._opening(lane_key)
+        opening = self._opening(pipeline_key)
         try:
-            opening.set_result(_Lane(pipeline, run, loop, self._somebody_waits))
-            if pipeline.claims_cpus and self._sharing is None:
+            opening.set_result(_Pipeline(spec, run, loop, self._somebody_waits))
+            if spec.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
             opening.set_exception(error)
 
-    async def begin(self, lane_key: str, run: str) -> bool:
-        """Let a lane serve another iteration.
+    async def begin(self, pipeline_key: str, run: str) -> bool:
+        """Let a pipeline serve another iteration.
 
         Returns:
-            False if the lane is broken, or still at work for an iteration that was given up.
+            False if the pipeline is broken, or still at work for an iteration that was given up.
         """
-        if lane_key in self._closed:
+        if pipeline_key in self._closed:
             return False
-        lane = await self._opening(lane_key)
-        patience_s = _STATE_WAIT_S if lane.turns.keeps_state else _QUIET_WAIT_S
+        pipeline = await self._opening(pipeline_key)
+        patience_s = _STATE_WAIT_S if pipeline.scheduler.keeps_state else _QUIET_WAIT_S
         deadline = time.monotonic() + patience_s
-        while lane.turns.at_work and not lane.broken and time.monotonic() < deadline:
+        while pipeline.scheduler.at_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        if lane.broken or lane.turns.at_work or lane_key in self._closed:
+        if pipeline.broken or pipeline.scheduler.at_work or pipeline_key in self._closed:
             return False
-        lane.begin(run)
+        pipeline.begin(run)
         return True
 
     async def feed(
         self,
-        lane_key: str,
+        pipeline_key: str,
         run: str,
         number: int,
         payloads: list[bytes],
@@ -295,7 +302,7 @@ class _Host:
         """Append chunks to a run.
 
         Args:
-            lane_key: The lane.
+            pipeline_key: The pipeline.
             run: The run that the chunks belong to; ignored if it was given up.
             number: Number of the first of these chunks in the run.
             payloads: Pickled chunks.
@@ -305,52 +312,52 @@ class _Host:
             starting: Number of tasks to start at once, if they are.
             one_by_one: Whether one task is to run at a time.
         """
-        if lane_key in self._closed:
+        if pipeline_key in self._closed:
             return
-        lane = await self._opening(lane_key)
-        if lane.run == run:
-            lane.turns.parallel, lane.turns.starting = parallel, starting
-            lane.turns.one_by_one = one_by_one
-            lane.feed(number, payloads, workers, alone=alone)
+        pipeline = await self._opening(pipeline_key)
+        if pipeline.run == run:
+            pipeline.scheduler.parallel, pipeline.scheduler.starting = parallel, starting
+            pipeline.scheduler.one_by_one = one_by_one
+            pipeline.feed(number, payloads, workers, alone=alone)
 
-    async def more_tasks(self, lane_key: str, started: int) -> int | None:
-        """Wait until a pipeline wants tasks; see ``Turns.more_tasks``."""
-        if lane_key in self._closed:
+    async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
+        """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""
+        if pipeline_key in self._closed:
             return None
-        return await (await self._opening(lane_key)).turns.more_tasks(started)
+        return await (await self._opening(pipeline_key)).scheduler.more_tasks(started)
 
     async def next_chunk(
         self,
-        lane_key: str,
+        pipeline_key: str,
         origin: tuple[str, str],
         place: int,
         made: int,
         unchanged: bool | None,
-    ) -> Assignment | None:
+    ) -> AssignedChunk | None:
         """Answer a task that asks for its next chunk.
 
         Args:
-            lane_key: Its lane.
+            pipeline_key: Its pipeline.
             origin: The task, and its process.
-            place: See ``Turns.next_chunk``.
+            place: See ``Scheduler.next_chunk``.
             made: See there.
             unchanged: Whether its last batch has left the copy as it was; None if not looked at.
         """
-        if lane_key in self._closed:
+        if pipeline_key in self._closed:
             return None
-        lane = await self._opening(lane_key)
+        pipeline = await self._opening(pipeline_key)
         name, attempt = origin
         if unchanged is not None:
-            lane.turns.note_state(name, unchanged)
+            pipeline.scheduler.note_state(name, unchanged)
         try:
-            return await lane.turns.next_chunk(name, place, made, attempt)
+            return await pipeline.scheduler.next_chunk(name, place, made, attempt)
         except MemoryError as error:
-            lane.note_error(f"{type(error).__name__}: {error}")
+            pipeline.note_error(f"{type(error).__name__}: {error}")
             return None
 
     async def deliver(
         self,
-        lane_key: str,
+        pipeline_key: str,
         message: tuple[str, int],
         origin: tuple[str, str],
         blocks: list[Any],
@@ -360,39 +367,45 @@ class _Host:
         """Take a block.
 
         Args:
-            lane_key: The lane that it belongs to.
+            pipeline_key: The pipeline that it belongs to.
             message: The sender, and the number of its message.
             origin: The task that made it, and the process.
             blocks: A reference to it, or a small one itself; none if it is lost.
             size_bytes: Its size.
             error: Why it is lost.
         """
-        if lane_key not in self._closed:
-            lane = await self._opening(lane_key)
-            if lane.arrived.add(message):
-                lane.deliver(origin, blocks, size_bytes, error)
+        if pipeline_key not in self._closed:
+            pipeline = await self._opening(pipeline_key)
+            if pipeline.arrived.add(message):
+                pipeline.deliver(origin, blocks, size_bytes, error)
 
     async def may_begin(
-        self, lane_key: str, block: tuple[str, int, int], origin: tuple[str, str]
+        self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]
     ) -> bool:
-        """Tell a task of a later stage whether to begin; see ``_Lane.may_begin``."""
-        if lane_key in self._closed:
+        """Tell a task of a later stage whether to begin; see ``_Pipeline.may_begin``."""
+        if pipeline_key in self._closed:
             return False
-        return (await self._opening(lane_key)).may_begin(block, origin)
+        return (await self._opening(pipeline_key)).may_begin(block, origin)
 
-    async def release(self, lane_key: str, run: str) -> None:
-        """End the turns that wait: the run's reader has lost a block."""
-        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
-            lane.turns.release()
+    async def release(self, pipeline_key: str, run: str) -> None:
+        """End the leases that wait: the run's reader has lost a block."""
+        if (
+            pipeline_key not in self._closed
+            and (pipeline := await self._opening(pipeline_key)).run == run
+        ):
+            pipeline.scheduler.release()
 
-    async def take(self, lane_key: str, run: str) -> Reply:
+    async def take(self, pipeline_key: str, run: str) -> Reply:
         """Wait for news of a run; one that was given up has ended."""
-        while lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
-            lane.changed.clear()
-            reply = lane.news()
+        while (
+            pipeline_key not in self._closed
+            and (pipeline := await self._opening(pipeline_key)).run == run
+        ):
+            pipeline.changed.clear()
+            reply = pipeline.news()
             if reply is not None:
                 return reply
-            await lane.changed.wait()
+            await pipeline.changed.wait()
         return Reply(ended=True)
 
     async def inherits(self, job_key: str) -> bool:
@@ -407,73 +420,79 @@ class _Host:
             )
         return [await self._stored_jobs[job_key]]
 
-    async def cancel(self, lane_key: str, run: str) -> None:
+    async def cancel(self, pipeline_key: str, run: str) -> None:
         """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
-        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
-            lane.begin(None)
+        if (
+            pipeline_key not in self._closed
+            and (pipeline := await self._opening(pipeline_key)).run == run
+        ):
+            pipeline.begin(None)
 
-    async def over(self, lane_key: str, run: str) -> None:
+    async def over(self, pipeline_key: str, run: str) -> None:
         """Answer when a run is over."""
-        if lane_key not in self._closed and (lane := await self._opening(lane_key)).run == run:
-            await lane.over.wait()
+        if (
+            pipeline_key not in self._closed
+            and (pipeline := await self._opening(pipeline_key)).run == run
+        ):
+            await pipeline.over.wait()
 
     async def note_state(
-        self, lane_key: str, message: tuple[str, int], turn: str, unchanged: bool
+        self, pipeline_key: str, message: tuple[str, int], lease: str, unchanged: bool
     ) -> None:
-        """Take a task's report about its copy; see ``Turns.note_state``."""
-        if lane_key not in self._closed:
-            (await self._opening(lane_key)).turns.note_state(turn, unchanged)
+        """Take a task's report about its copy; see ``Scheduler.note_state``."""
+        if pipeline_key not in self._closed:
+            (await self._opening(pipeline_key)).scheduler.note_state(lease, unchanged)
 
-    async def closed(self, lane_key: str) -> None:
+    async def closed(self, pipeline_key: str) -> None:
         """Answer when a pipeline is closed: then nobody needs what workers keep for it."""
-        if lane_key not in self._closed:
-            await self._closing.setdefault(lane_key, asyncio.Event()).wait()
+        if pipeline_key not in self._closed:
+            await self._closing.setdefault(pipeline_key, asyncio.Event()).wait()
 
-    async def close(self, lane_key: str) -> None:
+    async def close(self, pipeline_key: str) -> None:
         """End a pipeline; one that is still to be opened never is."""
-        self._closed.add(lane_key)
-        if lane_key in self._closing:
-            self._closing.pop(lane_key).set()
-        if lane_key not in self._lanes:
+        self._closed.add(pipeline_key)
+        if pipeline_key in self._closing:
+            self._closing.pop(pipeline_key).set()
+        if pipeline_key not in self._pipelines:
             return
         try:
-            lane = await self._lanes[lane_key]
+            pipeline = await self._pipelines[pipeline_key]
         except Exception:  # it never opened, and has said so
             return
         finally:
-            self._lanes.pop(lane_key, None)
-        lane.close()
+            self._pipelines.pop(pipeline_key, None)
+        pipeline.close()
         still_read = {other.job_key for other in self._opened()}
-        if lane.job_key not in still_read:
-            self._stored_jobs.pop(lane.job_key, None)
+        if pipeline.job_key not in still_read:
+            self._stored_jobs.pop(pipeline.job_key, None)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lane.join)
-        del lane
+        await loop.run_in_executor(None, pipeline.join)
+        del pipeline
         # A plan of Ray Data's refers to itself, and to the job in the object store.
         await loop.run_in_executor(None, gc.collect)
 
-    async def others(self, name: str, waits: bool) -> tuple[Others | None, float]:
-        """Answer a host that asks how the others fare; see ``Round.others``."""
-        return await self._round.others(name, waits)
+    async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
+        """Answer a pipeline actor that asks how the others fare; see ``FairShare.others``."""
+        return await self._fair_share.others(name, waits)
 
     async def _share_cpus(self) -> None:
-        """Let the lanes know, from now on, how the other hosts on the cluster fare."""
+        """Let the pipelines know, from now on, how the other hosts on the cluster fare."""
         loop = asyncio.get_running_loop()
         name = ray.get_runtime_context().get_actor_name()
         while True:
             opened = self._opened()
-            waits = any(lane.turns.waits for lane in opened)
+            waits = any(pipeline.scheduler.waits for pipeline in opened)
             # An answer from between two iterations is too old for the next one.
             others, pause_s = None, POLL_S
-            if waits or any(lane.turns.in_run for lane in opened):
+            if waits or any(pipeline.scheduler.in_run for pipeline in opened):
                 others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)
-            for lane in opened:
-                lane.turns.note_others(others)
+            for pipeline in opened:
+                pipeline.scheduler.note_others(others)
             await asyncio.sleep(pause_s)
 
 
 @dataclass
-class HostHandle:
+class PipelineActor:
     """A running host.
 
     Attributes:
@@ -483,7 +502,7 @@ class HostHandle:
         lost: Whether it was found dead.
     """
 
-    actor: Any
+    handle: Any
     name: str
     driver: tuple[str, str]
     lost: bool = False
@@ -504,29 +523,29 @@ def _driver() -> tuple[str, str]:
     return str(context.gcs_address), str(context.get_job_id())
 
 
-_host: HostHandle | None = None
-_host_lock = threading.Lock()
+_running: PipelineActor | None = None
+_starting = threading.Lock()
 
 
-def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
+def get_pipeline_actor(runtime_env: dict[str, Any] | None) -> PipelineActor:
     """Return this process's host, started on first use on this node.
 
     Args:
         runtime_env: Ray runtime environment for nodes that lack dpex.
     """
-    global _host
-    with _host_lock:
-        if _host is None or not _host.alive:
+    global _running
+    with _starting:
+        if _running is None or not _running.alive:
             context = ray.get_runtime_context()
-            name = f"{HOST_PREFIX}{uuid.uuid4().hex}"
+            name = f"{ACTOR_PREFIX}{uuid.uuid4().hex}"
             options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
-            actor = (
-                ray.remote(_Host)
+            handle = (
+                ray.remote(_PipelineActor)
                 .options(
                     name=name,
                     namespace=NAMESPACE,
                     num_cpus=0,
-                    # Every task that waits for a chunk is a call under way.
+                    # Every task that waits for a chunk is a call in flight.
                     max_concurrency=100_000,
                     # A soft affinity leaves it to chance.
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
@@ -536,5 +555,5 @@ def get_host(runtime_env: dict[str, Any] | None) -> HostHandle:
                 )
                 .remote()
             )
-            _host = HostHandle(actor, name, _driver())
-        return _host
+            _running = PipelineActor(handle, name, _driver())
+        return _running

@@ -11,14 +11,20 @@ import ray
 
 from dpex.compat.executor import limit_to_concurrency
 from dpex.worker.binding import Binding
-from dpex.worker.task import TransformBatches, hand_out_turns, make_batches, transform_batches, turn
+from dpex.worker.task import (
+    TransformBatches,
+    lease_block,
+    make_batches,
+    start_tasks,
+    transform_batches,
+)
 
 if TYPE_CHECKING:
     import ray.data
 
     from dpex.wire.pickling import Pickled
 
-__all__ = ["LaterStage", "Pipeline", "build", "store_job"]
+__all__ = ["LaterStage", "PipelineSpec", "build", "store_job"]
 
 # Ray Data's setting of what holds tasks back. If it has another name, tasks start later.
 _POLICIES = "backpressure_policies.enabled"
@@ -31,10 +37,10 @@ _NO_MEMORY = {"memory": 0}
 
 @dataclass(frozen=True)
 class LaterStage:
-    """A stage after the one that reads, as the host builds it.
+    """A stage after the one that reads, as the pipeline actor builds it.
 
     Attributes:
-        job: Reference to the pickled ``StageJob``, as in ``Pipeline``.
+        job: Reference to the pickled ``StageJob``, as in ``PipelineSpec``.
         job_key: Digest of its bytes.
         options: Ray options of one worker.
         most_workers: How many work at once.
@@ -51,15 +57,15 @@ class LaterStage:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSpec:
     """What a loader's Ray Dataset is made from.
 
     Attributes:
         job: Reference to the driver's ``sys.path`` and the parts of the pickled ``Job``, in a
             list so that Ray does not resolve it; empty where workers inherit the job.
         job_key: Digest of the job's bytes.
-        host_name: Name of the host actor, asked whether a chunk is still wanted.
-        lane_key: The lane that its tasks belong to.
+        actor_name: Name of the pipeline actor, asked whether a chunk is still wanted.
+        pipeline_key: The pipeline that its tasks belong to.
         claims_cpus: Whether its tasks share the CPUs with others'.
         num_workers: How many logical workers there are.
         binding: Whether they are bound to processes, to begin with.
@@ -70,8 +76,8 @@ class Pipeline:
 
     job: list[ray.ObjectRef]
     job_key: str
-    host_name: str
-    lane_key: str = ""
+    actor_name: str
+    pipeline_key: str = ""
     claims_cpus: bool = False
     num_workers: int = 1
     binding: Binding = Binding.WATCHED
@@ -85,14 +91,14 @@ class Pipeline:
         return (self.job_key, *(stage.job_key for stage in self.later))
 
 
-def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset:
+def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset:
     """Return a Dataset whose tasks make a pipeline's batches.
 
-    The last stage delivers the batches to the host and yields no rows: Ray Data's executor looks
+    The last stage delivers the batches to the actor and yields no rows: Ray Data's executor looks
     only ten times a second.
 
     Args:
-        pipeline: The pipeline.
+        spec: What the Dataset is made from.
         first: Whether the Dataset has the pipeline's first task.
         further: Whether it has the further ones: a stage before them yields a block whenever the
             host wants a task.
@@ -100,13 +106,13 @@ def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset
     import ray.data
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
-    first_options = {**_NO_MEMORY, "num_cpus": 1, **pipeline.options}
+    first_options = {**_NO_MEMORY, "num_cpus": 1, **spec.options}
     scheduling_strategy = first_options.pop("scheduling_strategy", None)
-    whose = {"host_name": pipeline.host_name, "lane_key": pipeline.lane_key}
-    sources = [ray.data.from_blocks([turn()])] if first else []
+    whose = {"host_name": spec.actor_name, "lane_key": spec.pipeline_key}
+    sources = [ray.data.from_blocks([lease_block()])] if first else []
     if further:
-        turns = ray.data.from_blocks([turn()]).map_batches(
-            hand_out_turns,
+        starts = ray.data.from_blocks([lease_block()]).map_batches(
+            start_tasks,
             batch_size=None,
             batch_format="pyarrow",
             fn_kwargs=whose,
@@ -116,23 +122,23 @@ def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset
             **_on_this_node(),
             **_NO_MEMORY,
         )
-        sources.append(turns)
+        sources.append(starts)
     dataset = sources[0].union(*sources[1:]) if sources[1:] else sources[0]
     dataset = dataset.map_batches(
         make_batches,
         batch_size=None,
         batch_format="pyarrow",
         fn_kwargs={
-            "job": pipeline.job,
-            "job_key": pipeline.job_key,
-            "last": not pipeline.later,
+            "job": spec.job,
+            "job_key": spec.job_key,
+            "last": not spec.later,
             **whose,
         },
         **first_options,
     )
-    for number, stage in enumerate(pipeline.later, 1):
+    for number, stage in enumerate(spec.later, 1):
         what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
-        what["last"] = number == len(pipeline.later)
+        what["last"] = number == len(spec.later)
         options = {**_NO_MEMORY, **stage.options}
         if stage.keeps_processes:
             options |= {"fn_constructor_kwargs": what}
@@ -154,8 +160,8 @@ def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset
     context.execution_options.preserve_order = False
     # Every row that a task yields becomes a block at once.
     context.target_max_block_size = 1
-    # How much is under way is decided by whoever feeds the chunks, not by Ray Data.
-    if pipeline.later:
+    # How much is in flight is decided by whoever feeds the chunks, not by Ray Data.
+    if spec.later:
         limit_to_concurrency(context)
     else:
         context.set_config(_POLICIES, [])
@@ -178,7 +184,7 @@ def build(pipeline: Pipeline, *, first: bool, further: bool) -> ray.data.Dataset
 
 
 def _on_this_node() -> dict[str, Any]:
-    """Return options of a task that is to run beside the host.
+    """Return options of a task that is to run beside the pipeline actor.
 
     On another node it would keep an autoscaler from taking that away.
     """

@@ -19,19 +19,19 @@ from typing import Any, cast
 
 import ray
 
-from dpex.pipeline.scheduler import Others
+from dpex.pipeline.scheduler import OtherJobs
 from dpex.worker.actor_calls import NAMESPACE
 
-__all__ = ["HOST_PREFIX", "POLL_S", "Round", "ask_others"]
+__all__ = ["ACTOR_PREFIX", "POLL_S", "FairShare", "ask_others"]
 
-HOST_PREFIX = "dpex-host-"
+ACTOR_PREFIX = "dpex-host-"
 """What the names of hosts begin with."""
 POLL_S = 0.25
-"""How often a host asks, if there are few."""
+"""How often a pipeline actor asks, if there are few."""
 
-# The host that notes answers this many calls a second at most, however many hosts there are.
+# The actor that notes answers this many calls a second at most, however many hosts there are.
 _CALLS_PER_S = 64
-# A host that has not asked for so many of its pauses, or seconds, has no work, or is dead.
+# A actor that has not asked for so many of its pauses, or seconds, has no work, or is dead.
 _GONE_PAUSES = 3
 _GONE_S = 3.0
 # After so long in which nobody waited all may have a task that does: an autoscaler sees it.
@@ -41,7 +41,7 @@ _ANSWER_S = 2.0
 _LOOK_S = 5.0
 
 
-class Round:
+class FairShare:
     """Whose tasks wait, as one host notes it for all.
 
     Args:
@@ -59,14 +59,14 @@ class Round:
 
     @property
     def pause_s(self) -> float:
-        """How long a host waits before it asks again."""
+        """How long a pipeline actor waits before it asks again."""
         return max(POLL_S, len(self._hosts) / _CALLS_PER_S)
 
-    async def others(self, name: str, waits: bool) -> tuple[Others | None, float]:
-        """Note a host, and tell it about the others.
+    async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
+        """Note a pipeline actor, and tell it about the others.
 
         Args:
-            name: The host.
+            name: The pipeline actor.
             waits: Whether a task of its own has not begun yet.
 
         Returns:
@@ -88,7 +88,7 @@ class Round:
         free = int(min(self._free))
         calm = now - self._waited_at >= _CALM_S
         room = max(1, free // len(self._hosts)) if free else int(calm)
-        return Others(others_wait, room), self.pause_s
+        return OtherJobs(others_wait, room), self.pause_s
 
 
 def free_cpus() -> float:
@@ -96,12 +96,12 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
-def ask_others(name: str, waits: bool) -> tuple[Others | None, float]:
-    """Ask the host that notes; see ``Round.others``. None also where that fails."""
+def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
+    """Ask the pipeline actor that notes; see ``FairShare.others``. None also where that fails."""
     try:
         notes = _who_notes(int(time.monotonic() / _LOOK_S))
         answer = ray.get(notes.others.remote(name, waits), timeout=_ANSWER_S)
-        others, pause_s = cast("tuple[Others | None, float]", answer)
+        others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
     except Exception:  # it has gone, say, or is another version's: sharing must not stop work
         _who_notes.cache_clear()
         return None, POLL_S
@@ -113,4 +113,4 @@ def _who_notes(_: int) -> Any:
     """Return the first host by name."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-    return ray.get_actor(min(n for n in names if n.startswith(HOST_PREFIX)), namespace=NAMESPACE)
+    return ray.get_actor(min(n for n in names if n.startswith(ACTOR_PREFIX)), namespace=NAMESPACE)

@@ -16,7 +16,7 @@ from dpex.stats import LoaderStats
 __all__ = ["publish"]
 
 # What is no sum.
-_GAUGES = {"first_batch_s", "under_way"}
+_GAUGES = {"first_batch_s", "in_flight"}
 
 
 def publish(stats: LoaderStats, before: LoaderStats, *, loader: str) -> None:

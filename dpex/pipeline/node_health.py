@@ -68,7 +68,7 @@ class Nodes:
 
         Raises:
             ClusterError: The node has died.
-            Exception: What the host raised, or that it has died.
+            Exception: What the pipeline actor raised, or that it has died.
         """
         began = time.monotonic()
         told_s = _LOOK_S

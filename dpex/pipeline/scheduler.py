@@ -1,10 +1,11 @@
-"""Which task makes which chunk: tasks take turns at a lane, and in its turn each asks for chunks.
+"""Hand chunks to the tasks that ask for them, and start tasks.
 
-Starting a task costs Ray some ten milliseconds in which a worker does nothing; asking for the next
-chunk costs one. So a task goes on as long as there are chunks, and waits a while for more. A task
-is started only when one is wanted.
+A task has a lease: the time for which it asks for chunks. Starting a task costs Ray some ten
+milliseconds in which a worker does nothing; asking for the next chunk costs one. So a task keeps
+asking while there are chunks, and waits a while for more. The scheduler starts a task only when
+it wants one.
 
-A bound logical worker lives in one process. The turn that was given its first chunk gets that
+A bound logical worker lives in one process. The lease that was given its first chunk gets that
 worker's chunks and no others, and waits for them while the iterator lives (``worker/binding.py``).
 Streams are always bound. A watched one may move after each chunk that has left its copy unchanged.
 """
@@ -19,20 +20,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dpex.worker.actor_calls import Assignment
+from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["MAX_DEATHS", "Others", "Turns"]
+__all__ = ["MAX_DEATHS", "OtherJobs", "Scheduler"]
 
 MAX_DEATHS = 4
 """How often a worker process may die with the same chunk or block. Ray starts tasks for ever."""
 
-_TURN_S = 30.0
+_LEASE_S = 30.0
 # Where other tasks may wait for a CPU it is theirs soon.
-_SHARED_TURN_S = 5.0
+_SHARED_LEASE_S = 5.0
 # Where another trainer's do.
-_WAITED_FOR_TURN_S = 1.0
-# A stream's turn goes on, and a task that has waited has its CPU again, free or not: where another
+_WAITED_FOR_LEASE_S = 1.0
+# A stream's lease goes on, and a task that has waited has its CPU again, free or not: where another
 # trainer's task waits those of streams get nothing for so long, then go on for as long.
 _HELD_BACK_S = 5.0
 # Where CPUs are free another trainer's task waits for its process, most likely, which loads torch.
@@ -54,12 +55,12 @@ _STUCK_S = 3.0
 _HOPELESS_S = 60.0
 # How often conditions are looked at that change with time.
 _LOOK_S = 0.1
-# Turns that are over are kept, for Ray starts a task again if what it made is lost.
+# Leases that are over are kept, for Ray starts a task again if what it made is lost.
 _MAX_OVER = 256
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherJobs:
     """The other trainers whose tasks share the cluster's CPUs.
 
     Attributes:
@@ -87,8 +88,8 @@ class _Waiting:
 
 
 @dataclass
-class _Turn:
-    """One task's turn.
+class _Lease:
+    """One task's lease.
 
     Attributes:
         name: Its name.
@@ -129,8 +130,8 @@ class _Turn:
     news: asyncio.Future[None] | None = None
 
 
-class Turns:
-    """Hands a lane's chunks to the tasks that ask for them.
+class Scheduler:
+    """Hands a pipeline's chunks to the tasks that ask for them.
 
     Args:
         loop: The event loop that all methods are called in.
@@ -178,7 +179,7 @@ class Turns:
         self._persistent = persistent
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
-        self._turn_s = _SHARED_TURN_S if claims_cpus else _TURN_S
+        self._lease_s = _SHARED_LEASE_S if claims_cpus else _LEASE_S
         self._on_quiet = on_quiet
         self.quiet_at = 0
         # Set when another task may be wanted.
@@ -186,7 +187,7 @@ class Turns:
         self._waiting: deque[_Waiting] = deque()
         # Logical workers that have had a process, in this iteration or as long as they persist.
         self._placed: set[int] = set()
-        # Turns that make batches of which nobody knows yet whether they change their copies, and
+        # Leases that make batches of which nobody knows yet whether they change their copies, and
         # the logical worker of each.
         self._unreported: dict[str, int] = {}
         # Logical workers whose first batches have left their copies unchanged.
@@ -200,8 +201,8 @@ class Turns:
         self._holds_resources = holds_resources
         self._fed = 0
         self._run = 0
-        self._turns: dict[str, _Turn] = {}
-        self._idle: OrderedDict[str, _Turn] = OrderedDict()
+        self._leases: dict[str, _Lease] = {}
+        self._idle: OrderedDict[str, _Lease] = OrderedDict()
         self._closed = False
         self._begun = 0
         self.started = first_tasks
@@ -213,15 +214,15 @@ class Turns:
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
-        self._others: Others | None = None
+        self._others: OtherJobs | None = None
         self._waited_for_since = math.inf
 
     def begin(self, *, in_run: bool) -> None:
         """Note that an iteration begins, or that there is none."""
         self._run += in_run
         self._stuck = False
-        for turn in self._turns.values():
-            turn.made = turn.delivered  # nobody waits for what was under way
+        for lease in self._leases.values():
+            lease.made = lease.delivered  # nobody waits for what was in flight
         self._asked_at = math.inf
         self._unreported.clear()
         self._unchanged.clear()
@@ -232,8 +233,8 @@ class Turns:
     def _unbind(self) -> None:
         """Forget which process each logical worker is bound to: it begins again, on a new copy."""
         self._placed.clear()
-        for turn in self._turns.values():
-            turn.workers.clear()
+        for lease in self._leases.values():
+            lease.workers.clear()
 
     @property
     def _bound(self) -> bool:
@@ -246,19 +247,19 @@ class Turns:
         made. Workers are released when the first batch of each of them has left its copy as it was.
 
         Args:
-            name: Of the turn that made it.
+            name: Of the lease that made it.
             unchanged: Whether it has.
         """
         self._unreported.pop(name, None)
-        turn = self._turns.get(name)
+        lease = self._leases.get(name)
         if not unchanged:
             self._binding = Binding.ALWAYS
-            if turn and not turn.workers and turn.last_worker not in self._bound_workers():
-                self._bind(turn, turn.last_worker)  # whose state its process has now
-        elif turn and self._binding is not Binding.ALWAYS:
-            turn.workers.discard(turn.last_worker)
-            self._placed.discard(turn.last_worker)
-            self._unchanged.add(turn.last_worker)
+            if lease and not lease.workers and lease.last_worker not in self._bound_workers():
+                self._bind(lease, lease.last_worker)  # whose state its process has now
+        elif lease and self._binding is not Binding.ALWAYS:
+            lease.workers.discard(lease.last_worker)
+            self._placed.discard(lease.last_worker)
+            self._unchanged.add(lease.last_worker)
             if len(self._unchanged) == self._num_workers:
                 self._binding = Binding.RELEASED
         self._hand_out()
@@ -280,7 +281,7 @@ class Turns:
         if self._waiting:
             self._changed.set()
 
-    def note_others(self, others: Others | None) -> None:
+    def note_others(self, others: OtherJobs | None) -> None:
         """Note how the other trainers on the cluster fare; None where there are none."""
         self._others = others
         if others is None or not others.wait:
@@ -292,9 +293,9 @@ class Turns:
         self._changed.set()
 
     def _hand_out(self) -> None:
-        """Give what waits to the turns that wait for it."""
+        """Give what waits to the leases that wait for it."""
         while self._waiting:
-            fitting = (n for n, turn in self._idle.items() if self._place_for(turn) is not None)
+            fitting = (n for n, lease in self._idle.items() if self._place_for(lease) is not None)
             name = next(fitting, None)
             # One that is held back from this very moment on waits for the next note.
             if name is None or not self._advance(self._idle[name]):
@@ -303,75 +304,75 @@ class Turns:
 
     async def next_chunk(
         self, name: str, place: int, made: int, attempt: str = ""
-    ) -> Assignment | None:
+    ) -> AssignedChunk | None:
         """Answer a task.
 
         Args:
-            name: Of its turn: the same when Ray starts the task again.
+            name: Of its lease: the same when Ray starts the task again.
             place: How many chunks it has made; one that was started again begins at 0.
             made: How many blocks it has made of them, or is about to have made.
             attempt: Name of its process.
 
         Returns:
-            Its next chunk, or None where its turn is over.
+            Its next chunk, or None where its lease is over.
 
         Raises:
             MemoryError: It has died too often with one chunk, which is lost.
         """
         self._asked_at = time.monotonic()
         self._warm = self._warm or place > 0
-        turn = self._turns.get(name)
-        if turn is None:
-            turn = self._turns[name] = _Turn(name, time.monotonic(), attempt=attempt)
+        lease = self._leases.get(name)
+        if lease is None:
+            lease = self._leases[name] = _Lease(name, time.monotonic(), attempt=attempt)
             self._begun += 1
             self._forget_over()
-        if attempt != turn.attempt:
-            turn.attempt, turn.delivered = attempt, 0
-        turn.made = made
+        if attempt != lease.attempt:
+            lease.attempt, lease.delivered = attempt, 0
+        lease.made = made
         self._idle.pop(name, None)
-        if place < turn.given:
-            return self._chunk_again(turn, place)
-        turn.busy = False
+        if place < lease.given:
+            return self._chunk_again(lease, place)
+        lease.busy = False
         self._unreported.pop(name, None)  # such a batch was given up, or could not begin
         if not self._bound:
-            turn.workers.clear()
-        if turn.over or self._advance(turn):
-            self._tell(turn)  # an attempt before this one may have waited
+            lease.workers.clear()
+        if lease.over or self._advance(lease):
+            self._tell(lease)  # an attempt before this one may have waited
         else:
-            self._idle[name] = turn
-            turn.news = turn.news or self._loop.create_future()
+            self._idle[name] = lease
+            lease.news = lease.news or self._loop.create_future()
         self._settle()
-        await self._wait_for_news(turn)
-        if place == turn.given:
+        await self._wait_for_news(lease)
+        if place == lease.given:
             return None
-        turn.blocks[-1] = max(turn.blocks[-1], made)
-        restarted, turn.restarted = turn.restarted, False
-        return Assignment(turn.chunks[-1], place, self._binding_of(turn), restarted=restarted)
+        lease.blocks[-1] = max(lease.blocks[-1], made)
+        restarted, lease.restarted = lease.restarted, False
+        return AssignedChunk(lease.chunks[-1], place, self._binding_of(lease), restarted=restarted)
 
-    def _chunk_again(self, turn: _Turn, place: int) -> Assignment:
-        """Return a chunk that the turn has had: Ray has started its task again."""
-        turn.deaths += place == 0
-        if turn.deaths >= MAX_DEATHS:
-            turn.busy = False
-            turn.made = turn.delivered
-            self._end(turn)
+    def _chunk_again(self, lease: _Lease, place: int) -> AssignedChunk:
+        """Return a chunk that the lease has had: Ray has started its task again."""
+        lease.deaths += place == 0
+        if lease.deaths >= MAX_DEATHS:
+            lease.busy = False
+            lease.made = lease.delivered
+            self._end(lease)
             raise MemoryError(
-                f"its worker process died {turn.deaths} times in a row, by the code or for want of "
-                "memory: Ray's logs say why"
+                f"its worker process died {lease.deaths} times in a row, by the code or for want "
+                "of memory: Ray's logs say why"
             )
-        turn.busy = True
-        kept = max(0, place - turn.given + len(turn.chunks))
-        place = turn.given - len(turn.chunks) + kept
-        skipped = max(0, turn.blocks[kept] - turn.made)
-        turn.blocks[kept] = max(turn.blocks[kept], turn.made)
-        turn.made += skipped
-        turn.delivered += skipped
-        return Assignment(
-            turn.chunks[kept],
+        lease.busy = True
+        kept = max(0, place - lease.given + len(lease.chunks))
+        place = lease.given - len(lease.chunks) + kept
+        skipped = max(0, lease.blocks[kept] - lease.made)
+        lease.blocks[kept] = max(lease.blocks[kept], lease.made)
+        lease.made += skipped
+        lease.delivered += skipped
+        return AssignedChunk(
+            lease.chunks[kept],
             place,
-            self._binding_of(turn),
+            self._binding_of(lease),
             again=True,
-            restarted=bool(turn.workers) and not kept,
+            restarted=bool(lease.workers) and not kept,
             skipped_blocks=skipped,
         )
 
@@ -379,52 +380,52 @@ class Turns:
         """Record that a block has been delivered, or is lost.
 
         Args:
-            name: Of the turn that made it.
+            name: Of the lease that made it.
             attempt: The process that did.
         """
-        turn = self._turns.get(name)
-        if turn is not None and turn.attempt == attempt:
-            turn.delivered += 1
+        lease = self._leases.get(name)
+        if lease is not None and lease.attempt == attempt:
+            lease.delivered += 1
             self._settle()
 
     def _settle(self) -> None:
-        """Tell once when nothing is under way."""
-        turns = self._turns.values()
-        if self._waiting or any(t.busy or t.made > t.delivered for t in turns):
+        """Tell once when nothing is in flight."""
+        leases = self._leases.values()
+        if self._waiting or any(t.busy or t.made > t.delivered for t in leases):
             return
         self._releasing = False
         if self.quiet_at != self._fed:
             self.quiet_at = self._fed
             self._on_quiet()
 
-    def _end(self, turn: _Turn) -> None:
-        if not turn.over:
-            turn.over = True
+    def _end(self, lease: _Lease) -> None:
+        if not lease.over:
+            lease.over = True
             self._ended += 1
             self._changed.set()
 
-    def _binding_of(self, turn: _Turn) -> Binding:
-        """Return the binding of the chunk that a turn has: it reports as it was to report."""
+    def _binding_of(self, lease: _Lease) -> Binding:
+        """Return the binding of the chunk that a lease has: it reports as it was to report."""
         released = self._binding is Binding.RELEASED
-        return Binding.WATCHED if released and turn.name in self._unreported else self._binding
+        return Binding.WATCHED if released and lease.name in self._unreported else self._binding
 
-    async def _wait_for_news(self, turn: _Turn) -> None:
+    async def _wait_for_news(self, lease: _Lease) -> None:
         idle_since = time.monotonic()
-        while turn.news is not None and not turn.news.done():
-            await asyncio.wait([turn.news], timeout=_IDLE_S)
+        while lease.news is not None and not lease.news.done():
+            await asyncio.wait([lease.news], timeout=_IDLE_S)
             self._hand_out()
             waited_s = time.monotonic() - idle_since
-            if turn.name not in self._idle or waited_s < self._patience_s(turn):
+            if lease.name not in self._idle or waited_s < self._patience_s(lease):
                 continue
-            if not self._adopt(turn):
-                self._end(turn)
-            del self._idle[turn.name]
-            self._tell(turn)
+            if not self._adopt(lease):
+                self._end(lease)
+            del self._idle[lease.name]
+            self._tell(lease)
 
-    def _patience_s(self, turn: _Turn) -> float:
-        """Return how long a turn waits for its next chunk, or for the next iteration."""
-        # With its turn the state of its logical workers would end.
-        keeps_state = bool(turn.workers) and (self.in_run or self._persistent)
+    def _patience_s(self, lease: _Lease) -> float:
+        """Return how long a lease waits for its next chunk, or for the next iteration."""
+        # With its lease the state of its logical workers would end.
+        keeps_state = bool(lease.workers) and (self.in_run or self._persistent)
         if not keeps_state:
             return _IDLE_S if self.in_run else self._between_runs_s
         if not self._holds_resources:
@@ -433,16 +434,16 @@ class Turns:
         wanted = self._homeless_worker() is not None or others_wait or self._somebody_waits()
         return math.inf if self.in_run and not wanted else _IDLE_S
 
-    def _adopt(self, turn: _Turn) -> bool:
-        """Bind one more logical worker to a turn, and give it that worker's chunk.
+    def _adopt(self, lease: _Lease) -> bool:
+        """Bind one more logical worker to a lease, and give it that worker's chunk.
 
         The tasks hold resources that a further task would need, so that worker may get no process.
         """
-        worker = self._homeless_worker() if self.in_run and turn.workers else None
+        worker = self._homeless_worker() if self.in_run and lease.workers else None
         if worker is None:
             return False
-        self._bind(turn, worker)
-        return self._advance(turn)
+        self._bind(lease, worker)
+        return self._advance(lease)
 
     def _homeless_worker(self) -> int | None:
         """Return the first logical worker that has a chunk waiting, and no process."""
@@ -451,67 +452,67 @@ class Turns:
         taken = self._bound_workers()
         return next((chunk.worker for chunk in self._waiting if chunk.worker not in taken), None)
 
-    def _bind(self, turn: _Turn, worker: int) -> None:
-        turn.workers.add(worker)
-        turn.restarted = worker in self._placed
+    def _bind(self, lease: _Lease, worker: int) -> None:
+        lease.workers.add(worker)
+        lease.restarted = worker in self._placed
         self._placed.add(worker)
 
-    def _advance(self, turn: _Turn) -> bool:
-        """Give a turn the next chunk, or end it; False if it has to wait for either."""
+    def _advance(self, lease: _Lease) -> bool:
+        """Give a lease the next chunk, or end it; False if it has to wait for either."""
         waited_for = time.monotonic() >= self._waited_for_since
-        turn_s = _WAITED_FOR_TURN_S if waited_for else self._turn_s
-        late = turn.given > 0 and time.monotonic() - turn.began >= turn_s
-        late = late and not turn.workers
+        lease_s = _WAITED_FOR_LEASE_S if waited_for else self._lease_s
+        late = lease.given > 0 and time.monotonic() - lease.began >= lease_s
+        late = late and not lease.workers
         if late and not waited_for:
             # Another task takes some ten milliseconds to start, for which the first batch of an
             # iteration is not to wait: this one stays for it.
-            late = turn.run == self._run and bool(self._waiting)
-        if self._closed or turn.alone or late or self._active > self._most_tasks:
-            self._end(turn)
-        elif (place := self._place_for(turn)) is not None:
+            late = lease.run == self._run and bool(self._waiting)
+        if self._closed or lease.alone or late or self._active > self._most_tasks:
+            self._end(lease)
+        elif (place := self._place_for(lease)) is not None:
             chunk = self._waiting[place]
-            if chunk.alone and turn.given:
-                self._end(turn)
+            if chunk.alone and lease.given:
+                self._end(lease)
             else:
                 del self._waiting[place]
-                turn.chunks.append(chunk.payload)
-                turn.blocks.append(0)
-                turn.given += 1
-                turn.busy = True
-                turn.run = self._run
-                turn.deaths = 0
-                turn.alone = chunk.alone
+                lease.chunks.append(chunk.payload)
+                lease.blocks.append(0)
+                lease.given += 1
+                lease.busy = True
+                lease.run = self._run
+                lease.deaths = 0
+                lease.alone = chunk.alone
                 self._asked_at = time.monotonic()
-                if self._bound and chunk.worker not in turn.workers:
-                    self._bind(turn, chunk.worker)
+                if self._bound and chunk.worker not in lease.workers:
+                    self._bind(lease, chunk.worker)
                 if self._binding is Binding.WATCHED:
-                    self._unreported[turn.name] = chunk.worker
-                turn.last_worker = chunk.worker
+                    self._unreported[lease.name] = chunk.worker
+                lease.last_worker = chunk.worker
         elif self._releasing:
-            self._end(turn)
+            self._end(lease)
         else:
             return False
         return True
 
-    def _place_for(self, turn: _Turn) -> int | None:
-        """Return the place of the first waiting chunk that a turn may be given."""
-        if self._held_back(turn):
+    def _place_for(self, lease: _Lease) -> int | None:
+        """Return the place of the first waiting chunk that a lease may be given."""
+        if self._held_back(lease):
             return None
         if not self._bound:
             unknown = self._unreported.values()
             fitting = (i for i, chunk in enumerate(self._waiting) if chunk.worker not in unknown)
             return next(fitting, None)
-        taken = self._bound_workers() if not turn.workers else ()
+        taken = self._bound_workers() if not lease.workers else ()
         for place, chunk in enumerate(self._waiting):
-            if chunk.worker in turn.workers or not (turn.workers or chunk.worker in taken):
+            if chunk.worker in lease.workers or not (lease.workers or chunk.worker in taken):
                 return place
         return None
 
-    def _held_back(self, turn: _Turn) -> bool:
-        """Return whether a bound turn leaves its CPU to a task of another training process."""
+    def _held_back(self, lease: _Lease) -> bool:
+        """Return whether a bound lease leaves its CPU to a task of another training process."""
         waited_for_s = time.monotonic() - self._waited_for_since
-        # What holds other resources is not patient: its turn would end, and another one begin.
-        if not turn.workers or self._holds_resources or waited_for_s < 0:
+        # What holds other resources is not patient: its lease would end, and another one begin.
+        if not lease.workers or self._holds_resources or waited_for_s < 0:
             return False
         return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
@@ -533,24 +534,24 @@ class Turns:
         return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
 
     def _bound_workers(self) -> set[int]:
-        """Return the logical workers that live in a turn's process."""
+        """Return the logical workers that live in a lease's process."""
         workers: set[int] = set()
-        return workers.union(*(t.workers for t in self._turns.values() if not t.over))
+        return workers.union(*(t.workers for t in self._leases.values() if not t.over))
 
-    def _tell(self, turn: _Turn) -> None:
-        if turn.news is not None and not turn.news.done():
-            turn.news.set_result(None)
-        turn.news = None
+    def _tell(self, lease: _Lease) -> None:
+        if lease.news is not None and not lease.news.done():
+            lease.news.set_result(None)
+        lease.news = None
 
     def _forget_over(self) -> None:
-        over = [name for name, turn in self._turns.items() if turn.over]
+        over = [name for name, lease in self._leases.items() if lease.over]
         for name in over[: max(0, len(over) - max(_MAX_OVER, 4 * self.parallel))]:
-            del self._turns[name]
+            del self._leases[name]
 
     @property
     def at_work(self) -> bool:
         """Whether any task makes a chunk, or is about to."""
-        return bool(self._waiting) or any(turn.busy for turn in self._turns.values())
+        return bool(self._waiting) or any(lease.busy for lease in self._leases.values())
 
     @property
     def fed(self) -> int:
@@ -563,24 +564,24 @@ class Turns:
         self._releasing = False
 
     def release(self) -> None:
-        """End the turns of the tasks that wait: something is lost.
+        """End the leases of the tasks that wait: something is lost.
 
-        The reader learns what is lost when nothing is under way. No task would make the chunks of
-        a bound worker whose process has gone, so bound turns end. Workers without one can begin.
+        The reader learns what is lost when nothing is in flight. No task would make the chunks of
+        a bound worker whose process has gone, so bound leases end. Workers without one can begin.
         """
         self._unreported.clear()
         if self._bound:
-            self._releasing = any(not turn.over for turn in self._turns.values())
-            for turn in self._turns.values():
-                if turn.alone:  # it ends with its chunk, so its workers begin again elsewhere
-                    turn.workers.clear()
+            self._releasing = any(not lease.over for lease in self._leases.values())
+            for lease in self._leases.values():
+                if lease.alone:  # it ends with its chunk, so its workers begin again elsewhere
+                    lease.workers.clear()
             taken = self._bound_workers()
             kept = (c for c in self._waiting if c.alone and c.worker not in taken)
             self._waiting = deque(kept)
         while self._idle:
-            _, turn = self._idle.popitem()
-            self._end(turn)
-            self._tell(turn)
+            _, lease = self._idle.popitem()
+            self._end(lease)
+            self._tell(lease)
         self._settle()
 
     def close(self) -> None:
@@ -617,7 +618,7 @@ class Turns:
     @property
     def _active(self) -> int:
         """Number of tasks that have not ended, or are about to begin."""
-        alive = sum(turn.busy or not turn.over for turn in self._turns.values())
+        alive = sum(lease.busy or not lease.over for lease in self._leases.values())
         return alive + self._not_begun
 
     @property

@@ -25,15 +25,15 @@ from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warning
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError
-from dpex.pipeline.actor import HostHandle, get_host
-from dpex.pipeline.dataset import LaterStage, Pipeline, store_job
+from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
+from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.worker_options import unmet
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled, dump_in_band
-from dpex.worker.actor_calls import HOST_DIED
+from dpex.worker.actor_calls import ACTOR_DIED
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
@@ -49,9 +49,9 @@ logger = logging.getLogger("dpex")
 
 _EXIT_WAIT_S = 2.0
 # One that cannot be reached is given up too.
-_HOST_LOST = (ray.exceptions.RayActorError, *HOST_DIED)
+_ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
 _PIPELINE_LOST = (
-    *_HOST_LOST,
+    *_ACTOR_LOST,
     ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
 )
@@ -72,9 +72,9 @@ class _Claim:
         self._cancel: Callable[[], None] = lambda: None
         self._finalizer: weakref.finalize[[Callable[[], None]], _Claim] | None = None
 
-    def lay(self, host: HostHandle, lane: _Lane, run: str) -> None:
+    def lay(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
         """Say which run it is, before it begins."""
-        self._cancel = functools.partial(_cancel, host, lane.key, run)
+        self._cancel = functools.partial(_cancel, actor, pipeline.key, run)
         self._finalizer = weakref.finalize(self, release_later, self._cancel)
         self._finalizer.atexit = False
 
@@ -85,17 +85,17 @@ class _Claim:
             self._finalizer.detach()
 
 
-def _cancel(host: HostHandle, lane_key: str, run: str) -> None:
+def _cancel(actor: PipelineActor, pipeline_key: str, run: str) -> None:
     # A client may have lost its server and not know it yet.
     with contextlib.suppress(Exception):
         if ray.is_initialized():
-            host.actor.cancel.remote(lane_key, run)
+            actor.handle.cancel.remote(pipeline_key, run)
 
 
 @dataclass(eq=False)
-class _Lane:
+class _RemotePipeline:
     key: str
-    pipeline_key: tuple[str, ...]
+    spec_key: tuple[str, ...]
     claim: weakref.ref[_Claim]
     # Whether it is known to have begun what it was last told to.
     ready: bool = False
@@ -110,11 +110,11 @@ class _Begins:
     """A pipeline that was told to begin.
 
     Attributes:
-        lane: The pipeline.
+        pipeline: The pipeline.
         answer: Its host's; None for a new one, which serves what it was started for.
     """
 
-    lane: _Lane
+    pipeline: _RemotePipeline
     answer: ray.ObjectRef | None
 
 
@@ -224,7 +224,7 @@ class Session:
     @property
     def alive(self) -> bool:
         """Whether the session is open and its Ray is still this process's Ray."""
-        return self._release.alive and self._host.connected
+        return self._release.alive and self._actor.connected
 
     @property
     def claims_cpus(self) -> bool:
@@ -330,16 +330,16 @@ class Session:
         )
 
     def _inherited(self, key: str) -> bool:
-        # Loading Ray Data takes as long as the host's start, or longer. It is needed once the first
-        # chunk is on its way, and no sooner than here: what starts the host would wait for the GIL.
+        # Ray Data takes as long to load as the actor takes to start, or longer. The first chunk
+        # needs it. To load it earlier would keep the GIL from the thread that starts the actor.
         threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
-        inherits = self._host.actor.inherits.remote(key)
+        inherits = self._actor.handle.inherits.remote(key)
         try:
             return bool(self._nodes.answered(inherits))
-        except _HOST_LOST:
-            self._host.lost = True
+        except _ACTOR_LOST:
+            self._actor.lost = True
             self._start()
-            return bool(self._nodes.answered(self._host.actor.inherits.remote(key)))
+            return bool(self._nodes.answered(self._actor.handle.inherits.remote(key)))
 
     def open(
         self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
@@ -357,12 +357,12 @@ class Session:
         """
         assert self._stored is not None
         make_no_errors_of_rays_warnings()
-        if self._host.lost:
+        if self._actor.lost:
             self._start()
-        pipeline = Pipeline(
+        spec = PipelineSpec(
             self._stored.refs,
             job_key,
-            self._host.name,
+            self._actor.name,
             claims_cpus=self.claims_cpus,
             num_workers=self._num_workers,
             binding=binding,
@@ -372,30 +372,30 @@ class Session:
         )
         claim = _Claim()
         try:
-            begins = self._lanes.begin(run, pipeline, claim)
-        except _HOST_LOST:
-            begins = self._begin_anew(run, pipeline, claim)
-        return functools.partial(self._opened, run, pipeline, claim, begins, pin_memory)
+            begins = self._pipelines.begin(run, spec, claim)
+        except _ACTOR_LOST:
+            begins = self._begin_anew(run, spec, claim)
+        return functools.partial(self._opened, run, spec, claim, begins, pin_memory)
 
-    def _begin_anew(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
-        """Have a pipeline of a new host begin, as the old one has died."""
-        self._host.lost = True
+    def _begin_anew(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
+        """Have a pipeline of a new pipeline actor begin, as the old one has died."""
+        self._actor.lost = True
         self._start()
         assert self._stored is not None
-        pipeline = replace(pipeline, job=self._stored.refs, host_name=self._host.name)
-        return self._lanes.new(run, pipeline, claim)
+        spec = replace(spec, job=self._stored.refs, actor_name=self._actor.name)
+        return self._pipelines.new(run, spec, claim)
 
     def _opened(
-        self, run: Run, pipeline: Pipeline, claim: _Claim, begins: _Begins, pin_memory: bool
+        self, run: Run, spec: PipelineSpec, claim: _Claim, begins: _Begins, pin_memory: bool
     ) -> RemoteRun:
         try:
-            if not self._lanes.begun(begins):
-                begins = self._lanes.new(run, pipeline, claim)
-        except _HOST_LOST:
-            begins = self._begin_anew(run, pipeline, claim)
+            if not self._pipelines.begun(begins):
+                begins = self._pipelines.new(run, spec, claim)
+        except _ACTOR_LOST:
+            begins = self._begin_anew(run, spec, claim)
         return RemoteRun(
-            self._host,
-            begins.lane.key,
+            self._actor,
+            begins.pipeline.key,
             run.key,
             self._nodes,
             claim,
@@ -406,14 +406,14 @@ class Session:
 
     def _start(self) -> None:
         """Take the process's host, or a new one in place of one that has died."""
-        self._host: HostHandle = get_host(self._connection.runtime_env)
-        self._lanes = _Lanes(self._host, self._nodes)
+        self._actor: PipelineActor = get_pipeline_actor(self._connection.runtime_env)
+        self._pipelines = _RemotePipelines(self._actor, self._nodes)
         # Iterators keep the session, so it outlives a loader that is dropped before them.
-        self._release = weakref.finalize(self, release_later, self._lanes.close)
+        self._release = weakref.finalize(self, release_later, self._pipelines.close)
         be_ready()
         self._release.atexit = False
         if self._stored is not None and self._stored.inherited is not None:
-            # The host may have gone together with the fork server.
+            # The pipeline actor may have gone together with the fork server.
             placed = self._place(self._stored.key, self._stored.inherited)
             self._stored = replace(placed, later=self._stored.later)
 
@@ -423,7 +423,7 @@ class Session:
 
     def waiting_text(self) -> str:
         """Say who holds the CPUs that a waiting loader has not got."""
-        text = "waiting for the first of the batches under way. "
+        text = "waiting for the first of the batches in flight. "
         try:
             text += report_busy_cpus()
             if not cluster_size()[1]:
@@ -447,68 +447,70 @@ class Session:
         """Release pipelines and stored bytes; running tasks stop."""
         self._stored = None
         if self._release.alive:
-            self._lanes.close()
+            self._pipelines.close()
             self._release.detach()
 
 
-class _Lanes:
+class _RemotePipelines:
     """The pipelines of one session."""
 
-    def __init__(self, host: HostHandle, nodes: Nodes) -> None:
-        self._host = host
+    def __init__(self, actor: PipelineActor, nodes: Nodes) -> None:
+        self._actor = actor
         self._nodes = nodes
-        self._lanes: list[_Lane] = []
+        self._pipelines: list[_RemotePipeline] = []
         self._lock = threading.Lock()
 
-    def begin(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+    def begin(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
         """Have such a pipeline with nothing to do begin ``run``, or a new one."""
         with self._lock:
-            idle = [lane for lane in self._lanes if not lane.busy]
-            for lane in idle:
-                lane.claim = weakref.ref(claim)
+            idle = [pipeline for pipeline in self._pipelines if not pipeline.busy]
+            for pipeline in idle:
+                pipeline.claim = weakref.ref(claim)
         begins = None
-        for lane in idle:
-            if begins is None and lane.ready and lane.pipeline_key == pipeline.key:
+        for pipeline in idle:
+            if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
                 # After an interrupt it may still begin this run when the next one has begun.
-                lane.ready = False
-                claim.lay(self._host, lane, run.key)
-                begins = _Begins(lane, self._host.actor.begin.remote(lane.key, run.key))
+                pipeline.ready = False
+                claim.lay(self._actor, pipeline, run.key)
+                begins = _Begins(pipeline, self._actor.handle.begin.remote(pipeline.key, run.key))
             else:
-                self._drop(lane)
-        return begins or self.new(run, pipeline, claim)
+                self._drop(pipeline)
+        return begins or self.new(run, spec, claim)
 
     def begun(self, begins: _Begins) -> bool:
         """Wait until a pipeline has begun, and tell whether it has; it is dropped if not."""
         if begins.answer is None:
             return True
         with contextlib.suppress(ray.exceptions.RayTaskError):  # it never opened
-            begins.lane.ready = bool(self._nodes.answered(begins.answer))
-        if not begins.lane.ready:
-            self._drop(begins.lane)
-        return begins.lane.ready
+            begins.pipeline.ready = bool(self._nodes.answered(begins.answer))
+        if not begins.pipeline.ready:
+            self._drop(begins.pipeline)
+        return begins.pipeline.ready
 
-    def new(self, run: Run, pipeline: Pipeline, claim: _Claim) -> _Begins:
+    def new(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
         """Start a pipeline that serves ``run`` first."""
-        lane = _Lane(uuid.uuid4().hex, pipeline.key, weakref.ref(claim))
+        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
         with self._lock:
-            self._lanes.append(lane)
-        claim.lay(self._host, lane, run.key)
-        self._host.actor.open.remote(lane.key, replace(pipeline, lane_key=lane.key), run.key)
-        lane.ready = True
-        return _Begins(lane, None)
+            self._pipelines.append(pipeline)
+        claim.lay(self._actor, pipeline, run.key)
+        self._actor.handle.open.remote(
+            pipeline.key, replace(spec, pipeline_key=pipeline.key), run.key
+        )
+        pipeline.ready = True
+        return _Begins(pipeline, None)
 
-    def _drop(self, lane: _Lane) -> None:
+    def _drop(self, pipeline: _RemotePipeline) -> None:
         """End a pipeline."""
         # In this order: an interrupt between the two has it closed twice, which is nothing.
-        self._host.actor.close.remote(lane.key)
+        self._actor.handle.close.remote(pipeline.key)
         with self._lock, contextlib.suppress(ValueError):
-            self._lanes.remove(lane)
+            self._pipelines.remove(pipeline)
 
     def close(self) -> None:
         """End them all."""
-        if self._host.alive:
-            for lane in list(self._lanes):
-                self._drop(lane)
+        if self._actor.alive:
+            for pipeline in list(self._pipelines):
+                self._drop(pipeline)
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
@@ -531,8 +533,8 @@ class RemoteRun:
 
     def __init__(
         self,
-        host: HostHandle,
-        lane_key: str,
+        actor: PipelineActor,
+        pipeline_key: str,
         run: str,
         nodes: Nodes,
         claim: _Claim,
@@ -541,8 +543,8 @@ class RemoteRun:
         pin_memory: bool,
         through_client: bool,
     ) -> None:
-        self._host = host
-        self._lane_key = lane_key
+        self._actor = actor
+        self._pipeline_key = pipeline_key
         self._run = run
         self._nodes = nodes
         self._claim: _Claim | None = claim
@@ -561,8 +563,8 @@ class RemoteRun:
 
         if self._receiver is None:
             self._receiver = Receiver(
-                self._host,
-                self._lane_key,
+                self._actor,
+                self._pipeline_key,
                 self._run,
                 self._pool,
                 pin_memory=self._pin_memory,
@@ -572,10 +574,10 @@ class RemoteRun:
         return self._receiver
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
-        """Send chunks; see ``_Host.feed``."""
+        """Send chunks; see ``_PipelineActor.feed``."""
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
-        self._host.actor.feed.remote(
-            self._lane_key,
+        self._actor.handle.feed.remote(
+            self._pipeline_key,
             self._run,
             chunks[0].number,
             payloads,
@@ -605,15 +607,15 @@ class RemoteRun:
         return True
 
     def failure(self) -> BaseException | None:
-        """Return what ended the reading, if it was an error; a dead host is replaced next time."""
+        """Return what ended the reading, if it was an error; a dead actor is replaced next time."""
         failure = self._failure or self.receiver.failure
-        if isinstance(failure, _HOST_LOST):
-            self._host.lost = True
+        if isinstance(failure, _ACTOR_LOST):
+            self._actor.lost = True
         return failure
 
     @property
     def lost(self) -> bool:
-        """Whether nodes, the host, or blocks that it owned died: a new pipeline can go on."""
+        """Whether nodes, the actor, or blocks that it owned died: a new pipeline can go on."""
         return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from dpex.worker.stateful import StreamState
 if TYPE_CHECKING:
     from dpex.training.index_iterator import Source
 
-__all__ = ["Drawn", "EpochProgress", "Progress", "State"]
+__all__ = ["DrawnBatch", "EpochProgress", "Progress", "State"]
 
 _VERSION = 1
 
@@ -214,7 +214,7 @@ class State:
 
 
 @dataclass
-class Drawn:
+class DrawnBatch:
     """A batch of indices that was drawn and is not yet delivered.
 
     Attributes:
@@ -250,8 +250,8 @@ class EpochProgress:
     _batches: int = 0
     _samples: int = 0
     _samplers: dict[str, Any] | None = None
-    _drawn: dict[int, Drawn] = field(default_factory=dict)
-    _done: dict[int, Drawn] = field(default_factory=dict)
+    _drawn: dict[int, DrawnBatch] = field(default_factory=dict)
+    _done: dict[int, DrawnBatch] = field(default_factory=dict)
     _ahead: set[int] = field(default_factory=set)
     _count: int = 0
     _delivered_samples: int = 0
@@ -278,11 +278,11 @@ class EpochProgress:
         return self._delivered_samples
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Batches that were drawn and are not yet delivered."""
         return len(self._drawn)
 
-    def draw(self, drawn: Drawn) -> bool:
+    def draw(self, drawn: DrawnBatch) -> bool:
         """Take note of a batch of indices.
 
         Returns:
@@ -390,7 +390,7 @@ class EpochProgress:
         if self._drawn:  # if not, it is the sampler's error
             self.deliver(min(self._drawn))
 
-    def _finish(self, drawn: Drawn) -> None:
+    def _finish(self, drawn: DrawnBatch) -> None:
         self._done[drawn.number] = drawn
         while (last := self._done.pop(self._batches, None)) is not None:
             self._batches += 1

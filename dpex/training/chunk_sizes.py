@@ -1,4 +1,4 @@
-"""How many batches a chunk has, and how many may be under way.
+"""How many batches a chunk has, and how many may be in flight.
 
 A chunk costs some milliseconds beside its work, so it is about a second of work, and more where so
 many tasks run at once that handing chunks to them would keep a core busy.
@@ -25,7 +25,7 @@ _CHUNKS_IN_WINDOW = 3
 _LEAST_CHUNK_SHARE = 0.1
 # Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
 _GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
-# However small a batch is: indices are drawn and kept for every one that is under way.
+# However small a batch is: indices are drawn and kept for every one that is in flight.
 _MAX_WINDOW = 1024
 # A worker that spends less than this share of its time computing waits for something.
 _SMALLEST_SHARE = 1 / 64
@@ -36,8 +36,8 @@ class ChunkPlanner:
 
     Args:
         num_workers: Cap on the number of parallel tasks.
-        prefetch_factor: Batches per worker that may always be under way.
-        prefetch_bytes: Bytes that may be under way beyond that.
+        prefetch_factor: Batches per worker that may always be in flight.
+        prefetch_bytes: Bytes that may be in flight beyond that.
         claims_cpus: Whether Ray itself runs no more tasks than there are CPUs, so that all
             workers' tasks can be left to it once the first ones are warm.
 
@@ -101,7 +101,7 @@ class ChunkPlanner:
 
     @property
     def guaranteed(self) -> int:
-        """Batches that may always be under way: torch's run-ahead."""
+        """Batches that may always be in flight: torch's run-ahead."""
         return self._guaranteed
 
     @property

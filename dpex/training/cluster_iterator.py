@@ -21,7 +21,7 @@ from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySk
 from dpex.stats import Meter
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.deferred_errors import KeptError, reraise
-from dpex.training.in_flight import Sent, described, joined_streams, lost_error
+from dpex.training.in_flight import ChunkInFlight, described, joined_streams, lost_error
 from dpex.training.prefetch import Demand, IndexDemand, StreamDemand
 from dpex.wire.block_format import BLOCK_LOST, Entry
 from dpex.worker.binding import Binding
@@ -141,7 +141,7 @@ class ClusterIter(BaseDataLoaderIter):
         self._sent = 0
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
-        self._waiting: dict[int, Sent] = {}
+        self._waiting: dict[int, ChunkInFlight] = {}
         self._stash: dict[int, Entry] = {}
         self._errors: list[str] = []
         self._errors_came_at = 0
@@ -277,7 +277,7 @@ class ClusterIter(BaseDataLoaderIter):
                     self._fail_batch(batch, error)
             return
         for chunk in chunks:
-            self._waiting[chunk.number] = Sent(chunk, alone, tries)
+            self._waiting[chunk.number] = ChunkInFlight(chunk, alone, tries)
             self._sent += 1
 
     # --- handing out batches ----------------------------------------------------------------------
@@ -288,7 +288,7 @@ class ClusterIter(BaseDataLoaderIter):
                 try:
                     return self._next_batch()
                 finally:
-                    self.meter.under_way = self._demand.under_way
+                    self.meter.in_flight = self._demand.in_flight
         finally:
             self._publish()
 
@@ -408,9 +408,9 @@ class ClusterIter(BaseDataLoaderIter):
         quiet_at = receiver.quiet_at
         while (arrival := receiver.take()) is not None:
             self._losses = 0
-            frame = arrival.frame
-            sent = self._waiting.get(frame.chunk)
-            if frame.run != self._run_spec.key:
+            block = arrival.block
+            sent = self._waiting.get(block.chunk)
+            if block.run != self._run_spec.key:
                 continue
             self._note_state(arrival)
             if sent is None:
@@ -424,18 +424,18 @@ class ClusterIter(BaseDataLoaderIter):
                     self._stash[entry.batch] = entry
             self._planner.observe(
                 batches=len(arrival.batches),
-                seconds=frame.costs.seconds,
-                cpu_seconds=frame.costs.cpu_seconds,
-                size_bytes=frame.size_bytes,
+                seconds=block.costs.seconds,
+                cpu_seconds=block.costs.cpu_seconds,
+                size_bytes=block.size_bytes,
             )
             self.meter.arrived(
-                frame.costs,
-                size_bytes=frame.size_bytes,
+                block.costs,
+                size_bytes=block.size_bytes,
                 transfer_s=arrival.transfer_s,
                 decode_s=arrival.decode_s,
             )
             if not sent.missing:
-                del self._waiting[frame.chunk]
+                del self._waiting[block.chunk]
         errors = receiver.take_errors()
         if errors:
             # Nothing new until it is known which chunk is lost.
@@ -451,7 +451,7 @@ class ClusterIter(BaseDataLoaderIter):
 
     def _note_state(self, arrival: Arrival) -> None:
         """Say once where the state of a logical worker is not what torch's would be."""
-        costs, generations = arrival.frame.costs, self._generations
+        costs, generations = arrival.block.costs, self._generations
         if not (costs.after_restart or costs.late_changes):
             return
         numbers = [entry.batch for entry in arrival.batches]
@@ -481,8 +481,8 @@ class ClusterIter(BaseDataLoaderIter):
         """
         self._resend(self._send_one_by_one)
 
-    def _resend(self, send: Callable[[list[Sent]], None]) -> None:
-        """Have what is under way sent again, all of it, or give the epoch up."""
+    def _resend(self, send: Callable[[list[ChunkInFlight]], None]) -> None:
+        """Have what is in flight sent again, all of it, or give the epoch up."""
         lost, self._waiting = list(self._waiting.values()), {}
         try:
             send(lost)
@@ -492,7 +492,7 @@ class ClusterIter(BaseDataLoaderIter):
             self._give_up(None)
             raise
 
-    def _send_one_by_one(self, lost: list[Sent]) -> None:
+    def _send_one_by_one(self, lost: list[ChunkInFlight]) -> None:
         self._draining = False
         if self._errors and all(error.startswith(BLOCK_LOST) for error in self._errors):
             self._make_again(lost)
@@ -506,7 +506,7 @@ class ClusterIter(BaseDataLoaderIter):
             time.sleep(_ROOM_S)
         most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
         again: list[Chunk] = []
-        again_alone: list[Sent] = []
+        again_alone: list[ChunkInFlight] = []
         for sent in joined_streams(lost):
             if not sent.alone:
                 again.extend(sent.rest(most=1))
@@ -532,7 +532,7 @@ class ClusterIter(BaseDataLoaderIter):
         for sent in again_alone:
             self._send_again(list(sent.rest()), alone=True, tries=sent.tries, one_by_one=no_room)
 
-    def _make_again(self, lost: list[Sent]) -> None:
+    def _make_again(self, lost: list[ChunkInFlight]) -> None:
         """Have batches made again that went with the process that had made them."""
         self._losses += 1
         if self._losses == _MOST_LOSSES:
@@ -545,7 +545,7 @@ class ClusterIter(BaseDataLoaderIter):
             self._send_again(list(sent.rest()), alone=sent.alone, tries=sent.tries)
 
     def _go_on_elsewhere(self) -> None:
-        """Have a new pipeline make the batches under way, where the old one was lost.
+        """Have a new pipeline make the batches in flight, where the old one was lost.
 
         Raises:
             ChunkLostError: It was not lost, but ended; or it was the third one that was lost, and
@@ -564,7 +564,7 @@ class ClusterIter(BaseDataLoaderIter):
         )
         self._resend(self._send_to_another)
 
-    def _send_to_another(self, lost: list[Sent]) -> None:
+    def _send_to_another(self, lost: list[ChunkInFlight]) -> None:
         self._end_run()
         self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
         self._sent = 0
@@ -595,7 +595,7 @@ class ClusterIter(BaseDataLoaderIter):
     def _give_up(self, cause: BaseException | None) -> DpexError:
         """Return the error that every further ``next()`` raises, too."""
         where = (
-            f"with {self._demand.under_way} batches outstanding; the next one is "
+            f"with {self._demand.in_flight} batches outstanding; the next one is "
             f"{self._demand.next_batch}"
         )
         if self._session.alive:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from dpex.errors import ChunkLostError
 from dpex.worker.map_style import Chunk
 
-__all__ = ["Sent", "described", "joined_streams", "lost_error"]
+__all__ = ["ChunkInFlight", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:
@@ -35,8 +35,8 @@ def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
     )
 
 
-class Sent:
-    """A chunk under way, and its batches that have not arrived.
+class ChunkInFlight:
+    """A chunk in flight, and its batches that have not arrived.
 
     Attributes:
         chunk: As it was sent.
@@ -78,9 +78,9 @@ class Sent:
             del missing[:count]
 
 
-def joined_streams(lost: Iterable[Sent]) -> list[Sent]:
+def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
     """Make one chunk of those that go on with the same stream."""
-    joined: list[Sent] = []
+    joined: list[ChunkInFlight] = []
     streams: dict[int, int] = {}
     for sent in lost:
         chunk = sent.chunk
@@ -93,6 +93,6 @@ def joined_streams(lost: Iterable[Sent]) -> list[Sent]:
         batches = [*before.chunk.batches, *chunk.batches]
         positions = [*before.chunk.positions, *chunk.positions]
         whole = replace(before.chunk, batches=batches, positions=positions)
-        joined[place] = Sent(whole, before.alone, before.tries)
+        joined[place] = ChunkInFlight(whole, before.alone, before.tries)
         joined[place].missing = before.missing | sent.missing
     return joined

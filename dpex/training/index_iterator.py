@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex.training.checkpoint import Drawn, EpochProgress, Progress, State
+from dpex.training.checkpoint import DrawnBatch, EpochProgress, Progress, State
 from dpex.worker.rng_state import Draws
 from dpex.worker.seeding import generators_kept
 from dpex.worker.stateful import has_state, state_of
@@ -370,7 +370,7 @@ class IndexIterator:
             samples = _count(indices) if self._source.batched else 1
             self._end += samples
             states = self._source.sampler_states(self._inner) if self._stateful else None
-            drawn = Drawn(self._number, samples, self._end, states)
+            drawn = DrawnBatch(self._number, samples, self._end, states)
             self._number += 1
             if self.epoch.draw(drawn):
                 return indices

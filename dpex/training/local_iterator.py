@@ -61,7 +61,7 @@ class PlainIter(BaseDataLoaderIter):
                     epoch.deliver_next()
                 raise
             epoch.deliver_next()
-            self.meter.under_way = epoch.under_way
+            self.meter.in_flight = epoch.in_flight
             return data
 
 

@@ -38,7 +38,7 @@ class Demand(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Batches asked for and not yet delivered."""
 
     @property
@@ -145,14 +145,14 @@ class IndexDemand(Demand):
         self._open: dict[int, _OpenChunk] = {}
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Batches asked for and not yet delivered."""
         return self._drawn - self._first - self.delivered
 
     @property
     def next_batch(self) -> int | None:
         """Number of the batch whose turn it is; None once there is none."""
-        over = self._exhausted and not self.under_way
+        over = self._exhausted and not self.in_flight
         return None if over else self._first + self.delivered
 
     @property
@@ -163,7 +163,7 @@ class IndexDemand(Demand):
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Draw as far ahead as torch does."""
         most = self._planner.guaranteed
-        while not self._exhausted and self.under_way < most:
+        while not self._exhausted and self.in_flight < most:
             self._draw(send)
         end = self._first + self.delivered + most
         if self._exhausted or any(chunk.first_batch < end for chunk in self._open.values()):
@@ -177,7 +177,7 @@ class IndexDemand(Demand):
             if self._exhausted or self._remaining == 1:
                 self._send_open(send)
                 return False
-            if self.under_way >= self._planner.window:
+            if self.in_flight >= self._planner.window:
                 return False
             self._draw(send)
             if enough():
@@ -254,7 +254,7 @@ class StreamDemand(Demand):
         self._ends: list[int | None] = [None] * self._workers
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Batches asked for and not yet delivered."""
         return sum(map(self._ahead, self._open))
 

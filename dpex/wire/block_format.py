@@ -25,7 +25,7 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BLOCK_LOST", "Entry", "Frame", "FrameWriter", "decode", "read_frame"]
+__all__ = ["BLOCK_LOST", "Block", "BlockWriter", "Entry", "decode", "read_block"]
 
 BLOCK_LOST = "a block was lost"
 """The beginning of an error's text where a block died with the process that had made it."""
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Frame:
+class Block:
     """What one block holds besides its batches.
 
     Attributes:
@@ -87,7 +87,7 @@ def _binary_column(data: Any, size: int) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), data])
 
 
-class FrameWriter:
+class BlockWriter:
     """Collects the batches of one block.
 
     Args:
@@ -184,7 +184,7 @@ def _view(table: pa.Table, column: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, dtype=np.uint8)[start:end]
 
 
-def read_frame(table: pa.Table) -> Frame:
+def read_block(table: pa.Table) -> Block:
     """Read a block's header; the batches' buffers remain views of the block.
 
     Args:
@@ -199,7 +199,7 @@ def read_frame(table: pa.Table) -> Frame:
             for column, start, size in places
         ]
         entries.append(replace(entry, value=Pickled(head, buffers, *slots)))
-    return Frame(run, chunk, entries, Costs(*costs), table.nbytes, origin)
+    return Block(run, chunk, entries, Costs(*costs), table.nbytes, origin)
 
 
 def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -208,15 +208,15 @@ def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
     return own
 
 
-def decode(frame: Frame, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entry]:
+def decode(block: Block, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entry]:
     """Yield the batches, each in memory of its own.
 
     Args:
-        frame: What ``read_frame`` returned, its block still alive.
+        block: What ``read_block`` returned, its block still alive.
         pool: Where the batches' memory is from, unless it is page-locked.
         pin_memory: Put the batches' arrays into page-locked memory.
     """
-    for entry in frame.entries:
+    for entry in block.entries:
         outcome = entry.outcome
         try:
             if pin_memory and outcome == "batch":

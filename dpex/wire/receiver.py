@@ -1,4 +1,4 @@
-"""Blocks on their way into the trainer: from the host's references to batches in own memory."""
+"""Blocks on their way into the trainer: from the actor's references to batches in own memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex.cluster.local.launch import settled
-from dpex.compat.data_iterator import DATA_ITERATOR, Block, data_iterator
-from dpex.wire.block_format import BLOCK_LOST, Entry, Frame, decode, read_frame
+from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
+from dpex.wire.block_format import BLOCK_LOST, Block, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
 
-__all__ = ["Arrival", "Host", "Receiver"]
+__all__ = ["Arrival", "BlockSource", "Receiver"]
 
 logger = logging.getLogger("dpex")
 
@@ -33,26 +33,26 @@ class Arrival:
     """One block, decoded.
 
     Attributes:
-        frame: Its header.
+        block: Its header.
         decode_s: Seconds it took to decode it.
         transfer_s: Seconds it took to get it, once it was known that it is there.
         batches: Its batches.
     """
 
-    frame: Frame
+    block: Block
     batches: list[Entry]
     decode_s: float = 0.0
     transfer_s: float = 0.0
 
 
-class Host(Protocol):
+class BlockSource(Protocol):
     """The actor that says where the blocks are.
 
     Attributes:
         actor: Its handle.
     """
 
-    actor: Any
+    handle: Any
 
     @property
     def connected(self) -> bool:
@@ -83,18 +83,18 @@ class _Decode(ArrowBatchCollateFn):
 
     def _decode(self, table: pa.Table) -> Arrival:
         started = time.perf_counter()
-        frame = read_frame(table)
-        if frame.run != self._run:  # a chunk of an iteration that was given up
-            return Arrival(replace(frame, entries=[]), [])
+        block = read_block(table)
+        if block.run != self._run:  # a chunk of an iteration that was given up
+            return Arrival(replace(block, entries=[]), [])
         if self._pin_memory:
             torch.accelerator.set_device_index(self._device_index)
-        batches = list(decode(frame, self._pool, pin_memory=self._pin_memory))
+        batches = list(decode(block, self._pool, pin_memory=self._pin_memory))
         # The entries are views of the block, which is to be freed.
-        frame = replace(frame, entries=[])
-        return Arrival(frame, batches, time.perf_counter() - started)
+        block = replace(block, entries=[])
+        return Arrival(block, batches, time.perf_counter() - started)
 
 
-def _fetched(replies: Iterable[list[Block]]) -> Iterator[pa.Table]:
+def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
     """Fetch the blocks of each reply, some at a time; yields their tables in order."""
     with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
         for blocks in replies:
@@ -108,8 +108,8 @@ class Receiver:
     """Reads one run's blocks in a thread and keeps the decoded batches for the training loop.
 
     Args:
-        host: The host.
-        lane_key: The lane that serves the run.
+        host: The pipeline actor.
+        pipeline_key: The pipeline that serves the run.
         run: The run.
         pool: Where the batches' memory is from, unless it is page-locked.
         pin_memory: Whether batches go to page-locked memory.
@@ -121,8 +121,8 @@ class Receiver:
 
     def __init__(
         self,
-        host: Host,
-        lane_key: str,
+        actor: BlockSource,
+        pipeline_key: str,
         run: str,
         pool: MemoryPool,
         *,
@@ -143,7 +143,7 @@ class Receiver:
         self._through_data = False
         self._known_at = self._last_at = 0.0
         self.arrived_at = 0.0
-        self._host, self._lane_key, self._run = host, lane_key, run
+        self._actor, self._pipeline_key, self._run = actor, pipeline_key, run
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
         self._decode = decode_block = _Decode(
             run, pool, pin_memory=pin_memory, device_index=device_index
@@ -167,8 +167,8 @@ class Receiver:
         )
         self._thread.start()
 
-    def _replies(self) -> Iterator[list[Block]]:
-        """Ask the host for news until there is no more; yields the blocks of each reply."""
+    def _replies(self) -> Iterator[list[StoredBlock]]:
+        """Ask the actor for news until there is no more; yields the blocks of each reply."""
         request = self._ask()
         while request is not None:
             reply = ray.get(request)
@@ -177,7 +177,7 @@ class Receiver:
             self._handed += len(reply.blocks)
             self._note(self._handed, reply.quiet_at, reply.errors)
             self._known_at = time.perf_counter()
-            stored: list[Block] = []
+            stored: list[StoredBlock] = []
             for block, size_bytes in reply.blocks:
                 if isinstance(block, ray.ObjectRef):
                     stored.append((block, size_bytes))
@@ -191,10 +191,10 @@ class Receiver:
             self._all_told = ended
 
     def _ask(self) -> ray.ObjectRef | None:
-        """Ask the host for the next reply; returns None where Ray may not be called."""
+        """Ask the pipeline actor for the next reply; returns None where Ray may not be called."""
         if not self._may_call:
             return None
-        return self._host.actor.take.remote(self._lane_key, self._run)
+        return self._actor.handle.take.remote(self._pipeline_key, self._run)
 
     @property
     def _may_call(self) -> bool:
@@ -225,7 +225,7 @@ class Receiver:
                 except Exception as error:
                     if error is self._decode.failure or not self._through_data:
                         raise
-                    if self._stopped or not self._host.connected:
+                    if self._stopped or not self._actor.connected:
                         raise  # Ray was shut down, which ends blocks as well
                     DATA_ITERATOR.fail(error)
                     self._lose(error)
@@ -254,7 +254,7 @@ class Receiver:
     def _lose(self, error: Exception) -> None:
         """Report the blocks of the last reply as lost: their batches are made again."""
         if self._may_call:
-            self._host.actor.release.remote(self._lane_key, self._run)
+            self._actor.handle.release.remote(self._pipeline_key, self._run)
         with self._changed:
             self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")
             self._read = self._handed
@@ -262,12 +262,12 @@ class Receiver:
             self._changed.notify_all()
 
     def _note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
-        """Take what the host says beside the blocks.
+        """Take what the pipeline actor says beside the blocks.
 
         Args:
             blocks: Number of blocks up to and with this reply.
             quiet_at: Number of chunks that are surely done once those blocks are read.
-            errors: What lost something that was under way.
+            errors: What lost something that was in flight.
         """
         with self._changed:
             self._notes.append((blocks, quiet_at))
@@ -293,7 +293,7 @@ class Receiver:
             return self._arrivals.popleft() if self._arrivals else None
 
     def take_errors(self) -> list[str]:
-        """Return what has lost something that was under way, since the last call."""
+        """Return what has lost something that was in flight, since the last call."""
         with self._changed:
             errors, self._errors = self._errors, []
             return errors

@@ -1,7 +1,7 @@
-"""Calls from workers to the host of the pipelines, which get there although a connection breaks.
+"""Calls from workers to the pipeline actor, which get there although a connection breaks.
 
-Ray ends a call whose connection breaks with ``ActorUnavailableError``, whether or not the host has
-had it. So every call can be made twice: it asks for the same again, or the host
+Ray ends a call whose connection breaks with ``ActorUnavailableError``, whether or not the actor has
+had it. So every call can be made twice: it asks for the same again, or the pipeline actor
 knows it by its number.
 """
 
@@ -23,34 +23,34 @@ import ray
 from dpex.worker.binding import Binding
 
 __all__ = [
+    "ACTOR_DIED",
     "Arrived",
-    "Assignment",
-    "HOST_DIED",
+    "AssignedChunk",
     "Messages",
     "NAMESPACE",
     "Patience",
-    "ask_host",
+    "ask_actor",
     "get_soon",
-    "host",
+    "pipeline_actor",
 ]
 
 NAMESPACE = "dpex"
-"""Ray namespace of the host actors."""
+"""Ray namespace of the pipeline actors."""
 
-HOST_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
-"""What Ray says of a host that is no more; the latter where it was killed for want of memory."""
+ACTOR_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
+"""What Ray says of a actor that is no more; the latter where it was killed for want of memory."""
 
 _PAUSE_S = 0.02
-_HOST_AWAY_S = 30.0
+_ACTOR_AWAY_S = 30.0
 # A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
 # place: not while it is to have an answer soon.
 _KEEP_CPU_S = 1.0
-# How many messages of a sender may have no answer yet. The host remembers four times as many.
+# How many messages of a sender may have no answer yet. The actor remembers four times as many.
 _MOST_UNDER_WAY = 16
 
 
 @dataclass(frozen=True)
-class Assignment:
+class AssignedChunk:
     """A chunk to make.
 
     Attributes:
@@ -71,8 +71,8 @@ class Assignment:
 
 
 @functools.lru_cache(maxsize=4)
-def host(name: str) -> Any:
-    """Return the handle of a host.
+def pipeline_actor(name: str) -> Any:
+    """Return the handle of a pipeline actor.
 
     Args:
         name: Name of the actor.
@@ -91,7 +91,7 @@ def get_soon(answer: ray.ObjectRef) -> Any:
 
 
 class Patience:
-    """How long a worker goes on to call a host that it cannot reach."""
+    """How long a worker goes on to call a pipeline actor that it cannot reach."""
 
     def __init__(self) -> None:
         self._first = self._last = -math.inf
@@ -100,33 +100,33 @@ class Patience:
         """Wait before the call is made again.
 
         Raises:
-            ActorUnavailableError: The one that is given; the host has been away for too long.
+            ActorUnavailableError: The one that is given; the actor has been away for too long.
         """
         now = time.monotonic()
-        if now - self._last > _HOST_AWAY_S:  # it could be reached meanwhile, and the call waited
+        if now - self._last > _ACTOR_AWAY_S:  # it could be reached meanwhile, and the call waited
             self._first = now
         self._last = now
-        if now - self._first > _HOST_AWAY_S:
+        if now - self._first > _ACTOR_AWAY_S:
             raise error
         time.sleep(_PAUSE_S)
 
 
-def ask_host(name: str, method: str, *arguments: Any) -> Any:
+def ask_actor(name: str, method: str, *arguments: Any) -> Any:
     """Call a method that can be called twice, and return its answer.
 
     Args:
-        name: Name of the host.
+        name: Name of the pipeline actor.
         method: Its method.
         *arguments: What to call it with.
 
     Raises:
-        ActorUnavailableError: The host cannot be reached.
+        ActorUnavailableError: The pipeline actor cannot be reached.
         ActorDiedError, OutOfMemoryError, ValueError: There is no host any more.
     """
     patience = Patience()
     while True:
         try:
-            return ray.get(getattr(host(name), method).remote(*arguments))
+            return ray.get(getattr(pipeline_actor(name), method).remote(*arguments))
         except ray.exceptions.ActorUnavailableError as error:
             patience.wait(error)
 
@@ -143,33 +143,33 @@ class _Message:
 class Messages:
     """Calls of a task that must arrive, but whose answers say nothing.
 
-    Invariant: a call is made again until the host has answered it, or is no more.
+    Invariant: a call is made again until the pipeline actor has answered it, or is no more.
 
     Args:
-        host_name: Name of the host.
-        lane_key: The lane that all of them are about.
+        actor_name: Name of the pipeline actor.
+        pipeline_key: The pipeline that all of them are about.
     """
 
-    def __init__(self, host_name: str, lane_key: str) -> None:
-        self._host_name = host_name
-        self._lane_key = lane_key
+    def __init__(self, actor_name: str, pipeline_key: str) -> None:
+        self._actor_name = actor_name
+        self._pipeline_key = pipeline_key
         self._sent: deque[_Message] = deque()
         self._earlier = 0
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the host with the lane, this message's sender and number, and arguments.
+        """Call a method of the actor, with the pipeline and a number of this message.
 
         Raises:
             ActorUnavailableError: An earlier message cannot be sent.
         """
-        arguments = (self._lane_key, (_sender(), next(_numbers)), *arguments)
+        arguments = (self._pipeline_key, (_sender(), next(_numbers)), *arguments)
         self._sent.append(_Message(method, arguments, self._call(method, arguments)))
         self._confirm(_MOST_UNDER_WAY)
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> ray.ObjectRef | None:
         """Call a method; returns None if there is no host any more."""
-        with contextlib.suppress(ValueError, *HOST_DIED):
-            return getattr(host(self._host_name), method).remote(*arguments)
+        with contextlib.suppress(ValueError, *ACTOR_DIED):
+            return getattr(pipeline_actor(self._actor_name), method).remote(*arguments)
         return None
 
     def begin_chunk(self) -> None:
@@ -206,16 +206,16 @@ class Messages:
             except ray.exceptions.ActorUnavailableError as error:
                 patience.wait(error)
                 message.answer = self._call(message.method, message.arguments)
-            except HOST_DIED:
+            except ACTOR_DIED:
                 return
             else:
                 return
 
 
 class Arrived:
-    """The messages that a host has had lately, one of which may come again.
+    """The messages that a pipeline actor has had lately, one of which may come again.
 
-    A sender has no more than a few under way, so as many of each sender are enough.
+    A sender has no more than a few in flight, so as many of each sender are enough.
     """
 
     def __init__(self) -> None:

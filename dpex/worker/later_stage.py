@@ -24,7 +24,7 @@ from dpex.worker.logical_worker import (
     show_worker,
     wrap_error,
 )
-from dpex.worker.map_style import Unfinished, collate, encode
+from dpex.worker.map_style import StageInput, collate, encode
 from dpex.worker.seeding import sample_seed, seed_cuda, seed_generators, stage_key, stream_key
 from dpex.worker.skipped_samples import Failures, NothingLeft
 
@@ -86,7 +86,7 @@ def apply_stage(
         with noted() as costs:
             try:
                 started = time.perf_counter()
-                came: Unfinished = load(content)
+                came: StageInput = load(content)
                 spent("encode_s", started)
                 run = came.run
                 settle_process(run)
@@ -131,8 +131,8 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _apply(
     copy: Copy[StageJob],
-    came: Unfinished,
-    load_again: Callable[[], Unfinished],
+    came: StageInput,
+    load_again: Callable[[], StageInput],
     key: int,
     cancelled: Callable[[], bool],
     at: At,
@@ -193,7 +193,7 @@ def _apply(
     return copy.habits.reproducibly(key, came.position, attempt)
 
 
-def _placed(came: Unfinished) -> list[tuple[int, Any]]:
+def _placed(came: StageInput) -> list[tuple[int, Any]]:
     """Return place and index of a batch's samples."""
     indices = list(came.indices)
     places = range(len(indices)) if came.places is None else came.places

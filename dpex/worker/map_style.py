@@ -30,7 +30,7 @@ from dpex.worker.seeding import sample_seed, seed_generators, seeds_offered, str
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch
 
-__all__ = ["Chunk", "Job", "Unfinished", "collate", "encode", "fetch_chunk"]
+__all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk"]
 
 # An answer takes some milliseconds where all workers ask at once, and for no longer than this is a
 # chunk to wait for a task that still makes another.
@@ -72,7 +72,7 @@ class Chunk:
         first_batch: Number of its first batch in the epoch.
         batches: The indices of each batch, as the sampler gave them.
         positions: Place in the epoch of each batch's first sample.
-        patient: Whether so much is under way before it that its batches may come together.
+        patient: Whether so much is in flight before it that its batches may come together.
         stream: Whether its batches are of an ``IterableDataset``.
         begin: What that stream goes on from in this epoch: how many batches, and the packed state.
     """
@@ -104,7 +104,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class StageInput:
     """A batch on its way from one stage to the next.
 
     Attributes:
@@ -171,7 +171,7 @@ def fetch_chunk(
                     value = _fetch(copy, indices, key, position, between, at, failures, once=once)
                 if not copy.job.finishes:
                     places = failures.places(enumerate(indices)) if failures.samples else None
-                    value = Unfinished(run, indices, position, value, places)
+                    value = StageInput(run, indices, position, value, places)
                 entry = Entry(batch, encode(value), "batch", failures.samples)
             except NothingLeft:
                 entry = Entry(batch, encode(None), "nothing", failures.samples)

@@ -1,4 +1,4 @@
-"""A task of a pipeline: it asks the host for chunks, makes their batches and sends them."""
+"""A task of a pipeline: it asks the actor for chunks, makes their batches and sends them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import ray
 
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.worker.actor_calls import (
-    HOST_DIED,
-    Assignment,
+    ACTOR_DIED,
+    AssignedChunk,
     Messages,
     Patience,
-    ask_host,
+    ask_actor,
     get_soon,
-    host,
+    pipeline_actor,
 )
 from dpex.worker.binding import Binding
 from dpex.worker.kept_jobs import read_job, release_when_closed, working
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_TASKS",
     "TransformBatches",
-    "hand_out_turns",
+    "lease_block",
     "make_batches",
+    "start_tasks",
     "transform_batches",
-    "turn",
 ]
 
 FIRST_TASKS = 1
@@ -47,7 +47,7 @@ FIRST_TASKS = 1
 # What Ray passes with a call, and not through the object store.
 _SMALL_BYTES = 100_000
 # A block is handed over when it holds this much, or when this much time went into it. A batch
-# that took long is handed over at once, for the next one may never end; unless enough is under way
+# that took long is handed over at once, for the next one may never end; unless enough is in flight
 # before it: fewer blocks are less work for everybody.
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
@@ -58,29 +58,29 @@ _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 
 
-def turn() -> pa.Table:
-    """Return the source block of a task, which asks the host what to do."""
+def lease_block() -> pa.Table:
+    """Return the source block of a task, which asks the pipeline actor what to do."""
     return pa.table({"turn": [0]})
 
 
-def hand_out_turns(_: pa.Table, *, host_name: str, lane_key: str) -> Iterator[pa.Table]:
+def start_tasks(_: pa.Table, *, actor_name: str, pipeline_key: str) -> Iterator[pa.Table]:
     """Yield a block for each further task that is wanted, when it is: a stage's function.
 
     Args:
-        host_name: Name of the host actor.
-        lane_key: The lane that the tasks belong to.
+        actor_name: Name of the pipeline actor.
+        pipeline_key: The pipeline that the tasks belong to.
 
     Yields:
         Blocks that say nothing.
     """
     started = FIRST_TASKS
-    with contextlib.suppress(ValueError, *HOST_DIED):
+    with contextlib.suppress(ValueError, *ACTOR_DIED):
         while True:
-            tasks = ask_host(host_name, "more_tasks", lane_key, started)
+            tasks = ask_actor(actor_name, "more_tasks", pipeline_key, started)
             if tasks is None:
                 return
             for _ in range(tasks):
-                yield turn()
+                yield lease_block()
             started += tasks
 
 
@@ -89,8 +89,8 @@ def make_batches(
     *,
     job: list[ray.ObjectRef],
     job_key: str,
-    host_name: str,
-    lane_key: str,
+    actor_name: str,
+    pipeline_key: str,
     last: bool,
 ) -> Iterator[pa.Table]:
     """Make one chunk after the other: the function of the ``map_batches`` stage.
@@ -98,33 +98,33 @@ def make_batches(
     Args:
         job: Reference to the pickled ``Job``, if it is in the object store.
         job_key: Digest of the job's bytes.
-        host_name: Name of the host actor.
-        lane_key: The lane that has the chunks.
+        actor_name: Name of the pipeline actor.
+        pipeline_key: The pipeline that has the chunks.
         last: Whether there is no later stage.
 
     Yields:
         Blocks of one row, as ``FrameWriter.table`` makes them, if there is a later stage.
     """
-    from dpex.wire.block_format import FrameWriter
+    from dpex.wire.block_format import BlockWriter
 
     show_script_arguments()
-    asking = _Asking(host_name, lane_key)
-    interest = _interest(host_name, lane_key)
-    make_copy = functools.partial(read_job, job, job_key, host_name)
-    release_when_closed(host_name, lane_key, job_key)
-    while (assignment := asking.answer()) is not None:
+    asking = _Asking(actor_name, pipeline_key)
+    interest = _interest(actor_name, pipeline_key)
+    make_copy = functools.partial(read_job, job, job_key, actor_name)
+    release_when_closed(actor_name, pipeline_key, job_key)
+    while (assigned := asking.answer()) is not None:
         asking.messages.begin_chunk()
-        chunk = pickle.loads(assignment.payload)
+        chunk = pickle.loads(assigned.payload)
         interest.in_run(chunk.run.key)
         # A bound worker that is far enough ahead waits for the others, which may need its CPU.
-        asking.keeps_cpu = assignment.binding is not Binding.ALWAYS
-        for _ in range(assignment.skipped_blocks):
+        asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
+        for _ in range(assigned.skipped_blocks):
             # Ray has got these from an earlier attempt, and drops what comes in their place.
             asking.made += 1
             if not last:
-                yield FrameWriter("", 0).table()
-        with working(lane_key):
-            for table in _make_chunk(chunk, assignment, make_copy, interest.lost, asking):
+                yield BlockWriter("", 0).table()
+        with working(pipeline_key):
+            for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking):
                 asking.made += 1
                 if last:
                     deliver(table, asking.origin, asking.messages)
@@ -135,7 +135,7 @@ def make_batches(
 
 
 def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> None:
-    """Put a block into the object store, unless it is small, and send the host a reference to it.
+    """Put a block into the object store, unless it is small, and send the actor a reference to it.
 
     Args:
         table: The block.
@@ -157,8 +157,8 @@ def transform_batches(
     stage: int,
     job: list[ray.ObjectRef],
     job_key: str,
-    host_name: str,
-    lane_key: str,
+    actor_name: str,
+    pipeline_key: str,
     last: bool,
     kept: bool = False,
 ) -> Iterator[pa.Table]:
@@ -169,38 +169,38 @@ def transform_batches(
         stage: The stage's number.
         job: Reference to the pickled ``StageJob``.
         job_key: Digest of its bytes.
-        host_name: Name of the host actor.
-        lane_key: The lane that the block belongs to.
+        actor_name: Name of the pipeline actor.
+        pipeline_key: The pipeline that the block belongs to.
         last: Whether there is no later stage.
         kept: Whether this process serves all iterations.
 
     Yields:
         The block with the batches in it transformed, if there is a later stage.
     """
-    from dpex.wire.block_format import FrameWriter, read_frame
+    from dpex.wire.block_format import BlockWriter, read_block
     from dpex.worker.later_stage import apply_stage
 
     show_script_arguments()
-    frame = read_frame(table)
+    frame = read_block(table)
     if not frame.run:  # in place of a block that had arrived
         return
-    interest = _interest(host_name, lane_key)
+    interest = _interest(actor_name, pipeline_key)
     interest.in_run(frame.run)
     # A task has several blocks where Ray does two stages in it. One of a run that was given up may
     # have no batches.
     first_batch = frame.entries[0].batch if frame.entries else -1
     block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
-    if not ask_host(host_name, "may_begin", lane_key, block, frame.origin):
+    if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin):
         return
-    make_copy = functools.partial(read_job, job, job_key, host_name)
-    release_when_closed(host_name, lane_key, job_key)
-    writer = FrameWriter(frame.run, frame.chunk, frame.costs, origin=frame.origin)
-    with working(lane_key):
+    make_copy = functools.partial(read_job, job, job_key, actor_name)
+    release_when_closed(actor_name, pipeline_key, job_key)
+    writer = BlockWriter(frame.run, frame.chunk, frame.costs, origin=frame.origin)
+    with working(pipeline_key):
         batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
     if last:
-        messages = Messages(host_name, lane_key)
+        messages = Messages(actor_name, pipeline_key)
         deliver(writer.table(), frame.origin, messages)
         messages.confirm()
     else:
@@ -219,25 +219,25 @@ class TransformBatches:
 
 
 class _Asking:
-    """A task's questions to the host: what to do next.
+    """A task's questions to the pipeline actor: what to do next.
 
     Attributes:
         made: How many blocks the task has made.
-        origin: The task and its process, as the host tells them from others.
+        origin: The task and its process, as the pipeline actor tells them from others.
         keeps_cpu: Whether it keeps its CPU while it waits for an answer.
         unchanged: Whether the last batch has left its copy as it was; None if not looked at.
-        messages: What the task tells the host besides.
+        messages: What the task tells the pipeline actor besides.
     """
 
-    def __init__(self, host_name: str, lane_key: str) -> None:
-        self._host_name = host_name
-        self._lane_key = lane_key
+    def __init__(self, actor_name: str, pipeline_key: str) -> None:
+        self._actor_name = actor_name
+        self._pipeline_key = pipeline_key
         self.origin = (ray.get_runtime_context().get_task_id(), uuid.uuid4().hex)
         self._place = 0
         self.made = 0
         self.keeps_cpu = True
         self.unchanged: bool | None = None
-        self.messages = Messages(host_name, lane_key)
+        self.messages = Messages(actor_name, pipeline_key)
         self._told: bool | None = None
         self._answer: ray.ObjectRef | None = None
 
@@ -248,26 +248,26 @@ class _Asking:
             coming: How many blocks are still to be made before what is asked for.
 
         Raises:
-            ActorUnavailableError: The host cannot be reached.
+            ActorUnavailableError: The pipeline actor cannot be reached.
         """
         if self._answer is None:
-            # If this process dies now, the host has these two chunks made again, and no others.
+            # If this process dies now, the actor has these two chunks made again, and no others.
             self.messages.confirm_earlier()
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                self._answer = host(self._host_name).next_chunk.remote(
-                    self._lane_key, self.origin, self._place, self.made + coming, self.unchanged
+                self._answer = pipeline_actor(self._actor_name).next_chunk.remote(
+                    self._pipeline_key, self.origin, self._place, self.made + coming, self.unchanged
                 )
                 self._told, self.unchanged = self.unchanged, None
 
     def tell_changed(self) -> None:
-        """Report that a batch has changed its copy, which the host took for one that does not."""
+        """Report that a batch has changed its copy, which the actor took for one that does not."""
         self.messages.send("note_state", self.origin[0], False)
 
-    def answer(self) -> Assignment | None:
-        """Return the next chunk; None at the end of the turn, or where there is no host.
+    def answer(self) -> AssignedChunk | None:
+        """Return the next chunk; None at the end of the lease, or where there is no host.
 
         Raises:
-            ActorUnavailableError: The host cannot be reached.
+            ActorUnavailableError: The pipeline actor cannot be reached.
         """
         patience = Patience()
         while True:
@@ -275,40 +275,40 @@ class _Asking:
             if self._answer is None:
                 return None
             try:
-                assignment = cast("Assignment | None", self._get(self._answer))
-            except HOST_DIED:
+                assigned = cast("AssignedChunk | None", self._get(self._answer))
+            except ACTOR_DIED:
                 return None
             except ray.exceptions.ActorUnavailableError as error:
                 self._answer, self.unchanged = None, self._told
-                # In the end it is raised, for the host would take an end for its own.
+                # In the end it is raised, for the pipeline actor would take an end for its own.
                 patience.wait(error)
             else:
                 self._answer = None
-                if assignment is not None:
-                    self._place = assignment.place + 1
-                return assignment
+                if assigned is not None:
+                    self._place = assigned.place + 1
+                return assigned
 
     def _get(self, answer: ray.ObjectRef) -> Any:
-        # The host answers soon then: with the next chunk, or with the end of this task's turn.
+        # The actor answers soon then: with the next chunk, or with the end of this task's lease.
         return get_soon(answer) if self.keeps_cpu else ray.get(answer)
 
 
 def _make_chunk(
     chunk: Chunk,
-    assignment: Assignment,
+    assigned: AssignedChunk,
     make_copy: Callable[[], Job],
     cancelled: Callable[[], bool],
     asking: _Asking,
 ) -> Iterator[pa.Table]:
     """Yield a chunk's blocks, and ask for the next chunk when the last one is about to come."""
-    from dpex.wire.block_format import FrameWriter
+    from dpex.wire.block_format import BlockWriter
     from dpex.wire.timings import Costs
     from dpex.worker.iterable import stream_chunk
     from dpex.worker.map_style import fetch_chunk
 
-    again, binding = assignment.again, assignment.binding
+    again, binding = assigned.again, assigned.binding
     costs_before = Costs(retries=int(again))
-    writer = FrameWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
+    writer = BlockWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
     opened = time.monotonic()
     # The last batch comes in one block, with others or alone.
     ask = functools.partial(asking.ask, coming=1)
@@ -328,7 +328,7 @@ def _make_chunk(
             _here(),
             cancelled,
             binding=binding,
-            restarted=assignment.restarted,
+            restarted=assigned.restarted,
             # A watched worker asks when it knows whether it has to be bound.
             nearly_made=None if binding is Binding.WATCHED else ask,
             seen_unchanged=note_state,
@@ -363,12 +363,12 @@ def _here() -> str:
 class _Interest:
     """Whether anybody still waits for a run's batches.
 
-    The host is asked once a run, and answers when the run is over.
+    The pipeline actor is asked once a run, and answers when the run is over.
     """
 
-    def __init__(self, host_name: str, lane_key: str) -> None:
-        self._host_name = host_name
-        self._lane_key = lane_key
+    def __init__(self, actor_name: str, pipeline_key: str) -> None:
+        self._actor_name = actor_name
+        self._pipeline_key = pipeline_key
         self._run = ""
         self._over: Future[None] | None = None
         self._next_look = 0.0
@@ -381,7 +381,7 @@ class _Interest:
             self._next_look = time.monotonic() + _CANCEL_CHECK_S
 
     def lost(self) -> bool:
-        """Tell whether the host has answered; never waits for it."""
+        """Tell whether the pipeline actor has answered; never waits for it."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -389,13 +389,13 @@ class _Interest:
         try:
             if self._over is None:
                 # A future: ray.wait would tell the node each time that this task waits.
-                over = host(self._host_name).over.remote(self._lane_key, self._run)
+                over = pipeline_actor(self._actor_name).over.remote(self._pipeline_key, self._run)
                 self._over = cast("Future[None]", over.future())
             if not self._over.done():
                 return False
             self._over.result()
-        except (ValueError, *HOST_DIED):
-            return True  # a host that has gone wants nothing any more
+        except (ValueError, *ACTOR_DIED):
+            return True  # a pipeline actor that has gone wants nothing any more
         except ray.exceptions.RayError:  # not to be reached at this moment
             self._over = None
             return False
@@ -403,6 +403,6 @@ class _Interest:
 
 
 @functools.lru_cache(maxsize=4)
-def _interest(host_name: str, lane_key: str) -> _Interest:
-    """Return the one of this process: each task would leave a question open at the host."""
-    return _Interest(host_name, lane_key)
+def _interest(actor_name: str, pipeline_key: str) -> _Interest:
+    """Return the one of this process: each task would leave a question open at the actor."""
+    return _Interest(actor_name, pipeline_key)

@@ -113,7 +113,7 @@ def test_datasets_that_others_are_made_of(job: str) -> None:
 
 
 def test_what_cannot_be_shared_is_left_alone(tmp_path: Path, job: str) -> None:
-    class Others(Dataset[Any]):
+    class OtherJobs(Dataset[Any]):
         def __init__(self) -> None:
             np.arange(1 << 18).tofile(tmp_path / "numbers")
             self.mapped = np.memmap(tmp_path / "numbers", np.int64)
@@ -131,7 +131,7 @@ def test_what_cannot_be_shared_is_left_alone(tmp_path: Path, job: str) -> None:
             # The same memory, of another length: one of them alone would be no part of the other.
             self.part = torch.from_numpy(self.whole[:10])
 
-    others = Others()
+    others = OtherJobs()
     before = dict(vars(others))
     share_arrays(others, job)
     assert all(vars(others)[name] is value for name, value in before.items())

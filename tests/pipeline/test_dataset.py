@@ -24,7 +24,7 @@ def test_ray_warns_of_no_deprecated_option(
 ) -> None:
     import ray.data
 
-    from dpex.pipeline.dataset import LaterStage, Pipeline, build
+    from dpex.pipeline.dataset import LaterStage, PipelineSpec, build
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -36,5 +36,5 @@ def test_ray_warns_of_no_deprecated_option(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for stages in ((), later):
-            pipeline = Pipeline([], "key", "host", options=options, later=stages)
-            build(pipeline, first=first, further=further)
+            spec = PipelineSpec([], "key", "host", options=options, later=stages)
+            build(spec, first=first, further=further)

@@ -46,6 +46,6 @@ def test_what_stats_says_is_exported(tmp_path: Path) -> None:
         for field, name in SUMS.items():
             counted = sum(epoch[field] for epoch in epochs)
             assert exported[f"{name}_total"] == pytest.approx(counted, rel=1e-6), name
-        assert exported["under_way"] == 0
+        assert exported["in_flight"] == 0
         assert exported["first_batch_seconds"] == pytest.approx(epochs[-1]["first_batch_s"])
         assert "skipped_total" not in exported

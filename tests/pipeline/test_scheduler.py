@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 
 from dpex.pipeline import fair_share
-from dpex.pipeline import scheduler as turns_module
-from dpex.pipeline.fair_share import Round
-from dpex.pipeline.scheduler import Others, Turns
-from dpex.worker.actor_calls import Assignment
+from dpex.pipeline import scheduler as scheduler_module
+from dpex.pipeline.fair_share import FairShare
+from dpex.pipeline.scheduler import OtherJobs, Scheduler
+from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-Scenario = Callable[[Turns], Awaitable[None]]
+Scenario = Callable[[Scheduler], Awaitable[None]]
 
 BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
 
 def play(scenario: Scenario, **options: Any) -> None:
     async def run() -> None:
-        turns = Turns(asyncio.get_running_loop(), lambda: None, **options)
-        turns.parallel = turns.starting = 4
-        await scenario(turns)
+        scheduler = Scheduler(asyncio.get_running_loop(), lambda: None, **options)
+        scheduler.parallel = scheduler.starting = 4
+        await scenario(scheduler)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-async def start_tasks(turns: Turns) -> int:
+async def start_tasks(scheduler: Scheduler) -> int:
     """Start the tasks that are wanted now; returns how many."""
-    asking = asyncio.ensure_future(turns.more_tasks(turns.started))
+    asking = asyncio.ensure_future(scheduler.more_tasks(scheduler.started))
     await asyncio.sleep(0)
     if asking.done():
         return asking.result() or 0
@@ -40,28 +40,28 @@ async def start_tasks(turns: Turns) -> int:
     return 0
 
 
-def feed(turns: Turns, *payloads: bytes, alone: bool = False) -> None:
+def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
     for worker, payload in enumerate(payloads):
-        turns.feed(payload, worker, alone=alone)
+        scheduler.feed(payload, worker, alone=alone)
 
 
-def payload_of(assignment: Assignment | None) -> bytes | None:
+def payload_of(assignment: AssignedChunk | None) -> bytes | None:
     return None if assignment is None else assignment.payload
 
 
 def test_who_asks_first_gets_the_first_chunk() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1")
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
-        assert turns.at_work
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        assert scheduler.at_work
         waiting = [
-            asyncio.ensure_future(turns.next_chunk("b", 1, 1)),
-            asyncio.ensure_future(turns.next_chunk("a", 1, 1)),
+            asyncio.ensure_future(scheduler.next_chunk("b", 1, 1)),
+            asyncio.ensure_future(scheduler.next_chunk("a", 1, 1)),
         ]
         await asyncio.sleep(0)
-        assert not turns.at_work
-        feed(turns, b"2", b"3")
+        assert not scheduler.at_work
+        feed(scheduler, b"2", b"3")
         assert [payload_of(answer) for answer in await asyncio.gather(*waiting)] == [b"2", b"3"]
 
     play(scenario)
@@ -69,83 +69,83 @@ def test_who_asks_first_gets_the_first_chunk() -> None:
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1", b"2", b"3")
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1", b"2", b"3")
         for place, blocks in enumerate([0, 3, 5]):
-            await turns.next_chunk("a", place, blocks)
+            await scheduler.next_chunk("a", place, blocks)
         for _ in range(again):
-            redone = await turns.next_chunk("a", 0, 0)
-            assert redone == Assignment(b"1", place=1, again=True, skipped_blocks=3)
+            redone = await scheduler.next_chunk("a", 0, 0)
+            assert redone == AssignedChunk(b"1", place=1, again=True, skipped_blocks=3)
             # It makes more blocks of the same chunk than it did before.
-            redone = await turns.next_chunk("a", 2, 9)
-            assert redone == Assignment(b"2", place=2, again=True, skipped_blocks=0)
-        assert await turns.next_chunk("a", 3, 12) == Assignment(b"3", place=3)
-        redone = await turns.next_chunk("a", 0, 0)
-        assert redone == Assignment(b"2", place=2, again=True, skipped_blocks=9)
+            redone = await scheduler.next_chunk("a", 2, 9)
+            assert redone == AssignedChunk(b"2", place=2, again=True, skipped_blocks=0)
+        assert await scheduler.next_chunk("a", 3, 12) == AssignedChunk(b"3", place=3)
+        redone = await scheduler.next_chunk("a", 0, 0)
+        assert redone == AssignedChunk(b"2", place=2, again=True, skipped_blocks=9)
 
     play(scenario)
 
 
 def test_a_task_is_not_begun_for_ever() -> None:
-    async def scenario(turns: Turns) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         async def begin(times: int) -> None:
             for _ in range(times):
-                assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
+                assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
 
-        feed(turns, b"0", b"1", b"2")
-        await begin(turns_module.MAX_DEATHS)
-        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"1"  # it comes on
-        await begin(turns_module.MAX_DEATHS - 1)
+        feed(scheduler, b"0", b"1", b"2")
+        await begin(scheduler_module.MAX_DEATHS)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # it comes on
+        await begin(scheduler_module.MAX_DEATHS - 1)
         with pytest.raises(MemoryError, match="died 4 times in a row"):
-            await turns.next_chunk("a", 0, 0)
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"2"
-        assert turns.at_work
-        assert await turns.next_chunk("b", 1, 0) is None
-        assert turns.quiet_at == 3
+            await scheduler.next_chunk("a", 0, 0)
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
+        assert scheduler.at_work
+        assert await scheduler.next_chunk("b", 1, 0) is None
+        assert scheduler.quiet_at == 3
 
     play(scenario)
 
 
 def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        await turns.next_chunk("a", 0, 0)
-        of_the_dead = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        of_the_dead = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
-        feed(turns, b"1")  # nobody waits for it but a task that is dead
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
-        feed(turns, b"2")
-        assert payload_of(await turns.next_chunk("a", 1, 2)) == b"2"
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        feed(scheduler, b"1")  # nobody waits for it but a task that is dead
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        feed(scheduler, b"2")
+        assert payload_of(await scheduler.next_chunk("a", 1, 2)) == b"2"
         of_the_dead.cancel()
 
     play(scenario)
 
 
 def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        feed(turns, b"1", alone=True)
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
-        assert await turns.next_chunk("a", 1, 1) is None
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
-        feed(turns, b"2")
-        assert await turns.next_chunk("b", 1, 1) is None
-        assert payload_of(await turns.next_chunk("c", 0, 0)) == b"2"
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        feed(scheduler, b"1", alone=True)
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        feed(scheduler, b"2")
+        assert await scheduler.next_chunk("b", 1, 1) is None
+        assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"2"
 
     play(scenario)
 
 
 def test_a_task_does_not_wait_for_ever() -> None:
-    async def scenario(turns: Turns) -> None:
-        assert await turns.next_chunk("a", 0, 0) is None
-        turns.begin(in_run=False)
-        between_runs = asyncio.ensure_future(turns.next_chunk("b", 0, 0))
+    async def scenario(scheduler: Scheduler) -> None:
+        assert await scheduler.next_chunk("a", 0, 0) is None
+        scheduler.begin(in_run=False)
+        between_runs = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
-        turns.release()
+        scheduler.release()
         assert await between_runs is None
-        turns.close()
-        assert await turns.next_chunk("c", 0, 0) is None
+        scheduler.close()
+        assert await scheduler.next_chunk("c", 0, 0) is None
 
     play(scenario)
 
@@ -153,122 +153,122 @@ def test_a_task_does_not_wait_for_ever() -> None:
 def test_an_iteration_that_begins_waits_for_no_task_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns_module, "_TURN_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_TURN_S", 0.0)
 
-    async def scenario(turns: Turns) -> None:
-        turns.begin(in_run=True)
-        feed(turns, b"0")
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0"
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.begin(in_run=True)
+        feed(scheduler, b"0")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
-        turns.begin(in_run=False)
-        turns.begin(in_run=True)
-        feed(turns, b"1", b"2")
+        scheduler.begin(in_run=False)
+        scheduler.begin(in_run=True)
+        feed(scheduler, b"1", b"2")
         assert payload_of(await waiting) == b"1"
-        assert await turns.next_chunk("a", 2, 2) is None
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"2"
+        assert await scheduler.next_chunk("a", 2, 2) is None
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
 
     play(scenario)
 
 
 def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
-    async def scenario(turns: Turns) -> None:
-        assert await start_tasks(turns) == 0
-        feed(turns, b"0", b"1")
-        assert await start_tasks(turns) == 2
-        assert await start_tasks(turns) == 0  # they have not asked yet
-        await turns.next_chunk("a", 0, 0)
-        assert await start_tasks(turns) == 0
-        await turns.next_chunk("b", 0, 0)
-        feed(turns, *[b"more"] * 9)
-        assert await start_tasks(turns) == 2  # four at once
+    async def scenario(scheduler: Scheduler) -> None:
+        assert await start_tasks(scheduler) == 0
+        feed(scheduler, b"0", b"1")
+        assert await start_tasks(scheduler) == 2
+        assert await start_tasks(scheduler) == 0  # they have not asked yet
+        await scheduler.next_chunk("a", 0, 0)
+        assert await start_tasks(scheduler) == 0
+        await scheduler.next_chunk("b", 0, 0)
+        feed(scheduler, *[b"more"] * 9)
+        assert await start_tasks(scheduler) == 2  # four at once
 
     play(scenario)
 
 
 def test_who_starts_the_tasks_may_begin_again() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1")
-        assert await turns.more_tasks(0) == 2
-        assert await turns.more_tasks(0) == 2, "its process has died"
-        waiting = asyncio.ensure_future(turns.more_tasks(2))
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        assert await scheduler.more_tasks(0) == 2
+        assert await scheduler.more_tasks(0) == 2, "its process has died"
+        waiting = asyncio.ensure_future(scheduler.more_tasks(2))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        feed(turns, b"2")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        feed(scheduler, b"2")
         assert await waiting == 1
-        waiting = asyncio.ensure_future(turns.more_tasks(3))
+        waiting = asyncio.ensure_future(scheduler.more_tasks(3))
         await asyncio.sleep(0)
-        turns.close()
+        scheduler.close()
         assert await waiting is None
 
     play(scenario)
 
 
 def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        assert turns.quiet_at == 0
-        await turns.next_chunk("a", 0, 0, "process")
-        assert turns.at_work
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        assert scheduler.quiet_at == 0
+        await scheduler.next_chunk("a", 0, 0, "process")
+        assert scheduler.at_work
         # It asks before its second block has been stored.
-        turns.delivered("a", "process")
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 2, "process"))
+        scheduler.delivered("a", "process")
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 2, "process"))
         await asyncio.sleep(0)
-        assert not turns.at_work
-        assert turns.quiet_at == 0
-        turns.delivered("a", "another process")
-        assert turns.quiet_at == 0
-        turns.delivered("a", "process")
-        assert turns.quiet_at == 1
-        turns.close()
+        assert not scheduler.at_work
+        assert scheduler.quiet_at == 0
+        scheduler.delivered("a", "another process")
+        assert scheduler.quiet_at == 0
+        scheduler.delivered("a", "process")
+        assert scheduler.quiet_at == 1
+        scheduler.close()
         assert await waiting is None
 
     play(scenario)
 
 
 def test_blocks_of_a_process_that_has_died_are_not_waited_for() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        await turns.next_chunk("a", 0, 0, "first")
-        assert await turns.next_chunk("a", 1, 3, "first") is None
-        assert payload_of(await turns.next_chunk("a", 0, 0, "second")) == b"0"
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "first")
+        assert await scheduler.next_chunk("a", 1, 3, "first") is None
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
         for _ in range(3):
-            turns.delivered("a", "first")
-        assert turns.quiet_at == 0
-        turns.delivered("a", "second")
-        assert await turns.next_chunk("a", 1, 1, "second") is None
-        assert turns.quiet_at == 1
+            scheduler.delivered("a", "first")
+        assert scheduler.quiet_at == 0
+        scheduler.delivered("a", "second")
+        assert await scheduler.next_chunk("a", 1, 1, "second") is None
+        assert scheduler.quiet_at == 1
 
     play(scenario)
 
 
 def test_blocks_of_another_iteration_are_not_waited_for() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        await turns.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 9))  # it was cancelled
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9))  # it was cancelled
         await asyncio.sleep(0)
-        turns.begin(in_run=True)
-        feed(turns, b"1")
+        scheduler.begin(in_run=True)
+        feed(scheduler, b"1")
         assert payload_of(await waiting) == b"1"
-        assert await turns.next_chunk("a", 2, 0) is None
-        assert turns.quiet_at == 2
+        assert await scheduler.next_chunk("a", 2, 0) is None
+        assert scheduler.quiet_at == 2
 
     play(scenario)
 
 
 def test_a_task_too_many_ends() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1", b"2")
-        assert await start_tasks(turns) == 3
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        turns.parallel = 2
-        assert await turns.next_chunk("a", 1, 1) is None
-        assert await start_tasks(turns) == 0
-        assert payload_of(await turns.next_chunk("b", 1, 1)) == b"2"
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1", b"2")
+        assert await start_tasks(scheduler) == 3
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        scheduler.parallel = 2
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        assert await start_tasks(scheduler) == 0
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"2"
 
     play(scenario)
 
@@ -278,49 +278,49 @@ def test_a_task_too_many_ends() -> None:
 
 @pytest.mark.parametrize("binding", [Binding.RELEASED, Binding.WATCHED])
 def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, *[b"chunk"] * 9)
-        turns.note_others(Others(wait=True, room=0))
-        assert await start_tasks(turns) == 0
-        assert not turns.waits
-        turns.note_others(Others(wait=False, room=0))
-        assert await start_tasks(turns) == 1
-        assert turns.waits
-        assert await start_tasks(turns) == 0
-        await turns.next_chunk("a", 0, 0)
-        assert not turns.waits
-        assert await start_tasks(turns) == 0  # it has one
-        turns.note_others(Others(wait=True, room=2))  # there are free CPUs
-        assert await start_tasks(turns) == 2
-        assert await start_tasks(turns) == 0
-        turns.note_others(None)
-        assert await start_tasks(turns) == 1  # four at once
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, *[b"chunk"] * 9)
+        scheduler.note_others(OtherJobs(wait=True, room=0))
+        assert await start_tasks(scheduler) == 0
+        assert not scheduler.waits
+        scheduler.note_others(OtherJobs(wait=False, room=0))
+        assert await start_tasks(scheduler) == 1
+        assert scheduler.waits
+        assert await start_tasks(scheduler) == 0
+        await scheduler.next_chunk("a", 0, 0)
+        assert not scheduler.waits
+        assert await start_tasks(scheduler) == 0  # it has one
+        scheduler.note_others(OtherJobs(wait=True, room=2))  # there are free CPUs
+        assert await start_tasks(scheduler) == 2
+        assert await start_tasks(scheduler) == 0
+        scheduler.note_others(None)
+        assert await start_tasks(scheduler) == 1  # four at once
 
     play(scenario, binding=binding, num_workers=9)
 
 
 def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0")
-        assert await start_tasks(turns) == 1
-        assert turns.waits
-        monkeypatch.setattr(turns_module, "_HOPELESS_S", 0.0)
-        assert not turns.waits
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        assert await start_tasks(scheduler) == 1
+        assert scheduler.waits
+        monkeypatch.setattr(scheduler_module, "_HOPELESS_S", 0.0)
+        assert not scheduler.waits
 
     play(scenario)
 
 
 def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "_WAITED_FOR_TURN_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_WAITED_FOR_TURN_S", 0.0)
 
-    async def scenario(turns: Turns) -> None:
-        feed(turns, *[b"chunk"] * 9)
-        turns.note_others(Others(wait=False, room=1))
-        await turns.next_chunk("a", 0, 0)
-        assert await turns.next_chunk("a", 1, 1) is not None
-        turns.note_others(Others(wait=True, room=0))
-        assert await turns.next_chunk("a", 2, 2) is None
-        assert await turns.next_chunk("b", 0, 0) is not None  # every turn has a chunk
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, *[b"chunk"] * 9)
+        scheduler.note_others(OtherJobs(wait=False, room=1))
+        await scheduler.next_chunk("a", 0, 0)
+        assert await scheduler.next_chunk("a", 1, 1) is not None
+        scheduler.note_others(OtherJobs(wait=True, room=0))
+        assert await scheduler.next_chunk("a", 2, 2) is None
+        assert await scheduler.next_chunk("b", 0, 0) is not None  # every turn has a chunk
 
     play(scenario)
 
@@ -329,32 +329,32 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the turns take for the time: ``now``, in seconds."""
     made = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 
 def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNamespace) -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.note_others(Others(wait=True, room=0))
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.note_others(OtherJobs(wait=True, room=0))
         for worker in (0, 0, 0, 1):
-            turns.feed(b"chunk", alone=False, worker=worker)
-        assert await start_tasks(turns) == 2
-        assert await turns.next_chunk("a", 0, 0) is not None  # all begin
+            scheduler.feed(b"chunk", alone=False, worker=worker)
+        assert await start_tasks(scheduler) == 2
+        assert await scheduler.next_chunk("a", 0, 0) is not None  # all begin
 
-        second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         clock.now += 4
-        turns.note_others(Others(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, room=0))
         await asyncio.sleep(0)
         assert not second.done()
-        turns.note_others(Others(wait=False, room=0))
+        scheduler.note_others(OtherJobs(wait=False, room=0))
         assert await second is not None
 
-        turns.note_others(Others(wait=True, room=0))
-        third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
+        scheduler.note_others(OtherJobs(wait=True, room=0))
+        third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
         clock.now += 6  # they need not wait for ever
-        turns.note_others(Others(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, room=0))
         assert await third is not None
 
     play(scenario, **BOUND)
@@ -369,67 +369,67 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
     def monotonic() -> float:
         return times.pop(0) if len(times) > 1 else times[0]
 
-    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=monotonic))
 
-    async def scenario(turns: Turns) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         times[:] = [100.0]
-        turns.feed(b"chunk", alone=False, worker=0)
-        assert await turns.next_chunk("a", 0, 0) is not None
-        turns.note_others(Others(wait=True, room=0))
-        second = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
+        scheduler.feed(b"chunk", alone=False, worker=0)
+        assert await scheduler.next_chunk("a", 0, 0) is not None
+        scheduler.note_others(OtherJobs(wait=True, room=0))
+        second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         for looks in range(1, 6):  # whichever look at the clock is the first one past the border
             times[:] = [109.999] * looks + [110.001]
-            turns.feed(b"chunk", alone=False, worker=0)
+            scheduler.feed(b"chunk", alone=False, worker=0)
             await asyncio.sleep(0)
             if second.done():
                 assert second.result() is not None
                 break
-            turns.drop()
+            scheduler.drop()
         times[:] = [116.0]
-        turns.feed(b"chunk", alone=False, worker=0)
+        scheduler.feed(b"chunk", alone=False, worker=0)
         assert await second is not None
 
     play(scenario, **BOUND)
 
 
 def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamespace) -> None:
-    async def scenario(turns: Turns) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         for _ in range(4):
-            turns.feed(b"chunk", alone=False, worker=0)
-        assert await turns.next_chunk("a", 0, 0) is not None
-        turns.note_others(Others(wait=True, room=1))  # there is a free CPU
-        assert await turns.next_chunk("a", 1, 1) is not None
+            scheduler.feed(b"chunk", alone=False, worker=0)
+        assert await scheduler.next_chunk("a", 0, 0) is not None
+        scheduler.note_others(OtherJobs(wait=True, room=1))  # there is a free CPU
+        assert await scheduler.next_chunk("a", 1, 1) is not None
         clock.now += 11  # but it is not what the other's task asks for
-        turns.note_others(Others(wait=True, room=1))
-        third = asyncio.ensure_future(turns.next_chunk("a", 2, 2))
+        scheduler.note_others(OtherJobs(wait=True, room=1))
+        third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
-        turns.note_others(None)
+        scheduler.note_others(None)
         assert await third is not None
 
     play(scenario, **BOUND)
 
 
 def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.feed(b"chunk", alone=False, worker=0)
-        turns.feed(b"chunk", alone=False, worker=0)
-        turns.note_others(Others(wait=True, room=0))
-        assert await turns.next_chunk("a", 0, 0) is not None
-        assert await turns.next_chunk("a", 1, 1) is not None
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.feed(b"chunk", alone=False, worker=0)
+        scheduler.feed(b"chunk", alone=False, worker=0)
+        scheduler.note_others(OtherJobs(wait=True, room=0))
+        assert await scheduler.next_chunk("a", 0, 0) is not None
+        assert await scheduler.next_chunk("a", 1, 1) is not None
 
     play(scenario, **BOUND, holds_resources=True)
 
 
 def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.feed(b"0", alone=False, worker=0)
-        assert await turns.next_chunk("a", 0, 0) is not None
-        turns.release()
-        turns.drop()  # the next iteration begins before its task has ended
-        turns.feed(b"1", alone=False, worker=1)
-        assert (await turns.next_chunk("b", 0, 0)) == Assignment(b"1", 0, Binding.ALWAYS)
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.feed(b"0", alone=False, worker=0)
+        assert await scheduler.next_chunk("a", 0, 0) is not None
+        scheduler.release()
+        scheduler.drop()  # the next iteration begins before its task has ended
+        scheduler.feed(b"1", alone=False, worker=1)
+        assert (await scheduler.next_chunk("b", 0, 0)) == AssignedChunk(b"1", 0, Binding.ALWAYS)
 
     play(scenario, **BOUND)
 
@@ -440,20 +440,20 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         nonlocal free
-        notes = Round(lambda: free)
+        notes = FairShare(lambda: free)
 
-        async def ask(name: str, *, waits: bool) -> Others | None:
+        async def ask(name: str, *, waits: bool) -> OtherJobs | None:
             return (await notes.others(name, waits))[0]
 
         assert await ask("a", waits=True) is None
-        assert await ask("b", waits=False) == Others(wait=True, room=0)
+        assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
         # What was free twice is divided.
-        assert await ask("a", waits=True) == Others(wait=False, room=4)
+        assert await ask("a", waits=True) == OtherJobs(wait=False, room=4)
         free = 0.5
-        assert await ask("b", waits=False) == Others(wait=True, room=0)
-        assert await ask("a", waits=False) == Others(wait=False, room=0)
+        assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
+        assert await ask("a", waits=False) == OtherJobs(wait=False, room=0)
         monkeypatch.setattr(fair_share, "_CALM_S", 0.0)
-        assert await ask("a", waits=False) == Others(wait=False, room=1)
+        assert await ask("a", waits=False) == OtherJobs(wait=False, room=1)
         monkeypatch.setattr(fair_share, "_GONE_S", 1e-9)
         monkeypatch.setattr(fair_share, "_GONE_PAUSES", 0)
         assert await ask("b", waits=False) is None  # "a" has gone
@@ -463,7 +463,7 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_hosts_ask_more_rarely() -> None:
     async def scenario() -> None:
-        notes = Round(lambda: 0.0)
+        notes = FairShare(lambda: 0.0)
         pauses = [(await notes.others(str(host), waits=False))[1] for host in range(256)]
         assert pauses[:16] == [0.25] * 16
         assert 256 / pauses[-1] == 64
@@ -475,98 +475,98 @@ def test_many_hosts_ask_more_rarely() -> None:
 
 
 def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
-    async def scenario(turns: Turns) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
-            turns.feed(payload, alone=False, worker=worker)
-        assert await start_tasks(turns) == 2  # one for each stream
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
-        assert await start_tasks(turns) == 0
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1a"
-        assert await start_tasks(turns) == 0
-        assert payload_of(await turns.next_chunk("b", 1, 1)) == b"1b"
-        waiting = asyncio.ensure_future(turns.next_chunk("b", 2, 2))
+            scheduler.feed(payload, alone=False, worker=worker)
+        assert await start_tasks(scheduler) == 2  # one for each stream
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
+        assert await start_tasks(scheduler) == 0
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
+        assert await start_tasks(scheduler) == 0
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"1b"
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
-        turns.feed(b"0c", alone=False, worker=0)
+        scheduler.feed(b"0c", alone=False, worker=0)
         assert not waiting.done()
-        turns.feed(b"1c", alone=False, worker=1)
+        scheduler.feed(b"1c", alone=False, worker=1)
         assert payload_of(await waiting) == b"1c"
-        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
-        assert payload_of(await turns.next_chunk("a", 2, 2)) == b"0c"
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
+        assert payload_of(await scheduler.next_chunk("a", 2, 2)) == b"0c"
 
     play(scenario, **BOUND)
 
 
-async def die(turns: Turns, name: str) -> None:
+async def die(scheduler: Scheduler, name: str) -> None:
     """Have a task's process die with its chunk until the task is given up."""
-    for _ in range(turns_module.MAX_DEATHS - 1):
-        assert await turns.next_chunk(name, 0, 0) is not None
+    for _ in range(scheduler_module.MAX_DEATHS - 1):
+        assert await scheduler.next_chunk(name, 0, 0) is not None
     with pytest.raises(MemoryError):
-        await turns.next_chunk(name, 0, 0)
-    turns.release()
+        await scheduler.next_chunk(name, 0, 0)
+    scheduler.release()
 
 
 def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
-    async def scenario(turns: Turns) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
-            turns.feed(payload, alone=False, worker=worker)
-        await turns.next_chunk("dies", 0, 0)
-        await turns.next_chunk("slow", 0, 0)
-        await die(turns, "dies")
-        turns.feed(b"0c", alone=False, worker=0)  # before the reader knew
-        assert turns.quiet_at == 0
-        assert await turns.next_chunk("slow", 1, 0) is None
-        assert turns.quiet_at == 5
-        turns.feed(b"0a again", alone=True, worker=0)
-        turns.feed(b"1b again", alone=True, worker=1)
-        assert await start_tasks(turns) == 2
-        assert payload_of(await turns.next_chunk("c", 0, 0)) == b"0a again"
-        await die(turns, "c")  # the other has not begun, and is not lost
-        assert turns.quiet_at == 5
-        assert payload_of(await turns.next_chunk("d", 0, 0)) == b"1b again"
-        assert await turns.next_chunk("d", 1, 0) is None
-        assert turns.quiet_at == 7
+            scheduler.feed(payload, alone=False, worker=worker)
+        await scheduler.next_chunk("dies", 0, 0)
+        await scheduler.next_chunk("slow", 0, 0)
+        await die(scheduler, "dies")
+        scheduler.feed(b"0c", alone=False, worker=0)  # before the reader knew
+        assert scheduler.quiet_at == 0
+        assert await scheduler.next_chunk("slow", 1, 0) is None
+        assert scheduler.quiet_at == 5
+        scheduler.feed(b"0a again", alone=True, worker=0)
+        scheduler.feed(b"1b again", alone=True, worker=1)
+        assert await start_tasks(scheduler) == 2
+        assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"0a again"
+        await die(scheduler, "c")  # the other has not begun, and is not lost
+        assert scheduler.quiet_at == 5
+        assert payload_of(await scheduler.next_chunk("d", 0, 0)) == b"1b again"
+        assert await scheduler.next_chunk("d", 1, 0) is None
+        assert scheduler.quiet_at == 7
 
     play(scenario, **BOUND)
 
 
 def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.feed(b"0", alone=False, worker=0)
-        turns.feed(b"1", alone=False, worker=1)
-        await turns.next_chunk("dies", 0, 0)
-        await turns.next_chunk("slow", 0, 0)
-        turns.release()
-        assert await turns.next_chunk("slow", 1, 1) is None
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.feed(b"0", alone=False, worker=0)
+        scheduler.feed(b"1", alone=False, worker=1)
+        await scheduler.next_chunk("dies", 0, 0)
+        await scheduler.next_chunk("slow", 0, 0)
+        scheduler.release()
+        assert await scheduler.next_chunk("slow", 1, 1) is None
 
     play(scenario, **BOUND)
 
 
 def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.feed(b"5", alone=True, worker=1)
-        turns.feed(b"7", alone=True, worker=1)
-        assert await start_tasks(turns) == 1
-        await turns.next_chunk("dies", 0, 0)
-        assert await start_tasks(turns) == 0
-        await die(turns, "dies")
-        assert await start_tasks(turns) == 1
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"7"
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.feed(b"5", alone=True, worker=1)
+        scheduler.feed(b"7", alone=True, worker=1)
+        assert await start_tasks(scheduler) == 1
+        await scheduler.next_chunk("dies", 0, 0)
+        assert await start_tasks(scheduler) == 0
+        await die(scheduler, "dies")
+        assert await start_tasks(scheduler) == 1
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"7"
 
     play(scenario, **BOUND)
 
 
 def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.feed(b"0", alone=False, worker=0)
-        await turns.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 0))
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.feed(b"0", alone=False, worker=0)
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 0))
         await asyncio.sleep(0)
-        assert turns.quiet_at == 1
-        turns.release()
+        assert scheduler.quiet_at == 1
+        scheduler.release()
         assert await waiting is None
-        turns.feed(b"1", alone=False, worker=0)
-        assert await start_tasks(turns) == 1
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1"
+        scheduler.feed(b"1", alone=False, worker=0)
+        assert await start_tasks(scheduler) == 1
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
 
     play(scenario, **BOUND)
 
@@ -577,20 +577,20 @@ WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
 
 
 def test_workers_are_released_when_all_first_batches_are_known() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a", b"2a", b"3a")
-        feed(turns, b"0b", b"1b")
-        assert await turns.next_chunk("a", 0, 0) == Assignment(b"0a", 0, Binding.WATCHED)
-        await turns.next_chunk("b", 0, 0)
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a", b"2a", b"3a")
+        feed(scheduler, b"0b", b"1b")
+        assert await scheduler.next_chunk("a", 0, 0) == AssignedChunk(b"0a", 0, Binding.WATCHED)
+        await scheduler.next_chunk("b", 0, 0)
         for place, payload in enumerate([b"2a", b"3a", b"0b"], 1):
-            turns.note_state("a", unchanged=True)
-            given = await turns.next_chunk("a", place, place)
-            assert given == Assignment(payload, place, Binding.WATCHED)
-        waiting = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
+            scheduler.note_state("a", unchanged=True)
+            given = await scheduler.next_chunk("a", place, place)
+            assert given == AssignedChunk(payload, place, Binding.WATCHED)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
         await asyncio.sleep(0)
-        assert not waiting.done(), "worker 1 has a batch under way"
-        turns.note_state("b", unchanged=True)
-        assert await waiting == Assignment(b"1b", 0, Binding.RELEASED)
+        assert not waiting.done(), "worker 1 has a batch in flight"
+        scheduler.note_state("b", unchanged=True)
+        assert await waiting == AssignedChunk(b"1b", 0, Binding.RELEASED)
 
     play(scenario, **WATCHED)
 
@@ -599,142 +599,142 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
 def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
     unchanged: bool,
 ) -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a")
-        feed(turns, b"0b")
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        turns.note_state("a", unchanged=True)
-        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
-        turns.note_state("b", unchanged=True)
-        feed(turns, b"0c", b"1b")
-        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.RELEASED)
-        waiting = asyncio.ensure_future(turns.next_chunk("b", 2, 2))
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        feed(scheduler, b"0b")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        scheduler.note_state("a", unchanged=True)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
+        scheduler.note_state("b", unchanged=True)
+        feed(scheduler, b"0c", b"1b")
+        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
         assert not waiting.done()
         # A task that begins again still has to report.
-        again = await turns.next_chunk("a", 0, 0)
-        assert again == Assignment(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
-        turns.note_state("a", unchanged=unchanged)
+        again = await scheduler.next_chunk("a", 0, 0)
+        assert again == AssignedChunk(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
+        scheduler.note_state("a", unchanged=unchanged)
         if unchanged:
-            assert await waiting == Assignment(b"0c", 2, Binding.RELEASED)
+            assert await waiting == AssignedChunk(b"0c", 2, Binding.RELEASED)
         else:
-            assert await turns.next_chunk("a", 2, 2) == Assignment(b"0c", 2, Binding.ALWAYS)
+            assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, Binding.ALWAYS)
             waiting.cancel()
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
 
 def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a")
-        feed(turns, b"0b", b"1b")
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        assert await turns.next_chunk("a", 1, 1) == Assignment(b"0b", 1, Binding.WATCHED)
-        turns.note_state("a", unchanged=True)
-        turns.note_state("b", unchanged=True)
-        feed(turns, b"0c")
-        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.RELEASED)
-        assert await turns.next_chunk("b", 2, 2) == Assignment(b"0c", 2, Binding.RELEASED)
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        feed(scheduler, b"0b", b"1b")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        assert await scheduler.next_chunk("a", 1, 1) == AssignedChunk(b"0b", 1, Binding.WATCHED)
+        scheduler.note_state("a", unchanged=True)
+        scheduler.note_state("b", unchanged=True)
+        feed(scheduler, b"0c")
+        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
+        assert await scheduler.next_chunk("b", 2, 2) == AssignedChunk(b"0c", 2, Binding.RELEASED)
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
 
 def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a")
-        feed(turns, b"0b", b"0c")
-        await turns.next_chunk("a", 0, 0)
-        turns.note_state("a", unchanged=True)
-        await turns.next_chunk("b", 0, 0)
-        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0b"
-        turns.note_state("b", unchanged=True)
-        turns.release()
-        feed(turns, b"0d")
-        assert await turns.next_chunk("b", 1, 1) is not None
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        feed(scheduler, b"0b", b"0c")
+        await scheduler.next_chunk("a", 0, 0)
+        scheduler.note_state("a", unchanged=True)
+        await scheduler.next_chunk("b", 0, 0)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
+        scheduler.note_state("b", unchanged=True)
+        scheduler.release()
+        feed(scheduler, b"0d")
+        assert await scheduler.next_chunk("b", 1, 1) is not None
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
 
 def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a", b"2a")
-        feed(turns, b"0b", b"1b")
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        turns.note_state("a", unchanged=True)
-        turns.note_state("b", unchanged=False)
-        assert await turns.next_chunk("b", 1, 1) == Assignment(b"1b", 1, Binding.ALWAYS)
-        assert await turns.next_chunk("a", 1, 1) == Assignment(b"2a", 1, Binding.ALWAYS)
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a", b"2a")
+        feed(scheduler, b"0b", b"1b")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        scheduler.note_state("a", unchanged=True)
+        scheduler.note_state("b", unchanged=False)
+        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.ALWAYS)
+        assert await scheduler.next_chunk("a", 1, 1) == AssignedChunk(b"2a", 1, Binding.ALWAYS)
         # Its copy is as it was, so its worker may go on in another process, which has a new one.
-        assert await turns.next_chunk("c", 0, 0) == Assignment(b"0b", 0, Binding.ALWAYS)
+        assert await scheduler.next_chunk("c", 0, 0) == AssignedChunk(b"0b", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
 
 
 def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a", b"2a")
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
-        turns.note_state("a", unchanged=False)
-        waiting = asyncio.ensure_future(turns.next_chunk("a", 1, 1))
-        assert payload_of(await turns.next_chunk("b", 0, 0)) == b"1a"
-        turns.note_state("b", unchanged=True)  # which says nothing of other samples
-        feed(turns, b"0b")
-        assert await waiting == Assignment(b"0b", 1, Binding.ALWAYS)
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a", b"2a")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
+        scheduler.note_state("a", unchanged=False)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
+        scheduler.note_state("b", unchanged=True)  # which says nothing of other samples
+        feed(scheduler, b"0b")
+        assert await waiting == AssignedChunk(b"0b", 1, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
 
 
 def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.parallel = 1
-        feed(turns, b"0a", b"1a")
-        await turns.next_chunk("a", 0, 0)
-        turns.note_state("a", unchanged=True)
-        await turns.next_chunk("a", 1, 1)
-        turns.note_state("a", unchanged=False)
-        feed(turns, b"0b", b"1b")
-        assert await turns.next_chunk("a", 2, 2) == Assignment(b"1b", 2, Binding.ALWAYS)
-        assert await turns.next_chunk("b", 0, 0) == Assignment(b"0b", 0, Binding.ALWAYS)
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.parallel = 1
+        feed(scheduler, b"0a", b"1a")
+        await scheduler.next_chunk("a", 0, 0)
+        scheduler.note_state("a", unchanged=True)
+        await scheduler.next_chunk("a", 1, 1)
+        scheduler.note_state("a", unchanged=False)
+        feed(scheduler, b"0b", b"1b")
+        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"1b", 2, Binding.ALWAYS)
+        assert await scheduler.next_chunk("b", 0, 0) == AssignedChunk(b"0b", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0", b"1")
-        await turns.next_chunk("a", 0, 0)
-        await turns.next_chunk("b", 0, 0)
-        turns.begin(in_run=False)
-        turns.begin(in_run=True)
-        turns.feed(b"1 of the next epoch", 1, alone=False)
-        given = await asyncio.wait_for(turns.next_chunk("b", 1, 1), 5)
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("b", 0, 0)
+        scheduler.begin(in_run=False)
+        scheduler.begin(in_run=True)
+        scheduler.feed(b"1 of the next epoch", 1, alone=False)
+        given = await asyncio.wait_for(scheduler.next_chunk("b", 1, 1), 5)
         assert payload_of(given) == b"1 of the next epoch"
-        feed(turns, b"0 of the next epoch")
-        found = asyncio.ensure_future(turns.next_chunk("c", 0, 0))
+        feed(scheduler, b"0 of the next epoch")
+        found = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
         await asyncio.sleep(0)
         assert found.done() is not persistent
         if persistent:
-            assert payload_of(await turns.next_chunk("a", 1, 1)) == b"0 of the next epoch"
+            assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0 of the next epoch"
             found.cancel()
 
     play(scenario, **BOUND, persistent=persistent)
 
 
 def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a")
-        await turns.next_chunk("a", 0, 0)
-        turns.release()
-        assert await turns.next_chunk("a", 1, 0) is None
-        feed(turns, b"0b", b"1b")
-        assert await turns.next_chunk("b", 0, 0) == Assignment(
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a")
+        await scheduler.next_chunk("a", 0, 0)
+        scheduler.release()
+        assert await scheduler.next_chunk("a", 1, 0) is None
+        feed(scheduler, b"0b", b"1b")
+        assert await scheduler.next_chunk("b", 0, 0) == AssignedChunk(
             b"0b", 0, Binding.ALWAYS, restarted=True
         )
-        assert await turns.next_chunk("c", 0, 0) == Assignment(b"1b", 0, Binding.ALWAYS)
+        assert await scheduler.next_chunk("c", 0, 0) == AssignedChunk(b"1b", 0, Binding.ALWAYS)
 
     play(scenario, **BOUND)
 
@@ -742,32 +742,32 @@ def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
 def test_where_tasks_hold_what_others_need_a_process_has_several_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(scheduler_module, "_IDLE_S", 0.01)
 
-    async def scenario(turns: Turns) -> None:
-        feed(turns, b"0a", b"1a")
-        assert payload_of(await turns.next_chunk("a", 0, 0)) == b"0a"
-        assert payload_of(await turns.next_chunk("a", 1, 1)) == b"1a"
-        feed(turns, b"0b", b"1b")
-        assert payload_of(await turns.next_chunk("a", 2, 2)) == b"0b"
-        assert payload_of(await turns.next_chunk("a", 3, 3)) == b"1b"
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1a"
+        feed(scheduler, b"0b", b"1b")
+        assert payload_of(await scheduler.next_chunk("a", 2, 2)) == b"0b"
+        assert payload_of(await scheduler.next_chunk("a", 3, 3)) == b"1b"
 
     play(scenario, **BOUND, holds_resources=True)
 
 
 def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -> None:
-    async def scenario(turns: Turns) -> None:
-        turns.parallel = turns.starting = 2
-        feed(turns, b"0", b"1", b"2", b"3")
-        assert await start_tasks(turns) == 2
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.parallel = scheduler.starting = 2
+        feed(scheduler, b"0", b"1", b"2", b"3")
+        assert await start_tasks(scheduler) == 2
         for name in "ab":
-            await turns.next_chunk(name, 0, 0)
-        assert await start_tasks(turns) == 0
-        clock.now += turns_module._STUCK_IDLE_S
-        assert await start_tasks(turns) == 0, "no processor is idle"
-        clock.now += turns_module._STUCK_S
-        assert await start_tasks(turns) == 2
+            await scheduler.next_chunk(name, 0, 0)
+        assert await start_tasks(scheduler) == 0
+        clock.now += scheduler_module._STUCK_IDLE_S
+        assert await start_tasks(scheduler) == 0, "no processor is idle"
+        clock.now += scheduler_module._STUCK_S
+        assert await start_tasks(scheduler) == 2
         for name in "cd":
-            assert await turns.next_chunk(name, 0, 0) is not None
+            assert await scheduler.next_chunk(name, 0, 0) is not None
 
     play(scenario, **WATCHED, idle=lambda: False)

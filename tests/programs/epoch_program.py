@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import xxhash
-from cluster_programs import ask_host
+from cluster_programs import ask_actor
 from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 from torch.utils.data.distributed import DistributedSampler
@@ -141,7 +141,7 @@ def node_of_host(loader: Any) -> str:
     def here(_: Any) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    return str(ask_host(loader, here))
+    return str(ask_actor(loader, here))
 
 
 def main() -> None:

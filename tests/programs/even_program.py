@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_programs import ask_host
+from cluster_programs import ask_actor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dpex import DpexDataLoader
@@ -64,7 +64,7 @@ def open_questions(loader: Any) -> int:
         (lane,) = host._lanes.values()
         return len(asyncio.all_tasks(lane.get_loop()))
 
-    return int(ask_host(loader, count))
+    return int(ask_actor(loader, count))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpex.training.in_flight import Sent, joined_streams
+from dpex.training.in_flight import ChunkInFlight, joined_streams
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
@@ -14,9 +14,9 @@ from dpex.worker.training_settings import Settings
 RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
 
 
-def sent(number: int, first: int, batches: int, **how: Any) -> Sent:
+def sent(number: int, first: int, batches: int, **how: Any) -> ChunkInFlight:
     indices = [[batch] for batch in range(batches)]
-    return Sent(Chunk(RUN, number, first, indices, list(range(batches)), **how), False, 1)
+    return ChunkInFlight(Chunk(RUN, number, first, indices, list(range(batches)), **how), False, 1)
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpex.errors import SerializationError
-from dpex.wire.block_format import Entry, FrameWriter, decode, read_frame
+from dpex.wire.block_format import BlockWriter, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Pickled, dump, dump_in_band, load
 from dpex.wire.timings import Costs
@@ -23,17 +23,17 @@ Point = namedtuple("Point", "x y")
 
 def through_frame(*values: Any) -> list[Any]:
     """Send values through a block, as bytes that share nothing with them."""
-    writer = FrameWriter("run", 3)
+    writer = BlockWriter("run", 3)
     for number, value in enumerate(values):
         writer.add(Entry(number, dump(value, "batch")), Costs(seconds=0.5, samples=2))
     sink = pa.BufferOutputStream()
     table = writer.table()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
-    frame = read_frame(pa.ipc.open_stream(sink.getvalue()).read_all())
-    assert (frame.run, frame.chunk) == ("run", 3)
-    assert frame.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
-    return [entry.value for entry in decode(frame, MemoryPool(), pin_memory=False)]
+    block = read_block(pa.ipc.open_stream(sink.getvalue()).read_all())
+    assert (block.run, block.chunk) == ("run", 3)
+    assert block.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
+    return [entry.value for entry in decode(block, MemoryPool(), pin_memory=False)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1 << 18, (1 << 18) + 1])
@@ -150,10 +150,10 @@ class _Fragile:
 
 
 def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
-    writer = FrameWriter("run", 0)
+    writer = BlockWriter("run", 0)
     for number, value in enumerate([1, _Fragile(), 3]):
         writer.add(Entry(number, dump(value, "batch")), Costs())
-    first, second, third = decode(read_frame(writer.table()), MemoryPool(), pin_memory=False)
+    first, second, third = decode(read_block(writer.table()), MemoryPool(), pin_memory=False)
     assert (first, third) == (Entry(0, 1), Entry(2, 3))
     assert (second.batch, second.outcome) == (1, "error")
     with pytest.raises(OSError, match="not here"):
@@ -161,12 +161,12 @@ def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
 
 
 def test_a_writer_begins_anew_after_each_block() -> None:
-    writer = FrameWriter("run", 0)
+    writer = BlockWriter("run", 0)
     writer.add(Entry(0, dump(torch.ones(5000), "batch")), Costs())
     assert writer.size_bytes > 20_000
     writer.table()
     assert writer.size_bytes == 0
-    assert read_frame(writer.table()).entries == []
+    assert read_block(writer.table()).entries == []
 
 
 def test_an_object_that_cannot_travel_is_named_by_its_path() -> None:

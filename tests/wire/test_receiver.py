@@ -14,7 +14,7 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
-from dpex.wire.block_format import BLOCK_LOST, Entry, FrameWriter
+from dpex.wire.block_format import BLOCK_LOST, BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("shared_ray")
 
 
 def table_of(batch: int) -> Any:
-    writer = FrameWriter("run", batch)
+    writer = BlockWriter("run", batch)
     writer.add(Entry(batch, encode(torch.full((4,), batch)), "batch"), Costs())
     return writer.table()
 
@@ -45,7 +45,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     """With and without Ray Data, as through a client the trainer has none."""
     import ray
 
-    from dpex.pipeline.actor import HostHandle, Reply
+    from dpex.pipeline.actor import PipelineActor, Reply
     from dpex.wire.receiver import Receiver
 
     class Worker:
@@ -57,11 +57,11 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
             self.replies = replies
             self.released: list[Any] = []
 
-        def take(self, lane_key: str, run: str) -> Any:
+        def take(self, pipeline_key: str, run: str) -> Any:
             return self.replies.pop(0)
 
-        def release(self, lane_key: str, run: str) -> None:
-            self.released.append((lane_key, run))
+        def release(self, pipeline_key: str, run: str) -> None:
+            self.released.append((pipeline_key, run))
 
         def calls(self) -> list[Any]:
             return self.released
@@ -76,7 +76,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     host_class: Any = ray.remote(num_cpus=0)(Host)
     host = host_class.remote([*replies, Reply(ended=True)])
     context = ray.get_runtime_context()
-    handle = HostHandle(host, "host", (context.gcs_address, context.get_job_id()))
+    handle = PipelineActor(host, "host", (context.gcs_address, context.get_job_id()))
     receiver = Receiver(
         handle, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
     )

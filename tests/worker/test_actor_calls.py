@@ -102,7 +102,7 @@ def test_a_host_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     messages.send("deliver", "a")
     with pytest.raises(ActorUnavailableError, match="connection reset"):
         messages.confirm()
-    assert next(times) == actor_calls._HOST_AWAY_S + 2
+    assert next(times) == actor_calls._ACTOR_AWAY_S + 2
 
 
 def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.Monke
     patience = Patience()
     for _ in range(10):
         patience.wait(away())
-        now += actor_calls._HOST_AWAY_S + 1
+        now += actor_calls._ACTOR_AWAY_S + 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")

@@ -403,7 +403,7 @@ def test_statistics_count_a_stream_s_samples() -> None:
         batches = list(loader)
         assert loader.stats().samples == 50
         assert loader.stats().batches == len(batches)
-        assert loader.stats().under_way == 0
+        assert loader.stats().in_flight == 0
 
 
 # --- going on -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dpex.worker import dataset_copies
 from dpex.worker.binding import Binding
 from dpex.worker.later_stage import StageJob, apply_stage
 from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk, Job, Unfinished, encode, fetch_chunk
+from dpex.worker.map_style import Chunk, Job, StageInput, encode, fetch_chunk
 from dpex.worker.training_settings import Settings
 
 
@@ -442,7 +442,7 @@ def test_a_stage_with_a_gpu_seeds_cuda(batched: bool, monkeypatch: pytest.Monkey
 
     def stage(position: int, indices: list[int], *, kept: bool = True) -> Any:
         value = torch.tensor(indices) if batched else indices
-        came = Unfinished(make_run(), indices, position, value)
+        came = StageInput(make_run(), indices, position, value)
         job = StageJob(drawn, batched, None if batched else list, True, True)
         entry = Entry(0, encode(came), "batch")
         [(made, _)] = apply_stage(1, [entry], lambda: job, "here", lambda: False, kept=kept)

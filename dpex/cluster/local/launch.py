@@ -222,7 +222,7 @@ def init_ray(
         What ``ray.init`` returned.
 
     Raises:
-        TimeoutError: It is still under way after ``timeout_s``.
+        TimeoutError: It is still in flight after ``timeout_s``.
         Exception: Whatever ``ray.init`` raised.
     """
     load_ray()

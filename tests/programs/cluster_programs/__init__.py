@@ -140,7 +140,7 @@ def torchrun(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def ask_host(loader: Any, question: Callable[[Any], Any]) -> Any:
+def ask_actor(loader: Any, question: Callable[[Any], Any]) -> Any:
     """Return what a function says of the host of a loader's pipelines, where it runs."""
     import ray
 

@@ -23,7 +23,7 @@ VALUES = {"none": None, "zero": 0, "huge": 1 << 62, "text": "spoiled"}
 
 
 def asked_by_dpex() -> bool:
-    """Return whether dpex's code, not a test's or Ray's, reads the attribute."""
+    """Return whether dpex's code, not a test's or Ray's, reads the attribute or calls it."""
     return sys._getframe(2).f_code.co_filename.startswith(package())
 
 
@@ -43,7 +43,9 @@ def spoiled(how: str, original: Any) -> Any:
             raise RuntimeError("spoiled")
         return VALUES[how]
 
-    def instead(*_: Any, **__: Any) -> Any:
+    def instead(*args: Any, **options: Any) -> Any:
+        if not asked_by_dpex():  # dpex has put it back after its own use
+            return original(*args, **options)
         if how == "raises":
             raise RuntimeError("spoiled")
         return VALUES[how]
@@ -94,7 +96,13 @@ def spoil(how: str, module: ModuleType, path: str) -> None:
         value = base.__getattribute__(self, wanted)
         return spoiled(how, value) if wanted == name and asked_by_dpex() else value
 
-    owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read})
+    def write(self: Any, changed: str, value: Any) -> None:
+        if changed == name and isinstance(value, type(VALUES.get(how))):
+            value = original  # dpex has put back what it was given
+        base.__setattr__(self, changed, value)
+
+    original = getattr(owner, name, None)
+    owner.__class__ = type(base.__name__, (base,), {"__getattribute__": read, "__setattr__": write})
     copyreg.pickle(owner.__class__, lambda spoiled: (importlib.import_module, (spoiled.__name__,)))
 
 
