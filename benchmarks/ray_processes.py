@@ -8,7 +8,7 @@ import ray
 from benchmarks.fresh import own_processes
 
 # A word of its command line, by what the process is.
-PROCESSES = {"host": "ray::_Host", "head": "/gcs_server ", "raylets": "/raylet "}
+PROCESSES = {"host": "ray::_PipelineActor", "head": "/gcs_server ", "raylets": "/raylet "}
 
 
 class Scheduler:
@@ -19,7 +19,7 @@ class Scheduler:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._actor = loader._cluster.session._host.actor
+        self._actor = loader._cluster.session._actor.handle
 
     @property
     def begun(self) -> int:
@@ -29,16 +29,16 @@ class Scheduler:
     @property
     def length_s(self) -> float:
         """For how long a task takes further chunks; with 0.0 each takes one."""
-        return float(self._call(lambda turns: turns._turn_s))
+        return float(self._call(lambda turns: turns._lease_s))
 
     @length_s.setter
     def length_s(self, length_s: float) -> None:
-        self._call(lambda turns: setattr(turns, "_turn_s", length_s))
+        self._call(lambda turns: setattr(turns, "_lease_s", length_s))
 
     def _call(self, function: Any) -> Any:
         def call(host: Any) -> Any:
-            (lane,) = host._lanes.values()
-            return function(lane.result().turns)
+            (lane,) = host._pipelines.values()
+            return function(lane.result().scheduler)
 
         return ray.get(self._actor.__ray_call__.remote(call))
 

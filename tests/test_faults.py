@@ -143,7 +143,7 @@ def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bo
             for step, batch in enumerate(loader):
                 batches.append(batch)
                 assert loader._cluster is not None
-                host = loader._cluster.session._host.actor
+                host = loader._cluster.session._actor.handle
                 if step in deaths and host not in killed:
                     killed.append(host)
                     if by_signal:
@@ -189,7 +189,8 @@ def host_pid() -> int:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and (entry / "cmdline").read_bytes()[:10] == b"ray::_Host":
+            command = (entry / "cmdline").read_bytes() if entry.name.isdecimal() else b""
+            if command.startswith(b"ray::_PipelineActor"):
                 found.append(int(entry.name))
     [pid] = [pid for pid in found if os.getpid() in ancestors(pid)]
     return pid

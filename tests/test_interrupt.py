@@ -110,13 +110,13 @@ def test_an_iteration_that_did_not_begin_takes_nothing_from_the_next(
 
     list(loader)
     session = loader._cluster.session
-    [first] = session._lanes._lanes
+    [first] = session._pipelines._pipelines
     with monkeypatch.context() as patch:
         patch.setattr(session._nodes, "answered", interrupted)
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
     assert torch.cat(list(loader)).tolist() == [*range(16)]
-    [second] = session._lanes._lanes
+    [second] = session._pipelines._pipelines
     assert second is not first
     loader.close()
 
@@ -147,9 +147,9 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
     iterators = [iter(loader) for _ in range(3)]
     [next(iterator) for iterator in iterators]
     session = loader._cluster.session
-    keys = [lane.key for lane in session._lanes._lanes]
+    keys = [lane.key for lane in session._pipelines._pipelines]
     assert len(keys) == 3
-    drop, dropped = session._lanes._drop, []
+    drop, dropped = session._pipelines._drop, []
 
     def drop_one(lane: Any) -> None:
         dropped.append(lane)
@@ -158,7 +158,7 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
         drop(lane)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session._lanes, "_drop", drop_one)
+        patch.setattr(session._pipelines, "_drop", drop_one)
         with pytest.raises(KeyboardInterrupt):
             session.close()
     session.close()
@@ -167,4 +167,4 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
 
 def pipelines(loader: Any) -> set[str]:
     """Return those that the loader's host has."""
-    return set(ask_actor(loader, lambda host: list(host._lanes)))
+    return set(ask_actor(loader, lambda host: list(host._pipelines)))

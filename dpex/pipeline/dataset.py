@@ -108,7 +108,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
 
     first_options = {**_NO_MEMORY, "num_cpus": 1, **spec.options}
     scheduling_strategy = first_options.pop("scheduling_strategy", None)
-    whose = {"host_name": spec.actor_name, "lane_key": spec.pipeline_key}
+    whose = {"actor_name": spec.actor_name, "pipeline_key": spec.pipeline_key}
     sources = [ray.data.from_blocks([lease_block()])] if first else []
     if further:
         starts = ray.data.from_blocks([lease_block()]).map_batches(

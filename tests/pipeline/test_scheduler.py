@@ -153,7 +153,7 @@ def test_a_task_does_not_wait_for_ever() -> None:
 def test_an_iteration_that_begins_waits_for_no_task_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_TURN_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_LEASE_S", 0.0)
 
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.begin(in_run=True)
@@ -311,7 +311,7 @@ def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_WAITED_FOR_TURN_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_WAITED_FOR_LEASE_S", 0.0)
 
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, *[b"chunk"] * 9)

@@ -97,7 +97,7 @@ def main() -> None:
     for step, (numbers, _) in enumerate(loader):
         survived.append(numbers.tolist())
         if step == 2:
-            ray.kill(loader._cluster.session._host.actor)
+            ray.kill(loader._cluster.session._actor.handle)
     report["survived"] = survived
     torchs = make(DataLoader, Numbers(), shuffle=True, persistent_workers=True)
     for batches in (50, 50, 3, 50):  # as often as the other one was begun

@@ -39,7 +39,7 @@ def kind_of(pid: int, command: str) -> str:
     if pid == os.getpid():
         return "trainer"
     for mark, kind in {
-        "ray::_Host": "host",
+        "ray::_PipelineActor": "host",
         "ray::": "workers",
         "/raylet": "raylet",
         "/gcs_server": "head",

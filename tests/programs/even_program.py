@@ -61,7 +61,7 @@ def open_questions(loader: Any) -> int:
     """Return how many calls the loader's host has not answered yet."""
 
     def count(host: Any) -> int:
-        (lane,) = host._lanes.values()
+        (lane,) = host._pipelines.values()
         return len(asyncio.all_tasks(lane.get_loop()))
 
     return int(ask_actor(loader, count))

@@ -258,7 +258,7 @@ FAULTS = (
     ),
     Fault("a sample that segfaults, once", options=deadly("read", signal.SIGSEGV)),
     Fault("worker killed at any moment", kill_process("ray::MapBatches")),
-    Fault("host of the pipelines killed", kill_process("ray::_Host")),
+    Fault("host of the pipelines killed", kill_process("ray::_PipelineActor")),
     Fault("node killed", kill_node),
     Fault(f"node silent for {STOPPED_S} s", stop_node),
     Fault("node drained", drain_node),

@@ -43,7 +43,7 @@ def away() -> ActorUnavailableError:
 
 
 def messages_to(monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> Messages:
-    monkeypatch.setattr(actor_calls, "host", {"host": host}.__getitem__)
+    monkeypatch.setattr(actor_calls, "pipeline_actor", {"host": host}.__getitem__)
     monkeypatch.setattr(actor_calls, "_PAUSE_S", 0.0)
     return Messages("host", "lane")
 

@@ -144,7 +144,7 @@ def ask_actor(loader: Any, question: Callable[[Any], Any]) -> Any:
     """Return what a function says of the host of a loader's pipelines, where it runs."""
     import ray
 
-    return ray.get(loader._cluster.session._host.actor.__ray_call__.remote(question))
+    return ray.get(loader._cluster.session._actor.handle.__ray_call__.remote(question))
 
 
 def processes_in(place: Path) -> dict[int, str]:
