@@ -68,6 +68,7 @@ MEMORY_ROWS = {
 
 OVER_TORCH = Figure("dpex/torch", more_is_better=True)
 RATE = Figure("dpex, samples/s", more_is_better=True, form=",.0f")
+WARM_FIRST_BATCH = Figure("dpex, first batch of an epoch, ms", more_is_better=False, form=",.0f")
 FIRST_BATCH = Figure("process start to first batch, s", more_is_better=False)
 NARROWEST = Figure(f"first batch, {benchmark_widen.WORKERS[0]} workers, s", more_is_better=False)
 WIDEST = Figure(f"first batch, {benchmark_widen.WORKERS[-1]} workers, s", more_is_better=False)
@@ -127,7 +128,7 @@ def main() -> None:
     record = describe_machine("against")
     record["command"] = command(options)
     record["revisions"] = {"old": revision, "new": git("describe", "--always", "--dirty")}
-    record["rounds"], record["epochs"] = options.rounds, EPOCHS
+    record["rounds"], record["epochs"] = options.rounds, options.epochs
     record["new_env"] = options.new_env
     started = time.monotonic()
     with two_trees(revision) as trees:
@@ -135,7 +136,8 @@ def main() -> None:
             run_fresh(check_workers, tree=tree)
         new_env = dict(setting.split("=", 1) for setting in options.new_env)
         record["cases"] = {
-            name: compare(name, trees, options.rounds, new_env) for name in options.cases
+            name: compare(name, trees, options.rounds, new_env, options.epochs)
+            for name in options.cases
         }
     record["seconds"] = time.monotonic() - started
     write(record, options.out)
@@ -149,9 +151,15 @@ def arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("revision", help="what git calls the old side, such as HEAD~1")
     parser.add_argument(
-        "--cases", nargs="+", default=DEFAULT_CASES, choices=[*comparisons()], metavar="CASE"
+        "--cases", nargs="+", default=DEFAULT_CASES, choices=[*comparisons(EPOCHS)], metavar="CASE"
     )
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=EPOCHS,
+        help="counted epochs of a throughput turn; their median counts",
+    )
     parser.add_argument(
         "--new-env",
         action="append",
@@ -167,7 +175,7 @@ def command(options: Any) -> str:
     """Return the make target that runs this as the command line does."""
     cases = shlex.quote(" ".join(options.cases))
     more = "".join(f" --new-env {setting}" for setting in options.new_env)
-    arguments = f'"--rounds {options.rounds}{more}"'
+    arguments = f'"--rounds {options.rounds} --epochs {options.epochs}{more}"'
     return f"make bench-against REV={options.revision} AGAINST={cases} BENCH_ARGS={arguments}"
 
 
@@ -255,10 +263,14 @@ def check_workers() -> None:
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def comparisons() -> dict[str, Comparison]:
-    """Return how each case is measured, by its name."""
+def comparisons(epochs: int) -> dict[str, Comparison]:
+    """Return how each case is measured, by its name.
+
+    Args:
+        epochs: How many epochs of a throughput turn count.
+    """
     return {
-        **{name: Comparison(partial(throughput_turn, name)) for name in THROUGHPUT},
+        **{name: Comparison(partial(throughput_turn, name, epochs)) for name in THROUGHPUT},
         # The first round fills the page cache.
         "cold": Comparison(cold_turn, warm_ups=1),
         "widen": Comparison(widen_turn),
@@ -266,22 +278,24 @@ def comparisons() -> dict[str, Comparison]:
     }
 
 
-def throughput_turn(name: str, tree: Path) -> Turn:
+def throughput_turn(name: str, epochs: int, tree: Path) -> Turn:
     """Measure torch and dpex in turn, in one fresh process."""
-    measured = run_fresh(throughput, name=name, tree=tree)
+    measured = run_fresh(throughput, name=name, epochs=epochs, tree=tree)
+    first_s = statistics.median(epoch["first_batch_s"] for epoch in measured["runs"]["dpex"])
     figures = {
         OVER_TORCH: measured["dpex_over"]["torch"]["median"],
         RATE: measured["samples_per_s"]["dpex"]["median"],
+        WARM_FIRST_BATCH: 1e3 * first_s,
     }
     return Turn(figures, measured["runs"])
 
 
-def throughput(name: str) -> dict[str, Any]:
-    """Run a workload through torch and dpex: a first epoch each, then ``EPOCHS`` that count."""
+def throughput(name: str, epochs: int) -> dict[str, Any]:
+    """Run a workload through torch and dpex: a first epoch each, then those that count."""
     make_case, workers = THROUGHPUT[name]
     case = replace(make_case(), inline_batches=0)
     options = argparse.Namespace(
-        workers=workers, rounds=EPOCHS, peers=["torch", "dpex"], all_peers=False
+        workers=workers, rounds=epochs, peers=["torch", "dpex"], all_peers=False
     )
     return measure(case, options)
 
@@ -353,7 +367,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def compare(
-    name: str, trees: Mapping[Side, Path], rounds: int, new_env: Mapping[str, str]
+    name: str, trees: Mapping[Side, Path], rounds: int, new_env: Mapping[str, str], epochs: int
 ) -> dict[str, Any]:
     """Measure both sides of a case in turn.
 
@@ -362,11 +376,12 @@ def compare(
         trees: By side.
         rounds: How many turns of each side count.
         new_env: Environment variables of the new side alone.
+        epochs: How many epochs of a throughput turn count.
 
     Returns:
         The case's part of the record.
     """
-    comparison = comparisons()[name]
+    comparison = comparisons(epochs)[name]
     counted: dict[Side, list[Turn]] = {"old": [], "new": []}
     started = time.monotonic()
     load_before = os.getloadavg()
