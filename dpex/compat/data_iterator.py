@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 import ray
@@ -93,6 +93,8 @@ def _data_iterator_class() -> Any:
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
             iterator = super()._create_batch_iterator(*args, **kwargs)
+            if not isinstance(iterator, Iterable):
+                raise TypeError(f"_create_batch_iterator returned {iterator!r}")
             # With prefetch_batches=0 its prefetcher has nothing to do, but a thread, which would
             # stay parked for ever, one for each iteration.
             if PREFETCHER.find() is not None:
