@@ -2,7 +2,7 @@
 
     from dpex import DpexDataLoader
 
-``import dpex`` is light: neither torch nor Ray is imported before the first name is asked for.
+``import dpex`` imports neither torch nor Ray. The first access to a public name imports its module.
 """
 
 from __future__ import annotations

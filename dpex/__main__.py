@@ -1,4 +1,4 @@
-"""The command ``dpex``, also as ``python -m dpex``."""
+"""The command ``dpex``, also available as ``python -m dpex``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says.
+    """Run the command line.
 
     Args:
-        arguments: Those of the command line if None.
+        arguments: The arguments after the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit status: 0 where all is well.
+        The exit status: 0 on success, 1 if ``dpex doctor`` finds a problem.
     """
     parser = argparse.ArgumentParser(prog="dpex", description="Look at dpex on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""``DpexDataLoader``: torch's DataLoader, its workers on a cluster."""
+"""``DpexDataLoader``: a torch DataLoader whose workers are Ray tasks."""
 
 from __future__ import annotations
 
@@ -40,62 +40,71 @@ T_co = TypeVar("T_co", covariant=True)
 
 DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
-# An epoch that begins this much later than torch's causes a warning.
+# dpex warns if two calls of ``iter()`` took this long to pickle the dataset.
 _SLOW_PICKLING_S = 1.0
 
 
 class DpexDataLoader(DataLoader[T_co]):
     """A ``torch.utils.data.DataLoader`` whose workers are Ray tasks, here or on a cluster.
 
-    Everything up to ``in_order`` is torch's and means what it means there; ``docs/semantics.md``
-    lists every argument. With ``distribute_mode=False`` it is torch's loader and nothing else.
-    Constructing one starts nothing: Ray is looked for at the first iteration.
+    The arguments up to ``in_order`` are torch's and keep their meaning. ``docs/semantics.md``
+    compares every argument with torch. With ``distribute_mode=False`` or ``num_workers=0``, torch's
+    own iterators load the data. The constructor starts nothing: the first ``iter()`` connects to
+    Ray. Iteration raises an exception of a worker with its own type, as torch does. dpex's own
+    errors are subclasses of ``DpexError``.
 
     Args:
-        dataset: Map-style, or an ``IterableDataset``, of which every worker reads a copy, as in
-            torch. It is pickled once, while its bytes stay the same.
-        batch_size: Samples per batch; None turns automatic batching off.
+        dataset: A map-style dataset, or an ``IterableDataset``, of which every logical worker reads
+            a copy, as in torch. Every ``iter()`` pickles the dataset, and sends it only if its
+            bytes have changed. With ``persistent_workers`` only the first ``iter()`` pickles it.
+        batch_size: Samples per batch; None disables automatic batching.
         shuffle: Whether to draw a new permutation for every epoch.
-        sampler: Yields indices; read in this process, never further than the run-ahead.
-        batch_sampler: Yields lists of indices.
-        num_workers: Logical workers, and the cap on parallel tasks. 0 loads in this process.
-        collate_fn: Makes a batch from a list of samples; runs in the worker.
+        sampler: Iterable of indices. The training process draws from it, no further ahead than
+            ``prefetch_factor`` and ``prefetch_bytes`` allow.
+        batch_sampler: Iterable of lists of indices.
+        num_workers: Number of logical workers, and the limit on parallel tasks. 0 loads the data in
+            the training process.
+        collate_fn: Makes a batch from a list of samples, in the worker process.
         pin_memory: Whether batches arrive in page-locked memory.
-        drop_last: Whether to leave an incomplete last batch out.
-        timeout: Seconds to wait for a batch; 0 waits for ever.
-        worker_init_fn: Called with the worker id before a logical worker's first sample.
-        multiprocessing_context: How torch starts workers. In distribute mode: whether those of
-            an embedded Ray are forked from this process (``"fork"``, torch's default on Linux
-            before Python 3.14) or start as Ray starts them; on a cluster without meaning.
-        generator: Where the sampler's seed and the workers' base seed come from.
-        prefetch_factor: Batches per worker that may always be in flight; 2 if None.
-        persistent_workers: Whether dataset copies live on across epochs.
+        drop_last: Whether to drop an incomplete last batch.
+        timeout: Seconds to wait for a batch before a ``RuntimeError``; 0 waits without a limit.
+        worker_init_fn: Function called with the worker id before a logical worker's first sample.
+        multiprocessing_context: How torch starts workers. With a local Ray, ``"fork"`` (torch's
+            default on Linux before Python 3.14) forks the worker processes from the training
+            process; other methods do not. On a cluster it has no effect.
+        generator: Generator of the sampler's seed and of the workers' base seed.
+        prefetch_factor: Batches per logical worker that may always be in flight; 2 if None.
+        persistent_workers: Whether workers keep their copies of the dataset across epochs.
         pin_memory_device: Deprecated by torch.
-        in_order: Whether batches come in the sampler's order; if not, as they are done.
+        in_order: Whether batches come in the sampler's order. If False, they come as workers finish
+            them.
         distribute_mode: Whether workers are Ray tasks.
-        head_address: Which Ray. ``"auto"``: the one this process uses, else ``RAY_ADDRESS``,
-            else a running one of this user on this host, else one of its own, which ends with
-            the process. ``"local"``: always one of its own. ``"host:port"``: that cluster, of
-            which this host is a node. ``"ray://host:port"``: that one, through Ray Client.
+        head_address: The Ray to use. ``"auto"``: the Ray that this process is connected to, else
+            ``RAY_ADDRESS``, else this user's cluster on this machine, else a local Ray.
+            ``"local"``: always a local Ray. A local Ray ends with the process. ``"host:port"``:
+            the cluster at this address, of which this machine must be a node.
+            ``"ray://host:port"``: the cluster at this address, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
-        prefetch_bytes: Bytes of batches that may be in flight beyond ``prefetch_factor``.
-        on_error: ``"raise"`` passes an error in a sample on to the training loop; ``"skip"`` leaves
-            the sample out of its batch, which is smaller then, or out of the epoch if it had no
-            other, and logs the sample's index. Errors of ``collate_fn`` are always passed on.
-        max_skipped: How many samples of an epoch may be left out.
+        prefetch_bytes: Bytes of batches that may be in flight beyond the ``prefetch_factor``
+            batches per logical worker; 512 MiB by default.
+        on_error: ``"raise"`` raises the error of a sample in the training loop. ``"skip"`` leaves
+            the sample out of its batch and logs the sample's index. A batch that has no sample left
+            is not delivered. Errors of ``collate_fn`` are always raised.
+        max_skipped: Number of samples that ``on_error="skip"`` may leave out of one epoch. One more
+            raises ``TooManySkippedError``.
 
     Raises:
-        TypeError: ``distribute_mode`` or ``worker_options`` is of another type.
-        ValueError: An argument has a value that torch or dpex does not know.
-        NotImplementedError: ``dataset`` is one of torch's DataPipes, in distribute mode.
+        TypeError: ``distribute_mode`` or ``worker_options`` has a wrong type.
+        ValueError: torch or dpex does not accept the value of an argument.
+        NotImplementedError: ``dataset`` is a torch DataPipe, in distribute mode.
 
     Source:
         The contract of ``torch.utils.data.DataLoader``.
     """
 
-    # torch's __setattr__ refuses some names once its __init__ is through; these are ours.
+    # torch's __setattr__ refuses to change some attributes after __init__, but none of these.
     distribute_mode: bool
     head_address: str
     worker_options: dict[str, Any] | None
@@ -188,7 +197,10 @@ class DpexDataLoader(DataLoader[T_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """What Accelerate asks of a loader, before it makes one of torch's from one that is not."""
+        """Whether Accelerate has prepared this loader.
+
+        Accelerate reads it, and replaces an unprepared loader by a plain torch ``DataLoader``.
+        """
         if self._distributed and self._accelerate_knows is None:
             _warn_once(
                 "accelerate",
@@ -204,9 +216,10 @@ class DpexDataLoader(DataLoader[T_co]):
 
     @property
     def _forks(self) -> bool:
-        """Whether torch's own workers would be forks of this process."""
+        """Whether torch would fork its workers from this process."""
         context = self.multiprocessing_context or multiprocessing
-        # A method that nobody has set stays so, and is then the platform's first one.
+        # Without allow_none, this call would set the start method. The first of all methods is the
+        # platform's default.
         method = context.get_start_method(allow_none=True)
         return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
 
@@ -241,9 +254,9 @@ class DpexDataLoader(DataLoader[T_co]):
         )
 
     def _note_pickling(self, seconds: float) -> None:
-        """Warn once, from the second epoch on, if every ``iter()`` takes long to pickle a dataset.
+        """Warn once, from the second epoch on, if every ``iter()`` pickles the dataset slowly.
 
-        Only pickling it again shows whether the dataset has changed since the last epoch.
+        dpex must pickle it every time: only its bytes show whether it has changed.
         """
         if seconds < _SLOW_PICKLING_S or self.persistent_workers:
             return
@@ -276,13 +289,13 @@ class DpexDataLoader(DataLoader[T_co]):
         )
 
     def check_worker_number_rationality(self) -> None:
-        """Compare num_workers with this host's cores, unless the workers are elsewhere."""
+        """Check ``num_workers`` against this machine's cores, unless the workers are Ray tasks."""
         if not self._distributed:
             super().check_worker_number_rationality()
 
     def __iter__(self) -> BaseDataLoaderIter:
         if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
-            self._iterator = None  # persistent workers of a Ray that has gone
+            self._iterator = None  # the Ray of its persistent workers is gone
         meter = Meter()
         with meter.asked(for_batch=False):
             iterator = super().__iter__()
@@ -293,11 +306,11 @@ class DpexDataLoader(DataLoader[T_co]):
         return iterator
 
     def stats(self) -> LoaderStats:
-        """Return what the newest epoch has cost until now, and what was waited for.
+        """Return the statistics of the newest epoch, up to now.
 
         Returns:
-            Numbers, with a ``repr`` that says what bounds the training loop. Without workers on a
-            cluster only times, batches, samples and what is in flight are known.
+            Statistics whose ``repr()`` shows what bounds the training loop. If the loader has no
+            workers on Ray, only times, batches, samples and ``in_flight`` are counted.
         """
         epoch = self._progress.epoch
         return self._meter.stats(samples=epoch.samples if epoch else 0)
@@ -318,23 +331,23 @@ class DpexDataLoader(DataLoader[T_co]):
         return Indices(self._source, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands: what is needed to go on from there in another process.
+        """Return the loader's position, from which another process can resume.
 
-        Batches that were handed out count, not those in flight. In the middle of an epoch the
-        state holds what random number generators were about to draw when the epoch began; the
-        global ones of the training process itself are the caller's to save.
+        The position counts delivered batches, not batches in flight. In the middle of an epoch, the
+        state holds the generator states from the beginning of the epoch. ``load_state_dict`` does
+        not restore the global generators of the training process: save and restore them yourself.
 
         Returns:
-            Strings, numbers, lists and dicts, 15 to 55 kB, and what samplers, datasets and their
-            iterators with a ``state_dict`` of their own return (of a stream with 14 kB for each
-            worker). ``{"version": 1, ...}``.
+            A dict ``{"version": 1, ...}`` of strings, numbers, lists and dicts, 15 to 55 kB. It
+            includes the ``state_dict()`` of every sampler, dataset and iterator that has one. An
+            ``IterableDataset`` with a state adds 14 kB for each logical worker.
 
         Raises:
-            RuntimeError: Without ``distribute_mode`` nobody knows which batches were handed out
-                with ``in_order=False``.
+            RuntimeError: torch's own workers load the data with ``in_order=False``, and do not
+                report which batches they have delivered.
 
         Source:
-            The protocol of torchdata's ``StatefulDataLoader``, with keys of our own.
+            The protocol of torchdata's ``StatefulDataLoader``, with dpex's own keys.
         """
         if not self._distributed and self.num_workers and not self.in_order:
             raise RuntimeError(
@@ -344,27 +357,30 @@ class DpexDataLoader(DataLoader[T_co]):
         return self._progress.state_dict(self._source, persistent_workers=self.persistent_workers)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on from where a loader stood.
+        """Resume at the next ``iter()`` from the position of a loader.
 
-        That loader may have had another ``num_workers``, ``batch_size`` or cluster; with torch's
-        DistributedSampler, another number of ranks as well. Samplers with ``set_epoch`` are told
-        the epoch of the state.
+        That loader may have had another ``num_workers``, ``batch_size`` or cluster. With torch's
+        ``DistributedSampler`` it may have had another number of ranks. In the middle of an epoch,
+        an ``IterableDataset`` must keep ``num_workers`` and ``batch_size``. If the state is from
+        the middle of an epoch, dpex calls ``set_epoch`` of the samplers with the state's epoch.
 
         Args:
-            state_dict: What ``state_dict`` returned; ``{}`` lets the next epoch begin anew.
+            state_dict: The dict that ``state_dict()`` returned; ``{}`` discards a loaded state, so
+                the next epoch starts at its beginning.
 
         Raises:
-            ValueError: It is no state of this version, or of another dataset or sampler.
+            ValueError: The state has another version, belongs to another dataset or sampler, or
+                does not fit the arguments of this loader.
 
         Source:
             The protocol of torchdata's ``StatefulDataLoader``.
         """
         self._progress.load_state_dict(state_dict, self._source)
         if state_dict.get("dataset") is not None:
-            self._end_iterator()  # persistent workers read the dataset as it was
+            self._end_iterator()  # persistent workers hold copies of the old dataset
 
     def close(self) -> None:
-        """Stop what runs and release what the loader holds; it can be iterated again."""
+        """Stop the workers and release their resources; a later ``iter()`` starts new workers."""
         self._end_iterator()
         state, self._cluster = self._cluster, None
         if state is not None:
@@ -376,7 +392,7 @@ class DpexDataLoader(DataLoader[T_co]):
             iterator._shutdown_workers()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: a copy starts afresh."""
+        """Return the attributes, with session, iterator, progress and statistics reset."""
         own = {"_cluster": None, "_iterator": None, "_progress": Progress(), "_meter": Meter()}
         return {**self.__dict__, **own}
 
@@ -388,7 +404,7 @@ class DpexDataLoader(DataLoader[T_co]):
 
 
 class _ClusterState:
-    """What a loader keeps from one iteration to the next."""
+    """The state that a loader keeps from one iteration to the next."""
 
     def __init__(self, loader: DpexDataLoader[Any], session: Session) -> None:
         assert loader.prefetch_factor is not None

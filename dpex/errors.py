@@ -1,16 +1,16 @@
-"""What dpex raises of its own.
+"""The exceptions that dpex defines.
 
-In brackets: what else an error is. All of them can be imported from ``dpex``::
+All of them can be imported from ``dpex``. The brackets name the built-in base class::
 
     DpexError
-    ├── ChunkLostError        (RuntimeError)           workers died on these indices, every time
+    ├── ChunkLostError        (RuntimeError)           worker processes died, or the pipeline ended
     ├── ClusterError          (ConnectionError)        no usable Ray at head_address
     ├── DatasetTooLargeError  (MemoryError)            the dataset does not fit the object store
-    ├── NodeDataError         (RuntimeError)           a node has not the files that others have
-    ├── SerializationError    (pickle.PicklingError)   something cannot travel to a worker
-    └── TooManySkippedError   (RuntimeError)           more samples cannot be read than is allowed
+    ├── NodeDataError         (RuntimeError)           a dataset differs between nodes
+    ├── SerializationError    (pickle.PicklingError)   an object cannot be sent to a worker process
+    └── TooManySkippedError   (RuntimeError)           more samples failed than max_skipped
 
-What the user's own code raises in a worker keeps its type, as in torch.
+An exception that user code raises in a worker process keeps its type, as in torch.
 """
 
 from __future__ import annotations
@@ -29,28 +29,45 @@ __all__ = [
 
 
 class DpexError(Exception):
-    """Base of every error that dpex raises of its own."""
+    """Base class of the exceptions that dpex defines."""
 
 
 class ChunkLostError(DpexError, RuntimeError):
-    """Worker processes died on the same batch until its tries were used up."""
+    """A batch that dpex cannot deliver: its worker processes died, or its pipeline ended.
+
+    dpex first recomputes a lost batch. Iteration raises this error at the batch if every worker
+    process that computes it dies. Iteration also raises it if the pipeline ends early, the loader
+    is closed, or Ray is shut down or lost. torch too raises a ``RuntimeError`` if a worker dies.
+    """
 
 
 class ClusterError(DpexError, ConnectionError):
-    """No usable Ray cluster at ``head_address``."""
+    """No usable Ray at ``head_address``.
+
+    No cluster answers, or a local Ray does not start. Or the nodes cannot run the workers: they
+    have another version of Python or Ray, or lack a resource that a worker requests.
+    """
 
 
 class DatasetTooLargeError(DpexError, MemoryError):
-    """The pickled dataset is larger than Ray's object store."""
+    """The pickled dataset is larger than Ray's object store on this node."""
 
 
 class NodeDataError(DpexError, RuntimeError):
-    """A dataset is not the same on every node, or cannot be built where its length is asked for."""
+    """A dataset differs between nodes, or cannot be built in the training process.
+
+    A dataset of ``on_node`` has another length on a node, or its length is unknown because the
+    training process cannot build it. Or a node lacks a file that the dataset maps into memory.
+    """
 
 
 class SerializationError(DpexError, pickle.PicklingError):
-    """An object on its way to a worker cannot be pickled; names the attribute that cannot."""
+    """An object that dpex cannot send to another process.
+
+    The object cannot be pickled, or other nodes cannot share its memory. The message names the
+    attribute, for example ``loader.dataset.lock``.
+    """
 
 
 class TooManySkippedError(DpexError, RuntimeError):
-    """With ``on_error="skip"``, more samples of an epoch failed than ``max_skipped`` allows."""
+    """More samples of an epoch failed than ``max_skipped`` allows, with ``on_error="skip"``."""

@@ -1,4 +1,4 @@
-"""What a loader has done in its newest epoch, and what the training loop waited for."""
+"""Statistics of a loader's newest epoch, and of the time that the training loop waited."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ from dpex.wire.timings import Costs
 
 __all__ = ["LoaderStats", "Meter"]
 
-# Who waits less than this has its data in time.
+# ``repr()`` reports that the loop waits for data if ``waiting_share`` is above this value.
 _IN_TIME = 0.05
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """One epoch of a loader, until now.
+    """Statistics of one epoch of a loader, up to now.
 
-    Without workers on a cluster only the first five and the last are known.
+    All times are in seconds. ``read_s``, ``transform_s``, ``collate_s`` and ``encode_s`` are sums
+    over all worker processes. If the loader has no workers on Ray, dpex counts only ``seconds``,
+    ``waiting_s``, ``first_batch_s``, ``batches``, ``samples`` and ``in_flight``.
 
     Attributes:
-        seconds: From ``iter()`` to the last ``next()``, or to the epoch's end.
-        waiting_s: Of these, in ``iter()`` and in ``next()``.
-        first_batch_s: From ``iter()`` until the first batch was there; None before.
-        batches: Delivered ones.
-        samples: That these were to have, with those that were left out; a stream's batches say how
-            many they have, where a cluster makes them.
-        size_bytes: Of all blocks that came, batches in flight among them.
-        read_s: Workers' seconds in the dataset; its own transforms are among them.
-        transform_s: Workers' seconds in the transforms of a ``MappedDataset``.
-        collate_s: Workers' seconds in ``collate_fn``.
-        encode_s: Workers' seconds to pickle batches.
-        transfer_s: Seconds to get blocks out of the object store, beside the training loop.
-        decode_s: Seconds to unpack them, into page-locked memory if that is asked for, likewise.
-        retries: Chunks of batches that were made again, because worker processes died.
-        skipped: Samples left out by ``on_error="skip"``.
-        cache_hits: Samples that workers found in a ``cached`` dataset.
-        cache_misses: Samples that they made for one.
-        in_flight: Batches asked for and not delivered, now.
+        seconds: Time from ``iter()`` to the end of the last ``next()``.
+        waiting_s: The part of ``seconds`` that the loop spent in ``iter()`` and ``next()``.
+        first_batch_s: Time from ``iter()`` to the first batch; None before the first batch.
+        batches: Batches delivered.
+        samples: Samples requested for the delivered batches, including the skipped samples. For an
+            ``IterableDataset`` with workers on Ray: samples that the delivered batches hold.
+        size_bytes: Size of all blocks received, including batches that are not delivered yet.
+        read_s: Time in the dataset, including transforms that the dataset applies itself.
+        transform_s: Time in the transforms of a ``MappedDataset``.
+        collate_s: Time in ``collate_fn``.
+        encode_s: Time to pickle batches, and to unpickle them between stages.
+        transfer_s: Time to fetch blocks from the object store, in a background thread of the
+            training process.
+        decode_s: Time to unpack blocks into the batches' memory, in a background thread too. The
+            memory is page-locked with ``pin_memory``.
+        retries: Chunks that a restarted Ray task computed again, plus batches that dpex resent,
+            because worker processes died.
+        skipped: Samples that ``on_error="skip"`` left out.
+        cache_hits: Samples that workers found in the cache of a ``cached`` dataset.
+        cache_misses: Samples that workers computed because that cache did not have them.
+        in_flight: Batches requested and not delivered yet.
     """
 
     seconds: float = 0.0
@@ -67,18 +72,22 @@ class LoaderStats:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the epoch in which the training loop waited, 0 to 1."""
+        """Fraction of the epoch that the training loop waited, from 0 to 1."""
         return self.waiting_s / self.seconds if self.seconds else 0.0
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Share of the samples that were found in a cache; None without one."""
+        """Fraction of cache lookups that were hits, from 0 to 1; None without a lookup."""
         looked_up = self.cache_hits + self.cache_misses
         return self.cache_hits / looked_up if looked_up else None
 
     @property
     def worker_shares(self) -> dict[str, float]:
-        """Share of the workers' seconds in each kind of work, the largest first."""
+        """Fraction of worker time by kind of work, the largest first.
+
+        The keys are ``"reading"``, ``"transforms"``, ``"collate_fn"`` and ``"encoding"``. Kinds
+        that took no time are absent.
+        """
         spent = {
             "reading": self.read_s,
             "transforms": self.transform_s,
@@ -90,7 +99,7 @@ class LoaderStats:
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def __repr__(self) -> str:
-        """Say in one line what bounds the loop."""
+        """Return one line with counts, speed, waiting, and the largest share of worker time."""
         parts = [
             f"{self.batches:,} batches, {self.samples:,} samples in {self.seconds:.3g} s "
             f"({self.samples_per_s:,.0f} samples/s)"
@@ -113,7 +122,7 @@ class LoaderStats:
         return f"<{'; '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        """Return the table that Jupyter shows."""
+        """Return the statistics as an HTML table for Jupyter."""
         rows = [(field.name, _shown(getattr(self, field.name))) for field in fields(self)]
         rows += [("samples_per_s", _shown(self.samples_per_s))]
         rows += [("waiting_share", f"{self.waiting_share:.1%}")]
@@ -129,13 +138,13 @@ def _shown(value: float | None) -> str:
 
 
 class Meter:
-    """Counts one epoch.
+    """Counters from which the statistics of one epoch are computed.
 
     Attributes:
-        retries: Batches that were sent a second time.
+        retries: Batches that dpex resent.
         skipped: Samples that were left out.
-        in_flight: Batches asked for and not delivered.
-        published: What Ray's metrics know of them.
+        in_flight: Batches requested and not delivered yet.
+        published: Statistics that were last published as Ray metrics.
     """
 
     def __init__(self) -> None:
@@ -154,10 +163,10 @@ class Meter:
 
     @contextlib.contextmanager
     def asked(self, *, for_batch: bool = True) -> Iterator[None]:
-        """Count the time in which the training loop waits.
+        """Count the time inside the context as waiting time of the training loop.
 
         Args:
-            for_batch: Whether for a batch, which is there if nothing is raised.
+            for_batch: Whether to count a batch if the context ends without an exception.
         """
         entered = time.perf_counter()
         try:
@@ -171,17 +180,17 @@ class Meter:
                 self._first_batch_s = self._left - self._began
 
     def arrived(self, costs: Costs, *, size_bytes: int, transfer_s: float, decode_s: float) -> None:
-        """Take a block's costs into account."""
+        """Add the costs of a received block."""
         self._costs.add(costs)
         self._size_bytes += size_bytes
         self._transfer_s += transfer_s
         self._decode_s += decode_s
 
     def stats(self, *, samples: int) -> LoaderStats:
-        """Return what has been counted.
+        """Return the statistics up to now.
 
         Args:
-            samples: Delivered ones.
+            samples: Samples of the batches delivered.
         """
         costs = self._costs
         return LoaderStats(

@@ -1,1 +1,1 @@
-"""Which Ray: a cluster that exists, or the local Ray that dpex starts."""
+"""The Ray that dpex uses: an existing cluster, or a local Ray that dpex starts."""

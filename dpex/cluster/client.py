@@ -1,4 +1,4 @@
-"""Ray Client: a trainer that is no node of the cluster."""
+"""Ray Client: connections of training processes on machines outside the cluster."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["SCHEME", "check_server", "join_through_client"]
 
 SCHEME = "ray://"
 _ANSWER_SECONDS = 15.0
-# The server starts a process of its own for each client, with Ray and what dpex imports.
+# The server starts a new process for each client. That process loads Ray and dpex's dependencies.
 _JOIN_SECONDS = 90.0
 _JOIN_TRIES = 3
 
 
 def join_through_client(address: str, name: str) -> None:
-    """Connect this process to a cluster that it is no node of.
+    """Connect this process to a cluster through Ray Client.
 
-    dpex itself goes along, for the server's process for this client imports it.
+    dpex sends its own package along, because the server's process for this client imports it.
 
     Args:
         address: ``"ray://host:port"``.
-        name: Where it comes from, for the errors.
+        name: Source of the address, for error messages.
 
     Raises:
-        ClusterError: What it takes is not installed here, nobody answers, or the server refuses.
+        ClusterError: Ray Client is not installed here, no server answers, or the server refuses.
     """
     endpoint = address.removeprefix(SCHEME)
     if importlib.util.find_spec("grpc") is None:
@@ -58,7 +58,7 @@ def join_through_client(address: str, name: str) -> None:
 
 
 def _join(address: str) -> None:
-    # The server forks among gRPC's threads; now and then the child dies of it (Ray's issue 63202).
+    # The server forks while gRPC's threads run, and the child sometimes crashes (Ray issue 63202).
     for tries_left in reversed(range(_JOIN_TRIES)):
         try:
             init_ray(_JOIN_SECONDS, address=address, runtime_env=_our_package())
@@ -70,18 +70,18 @@ def _join(address: str) -> None:
 
 
 def _our_package() -> dict[str, Any]:
-    """The ``runtime_env`` by which all of this job's processes import this dpex."""
+    """Return the ``runtime_env`` with which all processes of this job import this dpex."""
     return {"py_modules": [str(PACKAGE)], "excludes": ["**/__pycache__"]}
 
 
 def check_server(request: str) -> None:
-    """Raise unless the server that this process is a client of is the one asked for.
+    """Raise an error if this process is connected to another Ray Client server than requested.
 
     Args:
         request: ``"auto"`` or ``"ray://host:port"``.
 
     Raises:
-        ClusterError: It is another one.
+        ClusterError: This process is connected to another server.
     """
     from dpex.compat.cluster_state import client_server
 

@@ -1,7 +1,7 @@
-"""Which Ray: from ``head_address`` to a connected process.
+"""Connection to the Ray that ``head_address`` names.
 
-``"auto"`` takes the Ray this process has, else RAY_ADDRESS, else a live cluster of this user on
-this host, else an embedded one. Every wait has a bound, and every refusal says what to do.
+``"auto"`` selects the first that exists: the Ray that this process is connected to, RAY_ADDRESS,
+a live cluster that this user started here. Otherwise dpex starts a local Ray. Every wait has a timeout, and every error message says what to do.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ _forked_from_driver = False
 
 @dataclass(frozen=True)
 class Connection:
-    """This process's Ray.
+    """This process's connection to Ray.
 
     Attributes:
-        kind: ``"existing"``, connected before dpex came; ``"cluster"``, connected by dpex;
-            ``"embedded"``, started by dpex for this process or this host's ranks; ``"client"``,
-            through Ray Client.
-        address: Where the cluster's head answers, ``"ip:port"``.
-        single_host: Whether every node that is alive is on this process's host, and batches can
-            be made there.
-        runtime_env: What tasks and actors must carry so that nodes can import dpex; ``None``
-            where they can.
+        kind: ``"existing"`` is a connection that dpex did not make. ``"cluster"`` is a cluster
+            that dpex connected to. ``"embedded"`` is a local Ray that dpex started for this
+            process or for the ranks on this machine. ``"client"`` goes through Ray Client.
+        address: Address of the cluster's head, ``"ip:port"``.
+        single_host: Whether all live nodes are on this machine and at least one of them has CPUs.
+            Always false for Ray Client.
+        runtime_env: ``runtime_env`` that tasks and actors must carry so that nodes can import
+            dpex; ``None`` if they need none.
     """
 
     kind: Literal["existing", "cluster", "embedded", "client"]
@@ -79,16 +79,17 @@ class Connection:
 
 
 def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) -> Connection:
-    """Connect this process to the Ray that ``head_address`` names, unless it is already.
+    """Connect this process to the Ray that ``head_address`` names, unless it is connected already.
 
     Args:
         head_address: ``"auto"``, ``"local"``, ``"host:port"`` or ``"ray://host:port"``; see
             ``DpexDataLoader``.
-        bequest: Pickles a job that the workers of an embedded Ray inherit, as forks of this
-            process; None if they must not be that.
+        bequest: Function that pickles the job that forked workers of a local Ray inherit. None
+            if the workers must not be forks of this process.
 
     Raises:
-        ClusterError: No such Ray, another one is connected, or its nodes cannot run our tasks.
+        ClusterError: This Ray does not exist or does not start, this process is connected to
+            another Ray, or the nodes cannot run dpex's tasks.
         ValueError: ``head_address`` has none of the forms.
     """
     global _current
@@ -99,7 +100,7 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
                 "this process was forked from one connected to Ray, and Ray does not survive a "
                 "fork: start it with the 'spawn' or 'forkserver' method instead"
             )
-        # Not to be imported here: this process may have to be forked before Ray is loaded.
+        # Do not import Ray here: dpex may still have to fork the fork server from this process.
         ray = sys.modules.get("ray")
         connected = ray is not None and ray.is_initialized()
         connection = _existing(request) if connected else _new(request, bequest)
@@ -109,9 +110,9 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
 
 @contextlib.contextmanager
 def _undivided() -> Iterator[None]:
-    """Put the first Ctrl-C off to the end: a Ray half imported or half started is of no use.
+    """Defer the first Ctrl-C to the end of the block; a second one takes effect at once.
 
-    Who cannot wait for that presses it twice.
+    A Ray that is only partly imported or started is unusable.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -134,14 +135,14 @@ def _undivided() -> Iterator[None]:
 
 
 def parse_address(value: str, name: str) -> str:
-    """Return an address if it has one of the forms of ``head_address``.
+    """Return an address unchanged if it has one of the forms of ``head_address``.
 
     Args:
         value: The address.
-        name: Where it comes from, for the errors.
+        name: Source of the address, for error messages.
 
     Raises:
-        ValueError: It has none of the forms.
+        ValueError: The address has none of the forms.
     """
     if isinstance(value, str):
         if value in {"auto", "local"}:
@@ -163,7 +164,7 @@ def _session() -> tuple[str, str]:
 
 
 def _existing(request: str) -> Connection:
-    """The connection this process has, if it is what is asked for."""
+    """Return this process's connection, or raise ``ClusterError`` if another Ray is requested."""
     import ray
 
     session = _session()
@@ -190,13 +191,14 @@ def _existing(request: str) -> Connection:
 
 
 def choose(head_address: str) -> tuple[str, str]:
-    """Say which Ray a process that is connected to none will use, and connect to nothing.
+    """Choose the Ray for a process that is connected to none, without connecting to it.
 
     Args:
         head_address: As for ``connect``.
 
     Returns:
-        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and what names it, for the errors.
+        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and the name of the setting that it
+        comes from, for error messages.
 
     Raises:
         ValueError: ``head_address``, or RAY_ADDRESS, has none of the forms.
@@ -223,7 +225,7 @@ def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection
         _join(request, name)
         return _checked("cluster")
     except ClusterError:
-        launch.disconnect()  # also from a client's server that refused us
+        launch.disconnect()  # the connection may exist although a check failed
         raise
 
 
@@ -234,10 +236,15 @@ def _checked(kind: Literal["existing", "cluster"]) -> Connection:
 
 
 def _checked_client(*, ours: bool) -> Connection:
-    """The connection of a Ray Client, whose job must have dpex: its server's process needs it.
+    """Return the connection through Ray Client, after a check that its job can import dpex.
+
+    The server's process for this client imports dpex.
 
     Args:
-        ours: Whether dpex was sent along when it was made.
+        ours: Whether dpex made the connection, and so sent its package along.
+
+    Raises:
+        ClusterError: The nodes cannot run dpex's tasks, or lack dpex and the job does not bring it.
     """
     import ray
 
@@ -275,11 +282,11 @@ def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
 
 
 def _running_cluster() -> str | None:
-    """A live cluster that this user started on this host with ``ray start``, if there is one.
+    """Return the address of a live cluster that this user started here with ``ray start``, if any.
 
     Source:
-        Ray keeps the address of the last ``ray start`` in this file and leaves it there when the
-        cluster is gone. ``ray.init`` does not write it, so embedded ones are not found here.
+        Ray writes the address of the last ``ray start`` to this file, and leaves it there when the
+        cluster has ended. ``ray.init`` does not write it, so the file never names a local Ray.
     """
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(temporary) / "ray" / "ray_current_cluster"
@@ -309,9 +316,13 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
 
     Args:
         address: ``"host:port"``.
-        name: Where the address comes from, for the errors.
-        token: The variables by which its token is found; None if the user has set them.
+        name: Source of the address, for error messages.
+        token: Environment variables that lead Ray to the cluster's token; None if Ray uses the
+            user's own token.
         **options: Further arguments of ``ray.init``.
+
+    Raises:
+        ClusterError: No cluster answers, this machine runs no node of it, or Ray cannot connect.
     """
     host, port = split(address)
     command = f"`ray start --address={address} --num-cpus=0`"
@@ -348,19 +359,26 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
 
 
 def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
-    """This host's raylets and the one of this cluster, once the cluster has answered."""
+    """Return this machine's raylets, and the one in this cluster, once the cluster has answered."""
     raylets = local_raylets()
     node = node_of(address, raylets or [])
-    # Ray's head listens on the node's own address, so "localhost" is answered by its node's.
+    # Ray's head listens on its node's own address, so a probe of "localhost" may fail.
     probe(node.address if node else address, _ANSWER_SECONDS)
     return raylets, node
 
 
 def _auth_mode_of(raylet_pid: int) -> dict[str, str]:
-    """Return the mode of authentication that this host's node of the cluster has.
+    """Return the variable that sets the authentication mode of a node on this machine.
 
-    Ray turns it on by itself only for clusters that it finds by itself. Of another user's node
-    nothing can be read, so no token goes to a stranger.
+    Ray turns authentication on by itself only for clusters that it discovers itself. dpex cannot
+    read the environment of another user's node, so by itself it sends no token to that user's
+    cluster.
+
+    Args:
+        raylet_pid: Process id of the node's raylet.
+
+    Returns:
+        RAY_AUTH_MODE with its value; empty if the user has set it or if it is not ``token``.
     """
     if MODE not in os.environ:
         with contextlib.suppress(OSError):
@@ -376,7 +394,7 @@ def _is_single_host() -> bool:
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if not any(node["Resources"].get("CPU") for node in nodes):
-        return False  # batches will be made by nodes that are still to come, on other hosts perhaps
+        return False  # nodes with CPUs have yet to join, perhaps on other machines
     hosts = {
         node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in nodes
     }
@@ -384,7 +402,7 @@ def _is_single_host() -> bool:
 
 
 def cluster_size() -> tuple[int, float, float]:
-    """Count the nodes that are alive, and the CPUs and GPUs that they have, free or not."""
+    """Return the number of live nodes, and of their CPUs and GPUs, free or in use."""
     import ray
 
     total = ray.cluster_resources()
@@ -393,11 +411,11 @@ def cluster_size() -> tuple[int, float, float]:
 
 
 def report_busy_cpus() -> str:
-    """Say who holds the cluster's CPUs, for a log line; needs no dashboard.
+    """Describe, for a log line, what uses the cluster's CPUs; this needs no dashboard.
 
     Returns:
         Totals of the cluster, the placement groups that reserve CPUs, and the tasks and actors
-        that run on this host, whichever job they belong to.
+        of all jobs that run on this machine.
     """
     import ray
 
@@ -418,9 +436,9 @@ def report_busy_cpus() -> str:
 
 def _note_fork() -> None:
     global _forked_from_driver, _lock
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.Lock()  # another thread may have held the lock at the fork
     ray = sys.modules.get("ray")
-    initialized = getattr(ray, "is_initialized", None)  # not while it is being imported
+    initialized = getattr(ray, "is_initialized", None)  # absent while Ray is being imported
     _forked_from_driver = bool(initialized and initialized())
 
 

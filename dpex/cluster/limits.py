@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores and memory."""
+"""Cores and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__ = ["IdleCores", "free_memory", "usable_cores", "usable_memory"]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
-# Shorter spans of time say little: the kernel counts in hundredths of a second.
+# The kernel counts in hundredths of a second, so a measurement over a shorter span is inaccurate.
 _SPAN_S = 0.3
 
 
 def usable_cores() -> int:
-    """Cores that affinity and quotas leave to this process."""
+    """Return the number of cores that CPU affinity and cgroup quotas leave to this process."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         return os.cpu_count() or 1
     for group in _own_groups():
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
 
 
 def usable_memory() -> int:
-    """Bytes of memory that the host has, or that this process may take of it."""
+    """Return the bytes of memory that the machine and the cgroup limits allow this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    # The last one is version 1's.
+    # The last file belongs to cgroup version 1.
     files = [group / "memory.max" for group in _own_groups()]
     for file in (*files, _GROUPS / "memory" / "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -42,9 +42,9 @@ def usable_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of it that nobody uses, but for what is kept of files.
+    """Return the bytes of usable memory that are free or hold only cached files.
 
-    Ray does not start where its store would take them all.
+    Ray does not start if its object store would take all of them.
     """
     free = [usable_memory()]
     with contextlib.suppress(OSError, KeyError):
@@ -58,9 +58,9 @@ def free_memory() -> int:
 
 
 def _own_groups() -> Iterator[Path]:
-    """Yield the control groups that this process is in, its own one first and the root last.
+    """Yield the control groups of this process, from the innermost to the root.
 
-    In a container the root is the container's.
+    In a container the root is the container's group.
     """
     group = _GROUPS
     with contextlib.suppress(OSError):
@@ -74,17 +74,17 @@ def _own_groups() -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Read lines of a name, a number and perhaps a unit."""
+    """Read a file of lines with a name, a number and an optional unit."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 
 
 class IdleCores:
-    """Measures whether the host's processors have time to spare.
+    """Measurement of the machine's idle processor time.
 
     Source:
-        ``/proc/stat``, whose fourth and fifth numbers count idle time. Where there is none, every
-        processor counts as idle.
+        ``/proc/stat``, whose fourth and fifth numbers count idle time. If the file does not exist,
+        every processor counts as idle.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class IdleCores:
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK")
 
     def any(self) -> bool:
-        """Return whether half a processor or more was idle in the last measured span."""
+        """Return whether at least half a processor was idle in the last measured span."""
         now, idle_s = self._read()
         before, idle_before_s = self._before
         if math.isinf(idle_s):

@@ -1,4 +1,4 @@
-"""Ray's nodes on this host, and whether an address is one of theirs."""
+"""Ray nodes on this machine, and comparison of addresses with theirs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@,]+):(?P<port>[0
 
 @dataclass(frozen=True)
 class Raylet:
-    """A Ray node process on this host, and the address of its cluster."""
+    """A Ray node's process on this machine, and the address of its cluster."""
 
     pid: int
     address: str
 
 
 def probe(address: str, timeout_s: float) -> None:
-    """Raise ``OSError`` unless a gRPC server answers, as every Ray head is one.
+    """Raise ``OSError`` unless a gRPC server, such as a Ray head, answers.
 
-    ``ray.init`` would try for many minutes where something else listens on the port.
+    If another program listens on the port, ``ray.init`` would retry for many minutes.
 
     Source:
         RFC 9113, section 3.4: both sides of HTTP/2 begin with a SETTINGS frame (type 4).
@@ -62,10 +62,10 @@ def probe(address: str, timeout_s: float) -> None:
 
 
 def local_raylets() -> list[Raylet] | None:
-    """The Ray nodes on this host; ``None`` where that cannot be told.
+    """Return the Ray nodes on this machine, or ``None`` if dpex cannot determine them.
 
     Source:
-        Ray too finds the driver's node by the command lines of processes.
+        Ray also finds the driver's node by the command lines of processes.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -86,12 +86,12 @@ def local_raylets() -> list[Raylet] | None:
 
 
 def node_of(address: str, raylets: list[Raylet]) -> Raylet | None:
-    """Return the node of the cluster at this address, if there is one."""
+    """Return the node of the cluster at this address, or None."""
     return next((raylet for raylet in raylets if same_endpoint(raylet.address, address)), None)
 
 
 def running_here(address: str) -> Counter[str]:
-    """Counts of the tasks and actors in this host's workers, by the title Ray gives each."""
+    """Count a cluster's tasks and actors on this machine, by the process title that Ray sets."""
     titles = Counter[str]()
     raylets = {raylet.pid for raylet in local_raylets() or [] if raylet.address == address}
     for entry in Path("/proc").iterdir() if raylets else ():
@@ -107,13 +107,13 @@ def running_here(address: str) -> Counter[str]:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return host and port of ``"host:port"``, the host without brackets."""
+    """Return the host, without brackets, and the port of ``"host:port"``."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def same_endpoint(one: str, other: str) -> bool:
-    """Tell whether two addresses are one, by whatever names of the host."""
+    """Return whether two addresses are the same endpoint under different host names."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split(one), split(other)
@@ -121,7 +121,7 @@ def same_endpoint(one: str, other: str) -> bool:
 
 
 def _ips(host: str) -> set[str]:
-    """The host's addresses; this host's own all count as one, as "localhost" stands for them."""
+    """Resolve a host name; each of this machine's own addresses becomes ``"here"``."""
     try:
         found = within(_LOOKUP_SECONDS, lambda: socket.getaddrinfo(host, None))
     except (OSError, TimeoutError):
@@ -133,6 +133,6 @@ def _ips(host: str) -> set[str]:
 def _is_own(ip: str) -> bool:
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((ip, 0))  # only a host's own addresses, loopback among them, can be bound
+        probe.bind((ip, 0))  # only own addresses, including loopback, can be bound
         return True
     return False

@@ -1,7 +1,7 @@
-"""What Ray is told when an object of ours goes: told by a thread of its own.
+"""Calls to Ray on behalf of finalizers, from a separate thread.
 
-The garbage collector runs where it likes: also inside of Ray or gRPC while they hold a lock that
-the call would need, and then nothing ever goes on.
+The garbage collector may run inside Ray or gRPC while they hold a lock that such a call needs. A
+call from the finalizer itself would then deadlock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = logging.getLogger("dpex")
 
 _EXIT_WAIT_S = 2.0
 
-# Its put() may interrupt its own get() or put(): the one queue that finalizers may use.
+# SimpleQueue.put() is reentrant, so finalizers may call it; Queue.put() is not.
 _calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
 
 
 def be_ready() -> None:
-    """Have the thread run; a finalizer could not start it."""
+    """Start the release thread if it does not run; a finalizer could not start it."""
     global _thread
     if _thread is None:
         _thread = threading.Thread(target=_work, name="dpex-release", daemon=True)
@@ -33,7 +33,7 @@ def be_ready() -> None:
 
 
 def release_later(call: Callable[[], object]) -> None:
-    """Have something called soon; for finalizers, which may call nothing of Ray's themselves."""
+    """Call a function soon, in the release thread; finalizers must not call Ray themselves."""
     _calls.put(call)
 
 
@@ -41,14 +41,14 @@ def _work() -> None:
     while (call := _calls.get()) is not None:
         try:
             call()
-        except Exception as error:  # Ray has gone, or goes
+        except Exception as error:  # Ray is shutting down or has shut down
             logger.debug("releasing failed: %s", error)
         del call
 
 
 @atexit.register
 def _end() -> None:
-    """Have the thread not inside Ray when Ray goes."""
+    """Stop the thread, so that it is not inside Ray when Ray shuts down."""
     if _thread is not None:
         _calls.put(None)
         _thread.join(_EXIT_WAIT_S)

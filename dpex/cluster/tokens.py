@@ -1,4 +1,4 @@
-"""Token authentication, without which anybody who reaches a Ray's ports can run code in it."""
+"""Token authentication; without it, anyone who reaches Ray's ports can run code in that Ray."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ FILE = "auth_token"
 _TOKEN = "RAY_AUTH_TOKEN"
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
-# The user's values of the variables that have ours at the moment.
+# The user's values of the variables that dpex currently overrides; None for an unset variable.
 _users: dict[str, str | None] = {}
 
 
 def token_variables(directory: Path) -> dict[str, str]:
-    """Choose the token of a local Ray: the user's, if nobody else can read it, else a new one.
+    """Choose the token of a local Ray: the user's token, or a new one.
+
+    A token in ``~/.ray/auth_token`` counts only if no other user has access to the file.
 
     Args:
-        directory: Where a new one is written, for this user alone.
+        directory: Directory for the file of a new token, which only this user can read.
 
     Returns:
-        The variables of the environment by which Ray's processes find it.
+        Environment variables that lead Ray's processes to the token.
 
     Source:
         Ray's documentation of token authentication: ``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN``,
-        ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token`` where neither of these is set.
+        ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token`` if neither of the last two is set.
     """
     if _user_has_token():
         return {MODE: "token"}
@@ -60,26 +62,29 @@ def _user_has_token() -> bool:
 
 
 def require_token(variables: Mapping[str, str]) -> None:
-    """Have this process, and a Ray that it starts, deal only with who has the token.
+    """Require a token in this process and in the Ray that it starts.
 
     Args:
-        variables: Those by which Ray finds it. They replace the user's until ``hide_token`` or
-            ``forget_token`` is called.
+        variables: Environment variables that lead Ray to the token. They replace the user's values
+            until ``hide_token`` or ``forget_token`` is called.
     """
     _set(variables)
     if "ray" in sys.modules and not authentication.reread():
-        # Ray keeps to the mode that it was imported with, so its processes must not have another.
+        # Ray keeps the mode that it read at import, so its processes must have the same mode.
         _restore([MODE])
 
 
 def hide_token() -> None:
-    """Give the environment back to the user while this process's Ray goes on with the token."""
+    """Restore the user's environment variables while this process's Ray keeps the token.
+
+    Ray reads the environment again after its shutdown.
+    """
     if _users and authentication.on_shutdown(authentication.reread):
         _restore(list(_users))
 
 
 def forget_token() -> None:
-    """Take ``require_token`` back: another Ray has another token, or none."""
+    """Undo ``require_token``, because the next Ray has another token or none."""
     if _users:
         _restore(list(_users))
         authentication.reread()

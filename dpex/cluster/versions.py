@@ -1,4 +1,4 @@
-"""Do the nodes run what this process runs? Asks each of them, and sends dpex where it lacks."""
+"""Version check of the cluster's nodes; nodes that lack this dpex receive it with each task."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dpex.errors import ClusterError
 __all__ = ["PACKAGE", "check_nodes"]
 
 PACKAGE = Path(__file__).parents[1]
-"""The directory of this dpex, which is sent where it lacks."""
+"""Directory of this dpex, which dpex sends to nodes that lack it."""
 
 logger = logging.getLogger("dpex")
 
 _ANSWER_SECONDS = 10.0
-# A cluster's nodes come from a handful of images: this many of them show what there is.
+# The nodes of a cluster come from a few images, so this many nodes are a sufficient sample.
 _MAX_NODES_ASKED = 64
-# Ray forgets an uploaded package that no job names; ours is named by tasks only, and a node that
-# joins weeks into a training must still find it.
+# Ray deletes an uploaded package that no job names, and only tasks name dpex's package. A node that
+# joins weeks after the training started must still find it.
 _PACKAGE_KEPT_SECONDS = 60 * 86_400
 
 Versions = dict[str, str | None]
@@ -31,21 +31,21 @@ Versions = dict[str, str | None]
 def check_nodes(*, single_host: bool, including: str = "") -> dict[str, Any] | None:
     """Compare Python, Ray, torch and dpex of the cluster's nodes with this process's.
 
-    Every node with CPUs is asked by a task that claims none. A node that does not answer in time
-    is left out: it is busy, which is no fault.
+    dpex sends a task that claims no CPUs to each node that has CPUs. It ignores a node that does
+    not answer in time, because that node may only be busy.
 
     Args:
-        single_host: Whether all nodes are on this host; where no node answers at all, dpex is
-            taken to be missing on others, but not on this host.
-        including: Id of a node that is asked even if it has no CPUs.
+        single_host: Whether all nodes are on this machine. If no node answers, dpex counts as
+            present on this machine and as missing on others.
+        including: Id of a node to ask even if it has no CPUs.
 
     Returns:
         The ``runtime_env`` that tasks must carry so that every node imports this dpex, or
-        ``None`` where the nodes have it.
+        ``None`` if the nodes have it.
 
     Raises:
         ClusterError: Python's minor version or Ray's version differ, torch is missing on a node,
-            or dpex is missing and cannot be sent. Names the nodes and what to do.
+            or dpex is missing and cannot be sent. The message names the nodes and what to do.
     """
     probe = _make_probe()
     here = probe()
@@ -73,8 +73,8 @@ def check_nodes(*, single_host: bool, including: str = "") -> dict[str, Any] | N
 
 
 def _make_probe() -> Callable[[], Versions]:
-    # Nested, and using nothing of this module: cloudpickle then sends the function by value, so
-    # that it runs on a node without dpex.
+    # Invariant: the function is nested and uses no global of this module. cloudpickle then sends
+    # it by value, so it runs on a node without dpex.
     def versions() -> Versions:
         import hashlib
         import importlib.metadata
@@ -88,7 +88,7 @@ def _make_probe() -> Callable[[], Versions]:
             try:
                 return importlib.metadata.version("torch")
             except importlib.metadata.PackageNotFoundError:
-                # Built from source, it may come without metadata; importing it takes seconds.
+                # A build from source may lack metadata. An import would take seconds.
                 spec = importlib.util.find_spec("torch")
                 return "unknown" if spec and spec.origin else None
 
@@ -113,7 +113,7 @@ def _make_probe() -> Callable[[], Versions]:
 
 
 def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str, Versions]]:
-    """Pairs of a node's address and what it answered; nodes that did not are left out."""
+    """Return the address and the versions of each node that has answered in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,19 +146,19 @@ def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str,
         try:
             answer = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
         except Exception as error:
-            # What ails a node will show, with its own error, in the first task that needs it.
+            # If the node is faulty, the first task that needs it raises its own error.
             logger.debug("node %s did not tell its versions: %s", asked[ref], error)
         else:
             answers.append((asked[ref], cast(Versions, answer)))
     for ref in late:
-        # Left to its end: cancelled while it imports numpy, it would leave behind a process in
-        # which nobody can import that again, and which Ray gives to other tasks.
+        # Do not cancel the task. A cancellation during the import of numpy leaves a process that
+        # can never import numpy again, and Ray reuses that process for other tasks.
         logger.debug("node %s did not tell its versions within %g s", asked[ref], _ANSWER_SECONDS)
     return answers
 
 
 def _faults(node: str, there: Versions, here: Versions) -> list[str]:
-    """Sentences on what would break on one node."""
+    """Return sentences that describe the incompatibilities of one node."""
     found = []
     if _minor(there["python"]) != _minor(here["python"]):
         found.append(
@@ -183,12 +183,15 @@ def _minor(version: str | None) -> list[str]:
 
 
 def _send_dpex(nodes: str) -> dict[str, Any]:
-    """Put this dpex into the cluster's store and name it in a ``runtime_env`` for tasks.
+    """Put this dpex into the cluster's store, and return a ``runtime_env`` that names it.
 
-    A task's ``py_modules`` replaces the job's, so the job's are named again.
+    A task's ``py_modules`` replaces the job's, so the result repeats the job's modules.
+
+    Args:
+        nodes: Nodes that lack this dpex, for the error message.
 
     Raises:
-        ClusterError: This Ray offers no way to send it; says what to do by hand.
+        ClusterError: This Ray cannot send dpex. The message says what to do by hand.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Print the table of private names, as ``docs/private_names.md`` has it."""
+"""Print the table of private names in ``docs/private_names.md``."""
 
 import sys
 

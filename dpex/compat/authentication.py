@@ -1,4 +1,4 @@
-"""Change the token of this process's Ray, which Ray reads when it is imported and never again."""
+"""Authentication token of this process's Ray, which Ray itself reads only once, at import."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TOKENS = Shortcut(
 
 
 def reread() -> bool:
-    """Make Ray read the mode and the token from the environment.
+    """Make Ray read the authentication mode and the token from the environment again.
 
     Returns:
-        Whether it has; if not, it keeps to those of before.
+        Whether Ray has read them. If not, Ray keeps the previous mode and token.
     """
     done = False
     found = TOKENS.find()
@@ -43,10 +43,10 @@ def reread() -> bool:
 
 
 def on_shutdown(call: Callable[[], object]) -> bool:
-    """Call something when this process's Ray has been shut down.
+    """Register a function to call after this process's Ray has been shut down.
 
     Returns:
-        Whether it will be called.
+        Whether the function is registered.
     """
     done = False
     found = TOKENS.find()

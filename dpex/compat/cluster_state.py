@@ -1,4 +1,4 @@
-"""Ask Ray about the cluster that this process is connected to."""
+"""State of the cluster that this process is connected to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AUTOSCALING = Shortcut(
 
 
 def client_server() -> str | None:
-    """Return ``"host:port"`` of the server that this Ray Client is connected to, if Ray tells."""
+    """Return ``"host:port"`` of the server of this Ray Client, or None if it is unknown."""
     if CLIENT_SERVER.find() is not None:
         with CLIENT_SERVER.attempt():
             address = ray.util.client.ray.get_context().client_worker._conn_str
@@ -51,9 +51,9 @@ def client_server() -> str | None:
 
 
 def starts_no_nodes() -> bool:
-    """Return whether nodes join this cluster by hand alone; False where that is not known.
+    """Return whether the cluster has no autoscaler that starts nodes; False if unknown.
 
-    Without an autoscaler, Ray's monitor reports every node as a type of its own, ``node_<id>``.
+    Without an autoscaler, Ray's monitor reports every node as a separate type, ``node_<id>``.
     """
     found = AUTOSCALING.find()
     if found is None:
@@ -62,5 +62,5 @@ def starts_no_nodes() -> bool:
         status = json.loads(found["get"](found["key"]))
         types = status["autoscaler_report"]["node_type_mapping"]
         return bool(types) and all(name == f"node_{node}" for node, name in types.items())
-    except Exception:  # there is no report, as with another kind of autoscaler, or no answer
+    except Exception:  # another kind of autoscaler writes no report, or Ray does not answer
         return False

@@ -1,4 +1,4 @@
-"""Habits of Ray's processes that dpex relies on, and that are no names in Ray's code."""
+"""Behaviors of Ray's processes that dpex relies on, beyond names in Ray's code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["CONTRACTS", "Contract"]
 
 @dataclass(frozen=True)
 class Contract:
-    """One habit.
+    """A behavior of Ray's processes that dpex relies on.
 
     Attributes:
-        habit: What Ray does.
-        used_in: The module that relies on it.
-        without: What happens if a later Ray does something else.
+        habit: The behavior.
+        used_in: The modules that rely on it, separated by commas.
+        without: The effect on dpex if a later Ray behaves differently.
     """
 
     habit: str
@@ -72,4 +72,4 @@ CONTRACTS = (
         "the error's text is less exact",
     ),
 )
-"""All of them."""
+"""All behaviors that dpex relies on."""

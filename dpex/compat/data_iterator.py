@@ -1,4 +1,4 @@
-"""Read blocks that another process refers to with ``iter_torch_batches``."""
+"""A Ray ``DataIterator`` over block references, for ``iter_torch_batches``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATA_ITERATOR = Shortcut(
     bundle=PrivateName(_INTERFACES + ":RefBundle", "gives Ray Data the blocks"),
     metadata=PrivateName("ray.data.block:BlockMetadata", "describes a block"),
 )
-# Before Ray 2.56 a bundle has plain pairs.
+# Before Ray 2.56, a bundle holds plain pairs.
 _ENTRY = PrivateName(_INTERFACES + ".ref_bundle:BlockEntry", "gives Ray Data the blocks")
 PREFETCHER = Shortcut(
     "end the thread of Ray Data's that prefetches nothing",
@@ -56,18 +56,19 @@ PREFETCHER = Shortcut(
 
 @functools.cache
 def _data_iterator_class() -> Any:
-    """Return the class of what ``data_iterator`` returns, or None where names are missing."""
+    """Return the class that ``data_iterator`` uses, or None if Ray lacks a private name."""
     found = DATA_ITERATOR.find()
     if found is None:
         return None
     from ray.data import DataContext, DataIterator
 
-    # Bundles, no statistics, no executor; before Ray 2.60 also whether the reader owns the blocks.
+    # The tuple holds the bundles, statistics (None) and the executor (None). Before Ray 2.60, it
+    # also holds whether the reader owns the blocks (False).
     parts = len(get_args(inspect.signature(found["to_bundles"]).return_annotation))
     beside_bundles = (None, False, None) if parts == 4 else (None, None)
     try:
         entry = _ENTRY.find()
-    except (ImportError, AttributeError):  # older Ray
+    except (ImportError, AttributeError):  # Ray before 2.56
         entry = None
 
     def bundle_of(ref: ray.ObjectRef, size_bytes: int) -> Any:
@@ -78,7 +79,10 @@ def _data_iterator_class() -> Any:
         return found["bundle"]([block], schema=None, owns_blocks=False)
 
     class BlocksOfReplies(DataIterator):
-        """As Ray's own split iterator meets the contract of ``ray.data.DataIterator``."""
+        """A ``ray.data.DataIterator`` over the blocks of replies.
+
+        It implements the same methods as Ray's own ``StreamSplitDataIterator``.
+        """
 
         def __init__(self, replies: Iterator[list[StoredBlock]]) -> None:
             self._replies = replies
@@ -88,15 +92,15 @@ def _data_iterator_class() -> Any:
 
         def _bundles(self) -> Iterator[Any]:
             for blocks in self._replies:
-                while blocks:  # this frame keeps none that has been read
+                while blocks:  # this frame keeps no reference to a block that has been read
                     yield bundle_of(*blocks.pop(0))
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
             iterator = super()._create_batch_iterator(*args, **kwargs)
             if not isinstance(iterator, Iterable):
                 raise TypeError(f"_create_batch_iterator returned {iterator!r}")
-            # With prefetch_batches=0 its prefetcher has nothing to do, but a thread, which would
-            # stay parked for ever, one for each iteration.
+            # With prefetch_batches=0 the prefetcher has nothing to do, but it holds a thread. Every
+            # iteration would leave one idle thread.
             if PREFETCHER.find() is not None:
                 with PREFETCHER.attempt():
                     iterator._prefetcher.stop()
@@ -106,27 +110,27 @@ def _data_iterator_class() -> Any:
             return iterator
 
         def stats(self) -> str:
-            """Return nothing: the host's pipeline has no end to sum up."""
+            """Return an empty string: the pipeline runs in the pipeline actor."""
             return ""
 
         def schema(self) -> None:
-            """Return nothing: a frame's columns differ from block to block."""
+            """Return None: the columns differ from block to block."""
 
         def get_context(self) -> Any:
-            """Return the context that the iteration itself runs under."""
+            """Return the ``DataContext`` of the current thread."""
             return DataContext.get_current()
 
     return BlocksOfReplies
 
 
 def data_iterator(replies: Iterator[list[StoredBlock]]) -> ray.data.DataIterator | None:
-    """Return a Ray ``DataIterator`` over blocks that others refer to.
+    """Return a Ray ``DataIterator`` over blocks in the object store.
 
     Args:
-        replies: Blocks, some at a time.
+        replies: Lists of blocks. Reading a block removes it from its list.
 
     Returns:
-        None where this Ray lacks a private name that it takes.
+        The iterator, or None if this Ray lacks a private name that it needs.
     """
     if DATA_ITERATOR.usable:
         with DATA_ITERATOR.attempt():

@@ -1,4 +1,4 @@
-"""Fit Ray Data's executor to the pipeline actor."""
+"""Changes to Ray Data's executor in the pipeline actor."""
 
 from __future__ import annotations
 
@@ -91,15 +91,17 @@ _NO_LIMIT = 1e15
 
 
 def tune_executor() -> None:
-    """Fit Ray Data to being alone in this process, for a pipeline that lasts as long as its loader.
+    """Adapt Ray Data in this process to pipelines that last as long as their loaders.
 
     Only the pipeline actor's process changes: the user's Ray Data keeps its defaults.
     """
-    import ray.data  # sets its logger up
+    import ray.data  # configures its logger
 
-    # A fork has the user's filters, which may make errors of them. No code of the user's runs here.
+    # A forked actor inherits the user's warning filters, which may turn warnings into errors. No
+    # user code runs in this process.
     warnings.simplefilter("ignore")
-    # Says that an async actor should await; the executor's thread is none of the actor's loop.
+    # This logger warns that ray.get blocks an async actor. The executor has a thread of its own, so
+    # it does not block the actor's event loop.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     logger = logging.getLogger("ray.data")
     logger.setLevel(logging.ERROR)
@@ -119,10 +121,10 @@ def tune_executor() -> None:
 
 
 class _WaitForAny:
-    """The ``ray`` module, for Ray Data's executor: its wait ends with the first task that is ready.
+    """A replacement of the module ``ray`` whose ``wait`` returns at the first task that is ready.
 
-    The executor waits until all running tasks have something, or the time is up: it polls. Short
-    polls cost a quarter of a core, long ones leave workers idle.
+    Ray Data's executor polls: it waits until all running tasks are ready or the timeout expires.
+    Short timeouts cost a quarter of a core, and long timeouts leave workers idle.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +132,7 @@ class _WaitForAny:
 
     @staticmethod
     def wait(refs: list[Any], **options: Any) -> Any:
-        """Wait for one of the tasks, then return all that are ready."""
+        """Wait until one task is ready, then return all tasks that are ready."""
         if options.keys() != {"num_returns", "timeout", "fetch_local"}:
             return ray.wait(refs, **options)
         ready, _ = ray.wait(refs, **options | {"num_returns": 1})
@@ -138,14 +140,15 @@ class _WaitForAny:
 
 
 class _NoAutoscaler:
-    """Leaves scaling to Ray's own autoscaler, which sees the tasks that wait for a CPU.
+    """An autoscaler for Ray Data that leaves scaling to Ray's own autoscaler.
 
-    Ray Data's divides the cluster's CPUs between the executions that it knows, equally and in
-    whole numbers: four loaders on two CPUs would get none each.
+    Ray's own autoscaler sees the tasks that wait for a CPU. Ray Data's autoscaler divides the CPUs
+    of the cluster equally between its executions, in whole numbers. With two CPUs, each of four
+    loaders would get no CPU.
     """
 
     def __init__(self) -> None:
-        # Ray Data divides it, which infinity does not stand.
+        # The limits are finite, because Ray Data divides them.
         self._limits = ray.data.ExecutionResources(
             cpu=_NO_LIMIT, gpu=_NO_LIMIT, object_store_memory=_NO_LIMIT, memory=_NO_LIMIT
         )
@@ -153,18 +156,18 @@ class _NoAutoscaler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: None  # a method of a newer Ray: nothing happens
+        return lambda *_, **__: None  # a method of a newer Ray does nothing
 
     def get_total_resources(self) -> Any:
-        """Return what nothing reaches: tasks wait for CPUs in Ray's scheduler."""
+        """Return limits that no task reaches: tasks wait for CPUs in Ray's scheduler."""
         return self._limits
 
 
 def limit_to_concurrency(context: ray.data.DataContext) -> None:
     """Limit stages by their ``concurrency`` alone.
 
-    Ray's own policies also hold back what the reader has asked for, and reserve resources for each
-    stage, which takes a second to begin with.
+    Ray's own policies also delay input that the reader has requested. They reserve resources for
+    each stage, which delays the start by a second.
     """
     found = CONCURRENCY.find()
     if found is None:
@@ -172,16 +175,16 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
     policy: Any = found["policy"]
 
     class Caps(policy):
-        """No more tasks at once than a stage's concurrency."""
+        """A policy that limits the parallel tasks of a stage to its concurrency."""
 
         def can_add_input(self, op: Any) -> bool:
             try:
-                # In older Ray only operators that run tasks have a limit.
+                # In older versions of Ray, only operators that run tasks have a limit.
                 has_one = hasattr(op, "get_max_concurrency_limit")
                 limit = op.get_max_concurrency_limit() if has_one else None
                 return limit is None or op.num_active_tasks() < limit
             except Exception as error:
-                CONCURRENCY.fail(error)  # the next execution has Ray's own policies
+                CONCURRENCY.fail(error)  # the next execution uses Ray's own policies
                 raise
 
     context.set_config("backpressure_policies.enabled", [Caps])

@@ -1,4 +1,4 @@
-"""Fork workers from a process that has Ray's library loaded."""
+"""Random ids of Ray in worker processes that are forks of a process with Ray loaded."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FORKED_IDS = Shortcut(
 
 @contextlib.contextmanager
 def untouched_random_ids() -> Iterator[None]:
-    """Let modules of Ray load without starting the library's generator of random ids.
+    """Allow imports of Ray modules that do not start Ray's generator of random ids.
 
-    Forks of a process where it has started would all draw the same ids. It starts when a class of
-    actors is declared, because that gets an id.
+    If the generator has started in a process, all forks of the process draw the same ids. The
+    generator starts when a module declares an actor class, because the class gets an id.
     """
     found = FORKED_IDS.find()
     if found is None:
@@ -40,11 +40,11 @@ def untouched_random_ids() -> Iterator[None]:
     original = found["actor_class_id"]
 
     class FromTheSystem:
-        """Stands in for the class of ids."""
+        """A replacement of ``ActorClassID`` that does not start the generator."""
 
         @staticmethod
         def from_random() -> Any:
-            """Draw an id from the operating system."""
+            """Return an id from the operating system's random bytes."""
             return original(os.urandom(len(original.nil().binary())))
 
     with replaced({_ACTOR_CLASS_ID: FromTheSystem}):

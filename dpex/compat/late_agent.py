@@ -1,7 +1,7 @@
-"""What an embedded Ray starts in place of an agent of its node: waits until the agent is wanted.
+"""A placeholder that a local Ray starts for an agent of its node, until the agent is wanted.
 
-A program of its own, which imports nothing it can do without: it takes the place of one that takes
-half a second of processor time to start, while everybody waits for the first batch.
+The agent takes half a second of processor time to start, which would delay the first batch. The
+placeholder starts faster, because it imports only the modules that it needs.
 """
 
 import os
@@ -15,12 +15,14 @@ _IDLE_S = 1.0
 
 
 def main(wanted: str, *command: str) -> None:
-    """Be replaced by the agent once it is wanted; end with the node, as the agent would.
+    """Wait until the file ``wanted`` exists, then replace this process by the agent.
+
+    If the parent process, the node's raylet, ends first, return: the agent would end then too.
 
     Args:
-        wanted: A file that is there from that moment on.
-        *command: The agent's interpreter, its program and their arguments; none if it is never
-            wanted.
+        wanted: Path of the file.
+        *command: The agent's interpreter, its program and their arguments. Without a command, the
+            agent never starts.
     """
     node = os.getppid()
     while os.getppid() == node:
@@ -31,7 +33,7 @@ def main(wanted: str, *command: str) -> None:
 
 
 def share_port(program: str, *arguments: str) -> None:
-    """Be an agent that shares its port with the socket that keeps it from other users."""
+    """Run an agent that shares its port with the socket that reserves the port for this user."""
     import runpy
     import socket
 

@@ -1,4 +1,4 @@
-"""Start a local Ray with few processes, in a second, for this machine alone."""
+"""A local Ray that starts in a second, with few processes, for this machine alone."""
 
 from __future__ import annotations
 
@@ -123,31 +123,35 @@ _NODE_POLL_S = 0.01
 _NODE_WAIT_S = 10.0
 # Without these Ray has no dashboard.
 _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
-# What Ray's agents say where they do not listen.
+# The port that Ray's agents publish if they do not listen.
 _NO_PORT = -1
-# Keeps a port for the agent that is to have it. The raylet sends its token there.
+# Reserves the agent's port until the agent listens. No other user may get the port, because the
+# raylet sends its token there.
 _reserved: socket.socket | None = None
 
 
 @contextlib.contextmanager
 def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
-    """Make ``ray.init`` start no more than a local Ray needs, and see at once that it is there.
+    """Make ``ray.init`` start only the processes that a local Ray needs, and return sooner.
 
-    The autoscaler's monitor and, where there is no dashboard, the reporter of usage statistics are
-    processes that do nothing here. The process that brings workers' output to the terminal and the
-    node's agents can wait until the cores are free. By default Ray asks for a new node once a
-    second, and for its head ten times a second.
+    ``ray.init`` does not start the autoscaler's monitor, which has nothing to do in a local Ray. It
+    does not start the API server: without a dashboard, that process only reports usage statistics.
+    The log monitor, which forwards the workers' output, and the node's agents start later, when the
+    cores are free. By default, Ray polls for a new node once a second, and for the port file of its
+    head ten times a second. dpex polls for both a hundred times a second.
 
-    The processes get process groups of their own: a Jupyter kernel that is to end terminates its
-    group first, and then waits, in vain, until it has no children there. All have the token that
-    the environment names now.
+    Every process gets its own process group. A Jupyter kernel that shuts down terminates its group
+    and waits until it has no children in the group. If Ray's processes were in that group, this
+    wait would not end. Every process gets the token that the environment names when the context
+    begins.
 
     Args:
-        worker_program: Program to start in place of Ray's own set-up program for workers, whose
-            path it finds in the environment variable ``DPEX_SETUP_WORKER``; None for Ray's own.
+        worker_program: Program to start in place of Ray's own set-up program for workers. It finds
+            the path of Ray's program in the environment variable ``DPEX_SETUP_WORKER``. None for
+            Ray's own program.
 
     Yields:
-        A function that starts, in the end, what was put off, while that Ray lives.
+        A function that starts the delayed processes. Call it while that Ray is running.
     """
     found = LEAN_START.find()
     if found is None:
@@ -178,7 +182,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     def get_node(gcs_address: str, node_id: str) -> Any:
         try:
             wait_for_node(gcs_address, node_id)
-        except Exception as error:  # after a RuntimeError Ray would ask again for 30 s
+        except Exception as error:  # Ray retries for 30 s after a RuntimeError
             raise LookupError(f"{type(error).__name__}: {error}") from error
         return found["get_node"](gcs_address, node_id)
 
@@ -212,14 +216,14 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _late_agents() -> Iterator[Callable[[], None]]:
-    """Let the node that starts meanwhile begin without its agents.
+    """Make a node that starts inside the context start without its agents.
 
-    It would wait until they say where they listen, and that takes half a second of processor time
-    for each. One makes runtime environments, which most tasks have none of. The other has nothing
-    to do unless Ray is installed with its dashboard.
+    The node would wait until both agents have published their ports, which takes half a second of
+    processor time for each. One agent sets up runtime environments, which few tasks have. The other
+    agent has nothing to do unless Ray is installed with its dashboard.
 
     Yields:
-        A function that starts the agents for which there may be something to do.
+        A function that starts the agents, except an agent that has nothing to do.
     """
     found = LATE_AGENTS.find()
     if found is None:
@@ -229,7 +233,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
         found[name]
         for name in ("dashboard_agent_port", "metrics_agent_port", "metrics_export_port")
     ]
-    # Ray imports all that a dashboard takes until something is missing.
+    # Ray would import the dashboard's modules until one is missing, which takes time.
     missing = [name for name in _DASHBOARDS_OWN if importlib.util.find_spec(name) is None]
     no_dashboard = (
         ImportError(f"not installed: {missing}") if missing else found["dashboard_error"]()
@@ -244,7 +248,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
         for name, port in ports.items():
             found["persist_port"](node._session_dir, node._node_id, name, port)
         wanted.append(Path(node._session_dir, "agents_wanted"))
-        found["start_raylet"](node, *args, **kwargs)  # the one of ``lean_start``
+        found["start_raylet"](node, *args, **kwargs)  # ``lean_start`` has replaced it
 
     def start_ray_process(command: list[str], *args: Any, **kwargs: Any) -> Any:
         return found["start_process"]([late(option) for option in command], *args, **kwargs)
@@ -275,7 +279,7 @@ def _late_agents() -> Iterator[Callable[[], None]]:
 
 
 def _reserve_port(address: str) -> int:
-    """Return a port that nobody gets but processes of this user that share it by its number."""
+    """Reserve a port that only processes of this user can share, and return its number."""
     global _reserved
     _reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -287,8 +291,9 @@ def _reserve_port(address: str) -> int:
 def on_loopback() -> Iterator[None]:
     """Make ``ray.init`` start or join a Ray that listens on the loopback address alone.
 
-    Ray puts another address of the host in its place, and listens on all interfaces then, except
-    on systems where it is for single hosts.
+    By default, Ray replaces the loopback address by another address of the machine, and then
+    listens on all interfaces. It keeps the loopback address on systems without Ray clusters, such
+    as macOS.
     """
     if LOOPBACK.find() is None:
         yield

@@ -19,7 +19,7 @@ __all__ = ["PUBLIC_ONLY", "PrivateName", "Shortcut", "private_ray_allowed", "rep
 logger = logging.getLogger("dpex")
 
 PUBLIC_ONLY = "DPEX_PUBLIC_RAY_ONLY"
-"""Environment variable: ``1`` turns every shortcut through Ray off."""
+"""Name of the environment variable that disables all shortcuts of Ray if it is ``1``."""
 
 
 def private_ray_allowed() -> bool:
@@ -29,13 +29,14 @@ def private_ray_allowed() -> bool:
 
 @dataclass(frozen=True)
 class PrivateName:
-    """One private name.
+    """A private name.
 
     Attributes:
-        path: ``"module:attribute"``; dots lead to attributes of attributes.
-        purpose: What dpex uses it for.
-        check: How dpex notices that the name has another meaning.
-        of_instances: Whether only instances have it, so that it cannot be looked up beforehand.
+        path: ``"module:attribute"``; dots separate nested attributes.
+        purpose: The name's purpose, in words that follow "dpex uses it because it".
+        check: How dpex detects that the name has another meaning.
+        of_instances: Whether only instances have the attribute, so dpex cannot look it up in
+            advance.
     """
 
     path: str
@@ -45,11 +46,11 @@ class PrivateName:
 
     @property
     def attribute(self) -> str:
-        """The last part of the path."""
+        """The last attribute of the path."""
         return self.path.rpartition(":")[2].rpartition(".")[2]
 
     def owner(self) -> Any:
-        """Return the module or class that has the name.
+        """Return the module or class that has the attribute.
 
         Raises:
             ImportError, AttributeError: The module or class does not exist.
@@ -59,15 +60,15 @@ class PrivateName:
         return functools.reduce(getattr, classes, importlib.import_module(module))
 
     def find(self) -> Any:
-        """Return what the name stands for.
+        """Return the value of the name.
 
         Raises:
-            ImportError, AttributeError: It does not exist.
+            ImportError, AttributeError: The name does not exist.
         """
         return getattr(self.owner(), self.attribute)
 
     def set(self, value: Any) -> None:
-        """Put something in its place, for good.
+        """Replace the value of the name for the rest of the process.
 
         Raises:
             ImportError, AttributeError: The module or class does not exist.
@@ -76,15 +77,15 @@ class PrivateName:
 
 
 class Shortcut:
-    """A faster or more secluded way that needs private names.
+    """A use of private names that is faster or more isolated than the public API.
 
-    Invariant: once it has failed in a process, that process takes the public way.
+    Invariant: after a failure in a process, that process uses the public API.
 
     Args:
-        title: What the shortcut does.
-        without: What the public way costs.
-        package: The package that has the names.
-        **names: The names, by the key that ``find`` returns them under.
+        title: The shortcut's effect, as a verb phrase.
+        without: The effect of using the public API instead.
+        package: The package that has the names, ``"ray"`` or ``"torch"``.
+        **names: The names. ``find`` returns their values by the same keys.
     """
 
     def __init__(self, title: str, without: str, package: str, **names: PrivateName) -> None:
@@ -96,11 +97,11 @@ class Shortcut:
 
     @property
     def usable(self) -> bool:
-        """Whether it may be taken, as far as is known."""
+        """Whether the shortcut is allowed and has not failed so far in this process."""
         return not self.failed and (self.package != "ray" or private_ray_allowed())
 
     def find(self) -> dict[str, Any] | None:
-        """Return what the names stand for, by key; None if the public way is to be taken."""
+        """Return the values of the names by key, or None if dpex must use the public API."""
         if not self.usable:
             return None
         found = {}
@@ -114,10 +115,10 @@ class Shortcut:
         return found
 
     def find_checked(self, **checks: Callable[[Any], bool]) -> dict[str, Any] | None:
-        """Return what the names stand for, as ``find``, if each passes its check.
+        """Return the values of the names, as ``find`` does, if they pass all checks.
 
         Args:
-            **checks: By key, whether a value has the expected meaning.
+            **checks: By key, a function that returns whether a value has the expected meaning.
         """
         found = self.find()
         if found is None:
@@ -129,7 +130,7 @@ class Shortcut:
         return found
 
     def fail(self, error: BaseException) -> None:
-        """Take the public way in this process from now on, and warn once."""
+        """Make this process use the public API from now on, and warn once."""
         if self.failed:
             return
         self.failed = True
@@ -140,12 +141,12 @@ class Shortcut:
         )
         if threading.current_thread() is threading.main_thread():
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-        else:  # the user's filters may make the warning an error, which no code of theirs would see
+        else:  # if a filter turned the warning into an error, no user code would see the error
             logger.warning("%s", message)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Take an exception inside the block for a failure of the shortcut, and swallow it."""
+        """Suppress an exception inside the context, and count it as a failure of the shortcut."""
         try:
             yield
         except Exception as error:
@@ -154,7 +155,7 @@ class Shortcut:
 
 @contextmanager
 def replaced(replacements: Mapping[PrivateName, Any]) -> Iterator[None]:
-    """Replace what names stand for, inside the block.
+    """Replace the values of names inside the context.
 
     Raises:
         ImportError, AttributeError: A name does not exist.

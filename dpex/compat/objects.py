@@ -1,4 +1,4 @@
-"""Share the object store's memory with objects that a worker may write to."""
+"""Copy-on-write mappings of Ray's object store, for arrays that a worker may write to."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from dpex.wire.memory_map import address_of, spans
 __all__ = ["private_mappings"]
 
 
-# Mapping takes a system call or two and a page fault for every 64 KB.
+# A mapping costs one or two system calls, and a page fault for every 64 KB.
 _MAPPED_BYTES = 1 << 20
 
 
 def private_mappings(
     views: Sequence[np.ndarray[Any, Any]],
 ) -> list[np.ndarray[Any, Any] | None]:
-    """Map views of one stored object once more, so that their pages are copied when written to.
+    """Map views of one stored object a second time, as copy-on-write memory.
 
-    Ray's object store is a file in memory without a name, which the node's raylet has open.
-    Mapped privately, it costs the memory of what the worker changes in it.
+    Ray's object store is an unnamed file in memory, which the node's raylet has open. A private
+    mapping of the file takes memory only for the pages that the worker process changes.
 
     Args:
         views: Flat uint8 arrays.
 
     Returns:
-        For each the same bytes, writable; None where they are few, or have to be copied.
+        For each view, a writable array of the same bytes. None if the view has less than 1 MB
+        or the object store cannot be mapped: the caller must copy it.
     """
     large = [view for view in views if view.nbytes >= _MAPPED_BYTES]
     if not large or not private_ray_allowed():
@@ -41,7 +42,7 @@ def private_mappings(
     end = max(address_of(view) + view.nbytes for view in large)
     try:
         open_files = Path("/proc", os.environ["RAY_RAYLET_PID"], "fd")
-        # One mapping for all: each one keeps a file open.
+        # One mapping serves all views, because every mapping keeps a file open.
         copy = _map_again(start, end, open_files)
     except (OSError, ValueError, StopIteration, KeyError):
         return [None] * len(views)
@@ -54,11 +55,13 @@ def private_mappings(
 
 
 class _PrivateMapping(mmap.mmap):
-    """Memory of the object store, which stays as it is as long as ``sources`` live.
+    """A private mapping of the object store.
+
+    Invariant: Ray does not reuse the mapped memory while ``sources`` exist.
 
     Attributes:
         sources: Views of the stored object.
-        offset: Where what was asked for begins in the mapping.
+        offset: Offset of the first view in the mapping, in bytes.
     """
 
     sources: list[np.ndarray[Any, Any]]

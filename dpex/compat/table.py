@@ -1,4 +1,4 @@
-"""The table of private names, made from their declarations."""
+"""The table of private names, generated from their declarations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_shortcuts", "table"]
 
 
 def all_shortcuts() -> list[Shortcut]:
-    """Return every shortcut, by package and file.
+    """Return every shortcut, in the order of the modules of ``dpex.compat``.
 
     Raises:
         ImportError: Ray or torch is not installed.
@@ -28,7 +28,7 @@ def all_shortcuts() -> list[Shortcut]:
 
 
 def table() -> str:
-    """Return in Markdown: a table for each shortcut, a row for each name, then the contracts."""
+    """Return Markdown: a table of names for each shortcut, then a table of the contracts."""
     parts = []
     for shortcut in all_shortcuts():
         rows = [

@@ -1,7 +1,7 @@
-"""Private names of torch: the parts of its loader and its workers that dpex shares.
+"""Private names of torch: the parts of its loader and its workers that dpex uses too.
 
-They have no public way: without them dpex could not give torch's batches. So dpex raises an error
-at import if this torch lacks one.
+torch has no public API for these parts, and dpex needs them to deliver the same batches. So the
+import of this module raises ``ImportError`` if torch lacks a name.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def set_worker_info(info: Any) -> Any:
         info: A ``WorkerInfo``, or None.
 
     Returns:
-        The value before.
+        The previous value.
     """
     before, _worker._worker_info = _worker._worker_info, info
     return before

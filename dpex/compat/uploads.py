@@ -1,4 +1,4 @@
-"""Send dpex's own code to the nodes of a cluster that lack it."""
+"""Upload of dpex's own code for cluster nodes that lack it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ UPLOAD = Shortcut(
 
 
 def upload_package(package: Path, kept_seconds: int) -> list[str]:
-    """Put a package's directory into the cluster's store, as ``ray.init`` does for a job.
+    """Upload a package's directory to the cluster's store, as ``ray.init`` does for a job.
 
     Args:
         package: The directory.
-        kept_seconds: How long Ray must keep it though no job names it.
+        kept_seconds: Seconds for which Ray must keep the package even if no job refers to it.
 
     Returns:
         URIs for ``py_modules`` of a task's ``runtime_env``.
 
     Raises:
-        ImportError, AttributeError, TypeError: This Ray lacks a name that the upload takes.
+        ImportError, AttributeError, TypeError: This Ray lacks a name that the upload needs.
     """
     upload, pin = UPLOAD.names["upload"].find(), UPLOAD.names["pin"].find()
     env: dict[str, Any] = {"py_modules": [str(package)], "excludes": ["**/__pycache__"]}

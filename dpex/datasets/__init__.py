@@ -1,4 +1,4 @@
-"""Datasets that are read where they are processed: on the nodes, in a store, once per node.
+"""Datasets that each node reads itself: from its own files, from a store, or from a cache.
 
 ::
 

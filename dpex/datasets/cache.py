@@ -1,4 +1,4 @@
-"""Samples that are made once per node: for later epochs, other loaders, the next run."""
+"""A cache of samples on each node, for later epochs, other loaders and the next run."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["CacheInfo", "Cached", "cached"]
 
 _DEFAULT_MAX_BYTES = 10 << 30
-# Where draws are not seen, as they are in the global generators: two of a coin are often the same.
+# dpex does not see draws from a transform's own generator, so it compares samples of several seeds.
+# Two seeds are not enough: a random flip often gives the same result twice.
 _SEEDS_TRIED = 10
 
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache has done.
+    """Statistics of a cache.
 
     Attributes:
-        hits: Samples that this process found in it.
-        misses: Samples that it made itself.
-        samples: Samples that lie in it, on this node.
-        size_bytes: What they take.
+        hits: Number of samples that this process found in the cache.
+        misses: Number of samples that this process made.
+        samples: Number of samples in the cache on this node.
+        size_bytes: Size of the cache on this node, in bytes.
     """
 
     hits: int
@@ -56,35 +57,35 @@ def cached(
     max_bytes: int = _DEFAULT_MAX_BYTES,
     version: str = "",
 ) -> Cached:
-    """Return a dataset each of whose samples is made once per node.
+    """Return a dataset that makes each sample once per node and then reads it from a cache.
 
-    What can be reused is what is the same every time: reading, decoding, resizing. Random
-    transforms go behind it: ``MappedDataset(cached(MappedDataset(files, fixed)), augment)``.
+    Only deterministic steps can be cached: reading, decoding, resizing. Apply random transforms
+    after the cache: ``MappedDataset(cached(MappedDataset(files, fixed)), augment)``.
 
     Args:
-        dataset: A map-style dataset; with its chain, if it is a ``MappedDataset``.
-        at: ``"memory"``: in every node's shared memory, as long as the job uses it. A directory:
-            there, on every node that has it, also for later jobs.
-        max_bytes: What it may take on a node. When it is full, samples of datasets that are no
-            longer used make room; where there are none, further samples are made anew.
-        version: Change it when something changes that neither the dataset's pickle nor the code
-            behind it shows: the files that it reads, or what is set in a module's variables.
+        dataset: A map-style dataset. For a ``MappedDataset``, the cache includes its chain.
+        at: ``"memory"`` keeps samples in the shared memory of every node while the job uses them.
+            A directory, on a local disk of every node, keeps them for later jobs too.
+        max_bytes: Maximum size of the cache on a node. A full cache evicts samples of datasets
+            that are no longer used. If there are none, it stores no further samples.
+        version: Change this string when the samples change but neither the dataset's pickle nor
+            its code does: for example, other files or other values of a module's variables.
 
     Raises:
-        TypeError: The dataset is not map-style, or an argument is of another type.
-        ValueError: Its chain has a random transform of torchvision's, or ``max_bytes`` is no
-            positive number.
+        TypeError: The dataset is not map-style, or ``at`` is neither a string nor a path.
+        ValueError: The dataset's chain has stages or a random transform of torchvision, or
+            ``max_bytes`` is not a positive integer.
         ImportError: lmdb is not installed.
     """
     return Cached(dataset, at=at, max_bytes=max_bytes, version=version)
 
 
 class Cached(Dataset[Any]):
-    """What ``cached`` returns.
+    """A dataset whose samples are cached; ``cached`` returns it.
 
-    Its ``[...]`` raises ``ValueError`` where the dataset gives different samples for different
-    seeds: the first one that a process makes is made twice, or more often where a transform has a
-    generator of its own.
+    Each process checks the first sample that it makes: it makes the sample with two seeds, or with
+    ten if a transform has its own generator. Indexing raises ``ValueError`` if the samples differ
+    or if making them draws from a global generator.
     """
 
     def __init__(self, dataset: Any, *, at: str | Path, max_bytes: int, version: str) -> None:
@@ -123,13 +124,13 @@ class Cached(Dataset[Any]):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what belongs to one process."""
+        """Reset the state that belongs to one process."""
         self._checked = False
         self._hits = self._misses = 0
         self._opened: tuple[int, SampleStore] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Return the state without the parts that belong to this process."""
         own = {"_checked", "_hits", "_misses", "_opened"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -153,7 +154,7 @@ class Cached(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]] | None:
-        """What reads a batch at once, where the dataset itself can."""
+        """Function that reads a whole batch, or None if the dataset has no ``__getitems__``."""
         return self._samples if reads_batches(self.dataset) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
@@ -165,7 +166,7 @@ class Cached(Dataset[Any]):
             self._check(missing[0])
         made: Iterator[Any] = iter(())
         if missing:
-            # What reads a batch may seed the generators for each of its samples.
+            # Restore the generators afterwards: ``__getitems__`` may seed them for each sample.
             with own_seeds_are(0), generators_kept():
                 made = iter(read_at_once(self.dataset, missing))
         return [
@@ -180,7 +181,11 @@ class Cached(Dataset[Any]):
         return sample
 
     def _check(self, index: Any) -> None:
-        """Make a sample again, from other seeds; the generators are left as they were."""
+        """Check that a sample does not depend on random numbers; restore the generators.
+
+        Raises:
+            ValueError: The sample draws from a global generator, or differs between seeds.
+        """
         made, drew = [], False
         with generators_kept():
             for seed in range(_SEEDS_TRIED):
@@ -209,13 +214,13 @@ class Cached(Dataset[Any]):
         return self._opened[1]
 
     def info(self) -> CacheInfo:
-        """Return what this process has found in the cache, and what lies in it on this node."""
+        """Return this process's hits and misses, and the size of the cache on this node."""
         return CacheInfo(self._hits, self._misses, *self._store.size())
 
 
 @functools.cache
 def _forget_at_exit(job: str) -> None:
-    """Have this job's memory given back on this node, if nobody uses it any more."""
+    """Remove a job's cache from this node's memory at exit, unless another process uses it."""
 
     @atexit.register
     def forget() -> None:
@@ -226,7 +231,7 @@ def _forget_at_exit(job: str) -> None:
 
 @functools.cache
 def _keep_at_exit(directory: Path) -> None:
-    """Have what this node's processes wrote on its disk when this one ends."""
+    """Flush a directory's samples to disk at exit, whichever process wrote them."""
 
     @atexit.register
     def keep() -> None:
@@ -236,7 +241,7 @@ def _keep_at_exit(directory: Path) -> None:
 
 
 def _transforms_of(dataset: Any) -> Iterator[Any]:
-    """Yield the transforms that a dataset is known to have, its sources' too."""
+    """Yield the known transforms of a dataset and of its sources."""
     if isinstance(dataset, MappedDataset):
         for part in dataset.parts:
             for known in (*part.chain.transforms, part.chain.target_transform):

@@ -1,4 +1,4 @@
-"""The code behind modules: the sources of the user's own, the builds of what is installed."""
+"""Digests of the code of modules: source files for the user's, versions for installed ones."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from dpex.wire.local_modules import installed_roots
 
 __all__ = ["code_behind", "imports_in"]
 
-# What runs is pickled by value; what does not make samples.
+# The script is pickled by value. `dpex` and `dpex.cluster` do not make samples.
 _LEFT_OUT = {"__main__", "__mp_main__", "dpex", "dpex.cluster"}
 
 
 def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
-    """Return what stands for the code of modules and of what they import, by name and in order.
+    """Return digests of the code of modules and of their imports, sorted by name.
 
-    Of a module that is of no installed distribution, or is dpex's, that is a digest of its source,
-    or of the archive that it is in; what is imported anywhere in its source, or lies in its
-    variables, is looked at in turn, whether it is loaded or not. Of an installed one it is the
-    version of its distribution and of all that it requires, with a digest of the lists of their
-    files, and one of the source of those that are named. A file that was written to since this
-    process began is another one every time.
+    A module of the user or of dpex is represented by a digest of its source file, or of the archive
+    that contains it. The search then follows all imports in the source, loaded or not, and the
+    modules of the values in the module's variables.
+
+    An installed module is represented by the versions of its distribution and of all its
+    requirements, with digests of their file lists. A module in ``names`` also adds a digest of its
+    source file.
+
+    A file that changed after this process started has a different digest every time.
 
     Args:
-        names: Of the modules.
+        names: Names of the modules.
     """
     named = frozenset(names)
     found: dict[str, bytes] = {}
@@ -50,7 +53,7 @@ def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
             continue
         seen.add(name)
         file = _file_of(name)
-        if file is None and parent:  # no module, or one without code of its own
+        if file is None and parent:  # not a module, or a module without a file
             pending.add(parent)
             continue
         if top in sys.stdlib_module_names and (file is None or _is_standard(file, roots)):
@@ -71,14 +74,15 @@ def code_behind(names: Iterable[str]) -> list[tuple[str, bytes]]:
 
 
 def imports_in(file: Path, module: str) -> set[str]:
-    """Return what import statements of a source name, also those inside of functions.
+    """Return the names in the import statements of a source file, also inside functions.
 
     Args:
-        file: The source.
-        module: Its name, for relative imports.
+        file: The source file.
+        module: Name of its module, which relative imports start from.
 
     Returns:
-        Names of modules, and of what may be modules or be in one; none of what is no Python.
+        Names of modules, and of imported attributes, which may be modules too. The set is empty if
+        the file cannot be read or is not Python.
     """
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names = set()
@@ -93,14 +97,14 @@ def imports_in(file: Path, module: str) -> set[str]:
             base = "." * node.level + (node.module or "")
             try:
                 base = importlib.util.resolve_name(base, package)
-            except ImportError:  # beyond the package: it is never run
+            except ImportError:  # beyond the top-level package: this import always fails
                 continue
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return names
 
 
 def _in_variables(module: str) -> Iterator[str]:
-    """Yield the modules of what lies in a loaded module's variables, however it came there."""
+    """Yield the modules of all values in a loaded module's variables, imported or assigned."""
     variables = getattr(sys.modules.get(module), "__dict__", {})
     for value in list(variables.values()):
         kind = type(value)  # not isinstance(), which asks for __class__: a proxy may refuse
@@ -109,19 +113,19 @@ def _in_variables(module: str) -> Iterator[str]:
                 name = value.__name__
             else:
                 name = (value if issubclass(kind, FunctionType | type) else kind).__module__
-        except Exception:  # it refuses that too
+        except Exception:  # a proxy may refuse this too
             continue
         if type(name) is str:
             yield name
 
 
 def _file_of(module: str) -> Path | None:
-    """Return a module's file, if it has one; nothing is imported for that."""
+    """Return a module's file, or None if it has none, without importing the module."""
     if module in sys.modules:
         file = getattr(sys.modules[module], "__file__", None)
         if not isinstance(file, str):
             return None
-        # Some that no import made name a file that is none, such as torch.ops.
+        # A module that no import created, such as torch.ops, may name a file that does not exist.
         made_by_hand = getattr(sys.modules[module], "__spec__", None) is None
         return None if made_by_hand and _on_disk(Path(file)) is None else Path(file)
     parent = module.rpartition(".")[0]
@@ -131,7 +135,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _places_of(package: str) -> list[str] | None:
-    """Return where a package's modules are; None if it is no package."""
+    """Return the search path of a package, or None if the name is not a package."""
     if package in sys.modules:
         found = getattr(sys.modules[package], "__path__", None)
     else:
@@ -152,17 +156,17 @@ def _is_below(file: Path, roots: list[Path]) -> bool:
 
 
 def _is_standard(file: Path, roots: list[Path]) -> bool:
-    """Tell whether a file is the standard library's; a module of the user's may have its names."""
+    """Return whether a file is in the standard library; a user's module may have the same name."""
     return _is_below(file, roots) and {"site-packages", "dist-packages"}.isdisjoint(file.parts)
 
 
 def _on_disk(file: Path) -> Path | None:
-    """Return a file, or the archive that it is in."""
+    """Return a file, the archive that contains it, or None if neither exists."""
     return next(filter(os.path.isfile, (file, *file.parents)), None)
 
 
 def _digest(file: Path) -> bytes:
-    """Return what stands for a file's contents, or for those of the archive that it is in."""
+    """Return the digest of a file, or of the archive that contains it."""
     place = _on_disk(file) or file
     try:
         state = place.stat()
@@ -170,33 +174,33 @@ def _digest(file: Path) -> bytes:
             return _digest_of(place, state.st_ctime_ns)
     except OSError:
         pass
-    return uuid.uuid4().bytes  # what was imported may be what it was before
+    return uuid.uuid4().bytes  # the process may have imported the file's old content
 
 
 @functools.cache
 def _digest_of(file: Path, changed_ns: int) -> bytes:
-    """Read a file, again only where it was changed."""
+    """Return the digest of a file, cached until its change time differs."""
     return xxhash.xxh3_128(file.read_bytes()).digest()
 
 
 @functools.cache
 def _process_start() -> float:
-    """Return when this process began, in seconds since the epoch."""
+    """Return the start time of this process, in seconds since the epoch."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
         assert boot is not None
         return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AssertionError):  # not Linux: as far as we know
+    except (OSError, AssertionError):  # not Linux: use the time of the first call
         return time.time()
 
 
 @functools.cache
 def _distributions_of(top: str) -> tuple[str, ...]:
-    """Return the distributions that a top-level module may come from."""
+    """Return the distributions that a top-level module may belong to."""
     try:
         found = importlib.metadata.distribution(top)
-        if "Name" in found.metadata:  # not in what a removed one has left over
+        if "Name" in found.metadata:  # the leftovers of a removed distribution have no name
             return (found.name,)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         pass
@@ -205,11 +209,11 @@ def _distributions_of(top: str) -> tuple[str, ...]:
 
 @functools.cache
 def _all_distributions() -> dict[str, list[str]]:
-    return dict(importlib.metadata.packages_distributions())  # half a second
+    return dict(importlib.metadata.packages_distributions())  # takes 0.5 s
 
 
 def _add_versions(distribution: str, versions: dict[str, str]) -> None:
-    """Note the versions of a distribution and of what is installed of all that it requires."""
+    """Add the versions of a distribution and of its installed requirements to ``versions``."""
     name = re.sub(r"[-_.]+", "-", distribution).lower()
     if name in versions:
         return
@@ -217,7 +221,7 @@ def _add_versions(distribution: str, versions: dict[str, str]) -> None:
     found = next((found for found in of_that_name if "Version" in found.metadata), None)
     if found is None:
         return
-    # The same version can be built again, of other sources.
+    # The same version can be rebuilt from different sources, so hash the file list too.
     record = xxhash.xxh3_128((found.read_text("RECORD") or "").encode()).hexdigest()
     versions[name] = f"{found.version} {record}"
     for requirement in found.requires or ():

@@ -1,4 +1,4 @@
-"""MNIST and its like, from their IDX files, wherever they lie."""
+"""MNIST and FashionMNIST, from IDX files on a disk or in an object store."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ _UNSIGNED_BYTES = 8
 
 
 class MNIST(LabelledPictures):
-    """torchvision's ``MNIST``, from a store too.
+    """torchvision's ``MNIST``, which can also read from an object store.
 
-    The labels are read here, for samplers; the images in each worker process, when it first reads
-    one. Nothing is downloaded.
+    The constructor reads the labels, which samplers may need. Each worker process reads the images
+    when it first needs an image. Nothing is downloaded.
 
     Args:
-        root: The folder that torchvision calls so (with ``MNIST/raw`` in it), or the one that
-            has the files: a path, ``s3://bucket/path`` and so on; ``docs/datasets.md`` lists them.
-        train: Whether the training set, or the test set.
-        transform: For the image, one of PIL's, mode "L", 28x28.
-        target_transform: For the label.
-        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+        root: torchvision's ``root``, the folder that contains ``MNIST/raw``, or the folder that
+            contains the files. It is a path or a URI such as ``s3://bucket/path``;
+            ``docs/datasets.md`` lists the schemes.
+        train: Whether to read the training set or the test set.
+        transform: Transform of the image, a PIL image of mode "L" and size 28x28.
+        target_transform: Transform of the label.
+        filesystem: A filesystem of pyarrow or fsspec, if the environment does not configure the
+            store.
 
     Attributes:
         targets: Labels, int64 (N,).
-        classes: What each label means, in order.
+        classes: Name of each label's class, in the order of the labels.
 
     Raises:
-        FileNotFoundError: The files are not there, neither plain nor with ``.gz``.
-        OSError: The store refuses, or does not answer in several tries.
-        ValueError: A file is not in IDX format. There may be another number of images than of
-            labels, too, which shows where the first image is read.
+        FileNotFoundError: A file does not exist, neither plain nor with ``.gz``.
+        OSError: The store refuses access, or does not answer after several tries.
+        ValueError: A file is not in IDX format. Reading the first image also raises it if the
+            numbers of images and labels differ.
 
     Source:
         ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
@@ -69,7 +71,7 @@ class MNIST(LabelledPictures):
         self._images: np.ndarray[Any, Any] | None = None
         self._images_given = False
         self.targets = torch.from_numpy(self._read("labels-idx1-ubyte", 1)).long()
-        self._labels_read = len(self.targets)  # targets may be exchanged for fewer
+        self._labels_read = len(self.targets)  # the user may replace ``targets`` with fewer labels
 
     def _read(self, name: str, dimensions: int) -> np.ndarray[Any, Any]:
         file = f"{'train' if self.train else 't10k'}-{name}"
@@ -84,17 +86,17 @@ class MNIST(LabelledPictures):
         raise FileNotFoundError(f"{self._store.uri} has none of {', '.join(tried)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the images out, which every process reads for itself, unless they were assigned."""
+        """Return the state without images that were read from files: each process reads them."""
         return self.__dict__ if self._images_given else {**self.__dict__, "_images": None}
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """The label of each class."""
+        """Label of each class."""
         return {name: label for label, name in enumerate(self.classes)}
 
     @property
     def data(self) -> torch.Tensor:
-        """Images, uint8 (N, 28, 28). Others that are assigned travel with the dataset."""
+        """Images, uint8 (N, 28, 28). Images that are assigned here are pickled with the dataset."""
         return torch.from_numpy(self._pixels())
 
     @data.setter
@@ -125,7 +127,7 @@ class MNIST(LabelledPictures):
 
 
 class FashionMNIST(MNIST):
-    """torchvision's ``FashionMNIST``, from a store too; see ``MNIST``."""
+    """torchvision's ``FashionMNIST``, which can also read from an object store; see ``MNIST``."""
 
     classes = (
         "T-shirt/top",

@@ -1,4 +1,7 @@
-"""What stands for a dataset and the code that makes its samples: in doubt, it differs."""
+"""Fingerprint of a dataset and of the code that makes its samples.
+
+If dpex cannot tell whether two datasets are the same, their fingerprints differ.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from dpex.wire.pickling import Pickled, dump
 
 __all__ = ["fingerprint"]
 
-# Names a string in a pickle's stream.
+# Pickle opcodes whose argument is a string, which may be the name of a module.
 _STRINGS = {"SHORT_BINUNICODE", "BINUNICODE", "GLOBAL"}
 
 
 def fingerprint(obj: Any, version: str) -> bytes:
-    """Return 16 bytes that stand for an object's contents and its code.
+    """Return a digest of an object's contents and its code, in 16 bytes.
 
-    The contents are those of its pickle. The code is that of every module that the pickle names,
-    and of what those import; ``code_behind`` tells how.
+    The contents are the object's pickle. The code is the code of every module that the pickle names
+    and of the modules that they import; see ``code_behind``.
 
     Args:
-        obj: Whatever can be pickled.
-        version: Anything else that matters.
+        obj: An object that can be pickled.
+        version: A string that distinguishes objects with the same contents and code.
     """
     pickled = dump(obj, "dataset")
     digest = xxhash.xxh3_128(f"{platform.python_version()} {torch.__version__} {version}".encode())
@@ -42,11 +45,12 @@ def fingerprint(obj: Any, version: str) -> bytes:
 
 
 def _without_names(stream: bytes) -> bytes:
-    """Take out what is another name in every job, all of the same length.
+    """Remove the names that differ from job to job from a pickle.
 
-    That is this job's own, and the ids that cloudpickle gives to classes it pickles by value.
+    These are the job's name, and the ids that cloudpickle gives to classes that it pickles by
+    value. All have the same length, so the lengths in the pickle do not change.
     """
-    # Where it keeps them elsewhere one day, such a class is another one in every process: a miss.
+    # If a later cloudpickle renames this dict, such a class differs in every process: a cache miss.
     classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", ())
     for name in (job_name(), *classes):
         stream = stream.replace(name.encode(), b"")
@@ -59,11 +63,11 @@ def _modules_named_in(stream: bytes) -> set[str]:
         for opcode, argument, _ in pickletools.genops(stream)
         if opcode.name in _STRINGS
     }
-    # A function of the script's, which is pickled by value, may import when it is called.
+    # A function of the script is pickled by value, and may import modules when it is called.
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
-    module = getattr(getattr(main, "__spec__", None), "name", "__main__")  # python -m
+    module = getattr(getattr(main, "__spec__", None), "name", "__main__")  # set by python -m
     late = imports_in(Path(script), module) if script else set()
-    # Such a function has the names as it says them: one by one, or without the package's.
+    # Its pickle has the names of its import statements: dotted, in parts, or without the package.
     late = {name for name in late if name in names or name.rpartition(".")[2] in names}
     return (names & sys.modules.keys()) | late

@@ -1,4 +1,4 @@
-"""Pictures in folders, one for each class, wherever they lie."""
+"""Images in one folder per class, on a disk or in an object store."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ _EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff",
 
 
 class ImageFolder(LabelledPictures):
-    """torchvision's ``ImageFolder``, from a store too: the same classes and the same order.
+    """torchvision's ``ImageFolder``, which can also read from an object store.
 
-    The store is listed once, here; pictures are read in the worker.
+    Classes and the order of samples are the same as in torchvision. The constructor lists the store
+    once; the worker processes read the images.
 
     Args:
-        root: The folder with a folder for each class: a path, ``s3://bucket/path`` and so on;
-            ``docs/datasets.md`` lists them.
-        transform: For the picture, an RGB image of PIL's.
-        target_transform: For the class's number.
-        is_valid_file: Which files are pictures, asked with ``root`` and the path below it; those
-            with a picture's extension if None.
-        allow_empty: Whether a class may have no pictures.
-        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+        root: The folder that contains a folder for each class. It is a path or a URI such as
+            ``s3://bucket/path``; ``docs/datasets.md`` lists the schemes.
+        transform: Transform of the image, an RGB image of PIL.
+        target_transform: Transform of the class number.
+        is_valid_file: Function that returns whether a file is an image. Its argument is ``root``
+            with the path below it. If None, the file's extension decides.
+        allow_empty: Whether a class may have no images.
+        filesystem: A filesystem of pyarrow or fsspec, if the environment does not configure the
+            store.
 
     Attributes:
-        classes: Their names, in order.
-        class_to_idx: Their numbers.
-        targets: The number of every sample's class, int64 (N,).
-        paths: The path of every sample's file below ``root``.
+        classes: Names of the classes, in order.
+        class_to_idx: Number of each class.
+        targets: Class number of every sample, int64 (N,).
+        paths: Path of every sample's file below ``root``.
 
     Raises:
-        FileNotFoundError: The folder is not there, has no folders, or (unless ``allow_empty``) one
-            without pictures.
-        OSError: The store refuses, or does not answer in several tries.
+        FileNotFoundError: ``root`` does not exist or contains no folders, or a folder contains no
+            images and ``allow_empty`` is False.
+        OSError: The store refuses access, or does not answer after several tries.
 
     Source:
         ``torchvision.datasets.ImageFolder``.
@@ -72,19 +74,19 @@ class ImageFolder(LabelledPictures):
                 f"{self._store.uri} has no pictures in "
                 + (f"its folders {empty}" if paths else "folders, one for each class")
             )
-        # As os.walk() meets them: the folders of a class in order, and the files in each.
+        # The order of torchvision, which uses os.walk(): sorted folders of a class, then files.
         paths.sort(key=_by_class_and_folder)
         classes = sorted(names)
         self.classes = classes
         self.class_to_idx = {name: number for number, name in enumerate(classes)}
         numbers = [self.class_to_idx[path.partition("/")[0]] for path in paths]
         self.targets = np.array(numbers, dtype=np.int64)
-        # One array, which all workers of a node share; a million strings would be copied.
+        # An array, which the worker processes of a node share; each would copy a list of strings.
         self.paths = np.array(paths, dtype=np.str_)
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """Every sample's file, and the number of its class; made anew each time."""
+        """File and class number of every sample, as a new list at each access."""
         targets: list[int] = self.targets.tolist()
         files = [f"{self._store.uri}/{path}" for path in self.paths]
         return list(zip(files, targets, strict=True))
@@ -96,8 +98,8 @@ class ImageFolder(LabelledPictures):
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]] | None:
-        """What reads a batch's files at the same time, where each has to be waited for."""
-        # Who has replaced __getitem__ means that for every sample.
+        """Function that reads the files of a batch concurrently, or None for local files."""
+        # A subclass that overrides __getitem__ needs it called for every sample.
         own = type(self).__getitem__ is LabelledPictures.__getitem__
         return self._samples if own and self._store.is_far else None
 
@@ -118,7 +120,7 @@ class ImageFolder(LabelledPictures):
         try:
             with Image.open(io.BytesIO(content)) as file:
                 return file.convert("RGB")
-        except Exception as error:  # which does not know the file's name
+        except Exception as error:  # PIL does not know the file's name
             error.add_note(f"{self._store.uri}/{self.paths[index]} was being read")
             raise
 

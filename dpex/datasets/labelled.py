@@ -1,4 +1,4 @@
-"""Pictures with their classes, and transforms for both, as torchvision's datasets have them."""
+"""Base class of image datasets with a class number and torchvision's transforms for both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["LabelledPictures"]
 
 
 class LabelledPictures(Dataset[tuple[Any, Any]]):
-    """Base of datasets whose samples are a picture and the number of its class.
+    """Base of datasets whose samples are an image and its class number.
 
     Args:
-        transform: For the picture.
-        target_transform: For the number.
+        transform: Transform of the image.
+        target_transform: Transform of the class number.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class LabelledPictures(Dataset[tuple[Any, Any]]):
         self.transforms = None
 
     def _picture(self, index: Any) -> Any:
-        """Return an image of PIL's."""
+        """Return a sample's image, a PIL image."""
         raise NotImplementedError
 
     def _number(self, index: Any) -> int:
-        """Return the number of its class."""
+        """Return a sample's class number."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> tuple[Any, Any]:
-        """Return the picture, and the number of its class."""
+        """Return a sample's image and class number, transformed."""
         return self._transformed(self._picture(index), self._number(index))
 
     def _transformed(self, picture: Any, target: int) -> tuple[Any, Any]:

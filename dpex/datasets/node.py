@@ -1,4 +1,4 @@
-"""A dataset that is built where it is read, from its constructor's arguments."""
+"""A dataset that each process builds when it first reads it, from the constructor's arguments."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dpex.worker.batched_reads import reads_batches
 
 __all__ = ["OnNode", "on_node"]
 
-# Datasets that a process keeps built: the parts of a large one, too.
+# Maximum number of built datasets in a process. Each part of a large dataset may count as one.
 _MAX_BUILT = 64
-# Arguments whose text may be shown. Others may be keys, or have one in them.
+# Arguments whose text `repr` may show. Other arguments may be or contain secrets.
 _SHOWN = {
     *("data_dir", "dir", "directory", "file", "filename", "folder", "path", "root"),
     *("image_set", "mode", "name", "split", "train", "year"),
 }
 
-# By process: a fork must not read from files that its parent has opened.
+# Keyed by process: a fork must not read from files that its parent opened.
 _built: OrderedDict[tuple[int, str], Any] = OrderedDict()
 
 
@@ -40,28 +40,29 @@ def on_node(
     arrays_in_common: bool = False,
     **kwargs: Any,
 ) -> OnNode:
-    """Return a dataset that every worker process builds for itself, when it first reads from it.
+    """Return a dataset that every worker process builds when it first reads a sample.
 
-    Nothing but ``make`` and its arguments travels, so the nodes read their own files, or a store.
+    Only ``make`` and its arguments are pickled, so each node reads its own files or a store.
 
     Args:
         make: The dataset's class, or a function that returns a map-style dataset.
-        *args: Its arguments.
-        length: How many samples it has. Needed where it cannot be built in this process; if None,
-            it is built here, once, and asked.
-        arrays_in_common: Whether large numpy arrays and CPU tensors in attributes of the dataset,
-            or of datasets in its attributes, are held once for all processes of a node. Each is
-            exchanged for an equal one after the constructor, so nothing else may refer to it. What
-            a process writes to it is its own.
-        **kwargs: Its keyword arguments.
+        *args: Arguments of ``make``.
+        length: Number of samples. If None, this process builds the dataset once to get its length.
+            Required if this process cannot build the dataset.
+        arrays_in_common: Whether the processes of a node share one copy of large arrays. These are
+            numpy arrays and CPU tensors in attributes of the dataset, or of datasets in its
+            attributes. Each is replaced with an equal array after ``make`` returns, so nothing
+            else may refer to it. Writes stay private to a process.
+        **kwargs: Keyword arguments of ``make``.
 
     Raises:
-        NodeDataError: ``length`` is not given, and the dataset cannot be built here.
-        TypeError: ``make`` cannot be called, ``length`` is not an integer, or ``make`` has a
-            parameter of its own that is called ``length`` or ``arrays_in_common``.
+        NodeDataError: ``length`` is None, and this process cannot build the dataset.
+        TypeError: ``make`` is not callable, ``length`` is not an integer >= 0, or ``length`` or
+            ``arrays_in_common`` is given and also names a parameter of ``make``.
 
     Source:
-        The factory datasets that torch's documentation recommends for what cannot be pickled.
+        The factory datasets that torch's documentation recommends for objects that cannot be
+        pickled.
     """
     if not callable(make):
         raise TypeError(
@@ -91,10 +92,10 @@ def on_node(
 
 
 class OnNode(Dataset[Any]):
-    """What ``on_node`` returns.
+    """A dataset that each process builds when it first reads it; ``on_node`` returns it.
 
     Attributes:
-        length: Number of samples; None as long as it is not known.
+        length: Number of samples, or None while it is unknown.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class OnNode(Dataset[Any]):
 
     @property
     def built(self) -> Any:
-        """The dataset itself, in this process.
+        """The dataset that ``make`` returned in this process.
 
         Raises:
-            NodeDataError: It has another length than where the loader was made.
+            NodeDataError: The dataset's length on this node differs from ``length``.
         """
         key = (os.getpid(), self._key)
         if key not in _built:
@@ -149,11 +150,11 @@ class OnNode(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], Any] | None:
-        """What the dataset itself has for reading a batch at once."""
+        """The built dataset's ``__getitems__``, or None if it does not read whole batches."""
         return self.built.__getitems__ if reads_batches(self.built) else None
 
     def __repr__(self) -> str:
-        """Show the call, but nothing that may be a secret."""
+        """Return the call, with "…" for arguments that may be secret."""
         try:
             bound = inspect.signature(self._make).bind(*self._args, **self._kwargs)
             named = list(bound.arguments.items())
@@ -170,9 +171,9 @@ def _name(make: Callable[..., Any]) -> str:
 def _has_parameter(make: Callable[..., Any], name: str) -> bool:
     try:
         parameter = inspect.signature(make).parameters.get(name)
-    except (TypeError, ValueError):  # what is written in C may not tell
+    except (TypeError, ValueError):  # a callable written in C may have no signature
         return False
-    # Given by partial(), it has a value already.
+    # A parameter that partial() binds already has its value.
     bound = isinstance(make, functools.partial) and name in make.keywords
     return parameter is not None and not bound
 
@@ -182,5 +183,5 @@ def _shown(name: str, value: Any) -> str:
         return repr(value)
     if name not in _SHOWN or not isinstance(value, str | Path):
         return "…"
-    # Neither who reads it nor what a query says.
+    # Hide the user and password before "@", and the query of a URI.
     return repr(re.sub(r"//.*@|[?].*", "…", str(value)))

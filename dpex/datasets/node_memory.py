@@ -1,4 +1,4 @@
-"""A job's directories in a node's memory, which its processes share and which go with the job."""
+"""Directories in a node's memory that the processes of a job share, removed when the job ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 _PROCESS = uuid.uuid4().hex
 _IN_USE = "in-use"
-# How long the memory of a job that ends is waited for, that its workers let go of it.
+# At the end of a job, `forget` waits at most this long for worker processes to release its memory.
 _LET_GO_S = 3.0
 
 _swept: set[tuple[int, Path]] = set()
@@ -38,22 +38,24 @@ _held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def job_name() -> str:
-    """Name what shares memory on a node: the ranks of one job, or this process alone.
+    """Return the name of this process's job; processes with the same name share a node's memory.
+
+    The ranks of a job have the same name. Without ranks, only forks of this process share it.
 
     Returns:
         32 hexadecimal digits.
     """
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
     ranks = " ".join(filter(None, map(os.environ.get, names)))
-    # Always the same object, as a pickle of two that are equal is not that of one.
+    # Interned: pickle writes one object once, but two equal strings twice.
     return sys.intern(xxhash.xxh3_128_hexdigest(ranks.encode())) if ranks else _PROCESS
 
 
 def memory(kind: str) -> Path:
-    """Return the directory in this node's memory that has the directories of this user's jobs.
+    """Return the directory in this node's memory that contains the directories of a user's jobs.
 
     Args:
-        kind: What they keep there.
+        kind: Name of the kind of data that the jobs keep there.
     """
     shared = Path("/dev/shm")
     base = shared if shared.is_dir() else Path(tempfile.gettempdir())
@@ -61,14 +63,14 @@ def memory(kind: str) -> Path:
 
 
 def job_directory(kind: str, job: str) -> Path:
-    """Return where a job keeps something in memory, and remove what jobs have left that ended.
+    """Return a job's directory in memory, and remove the directories of jobs that have ended.
 
     Args:
-        kind: What it keeps.
-        job: Its name.
+        kind: Name of the kind of data that the job keeps.
+        job: Name of the job.
 
     Raises:
-        PermissionError: What is there is another user's, or others can write to it.
+        PermissionError: The parent directory belongs to another user, or others can write to it.
     """
     base = memory(kind)
     make_private(base)
@@ -81,15 +83,15 @@ def job_directory(kind: str, job: str) -> Path:
 
 
 def claim(directory: Path) -> IO[str]:
-    """Make a directory and hold it: nobody removes it as long as what is returned is open.
+    """Create a directory and claim it: no process removes it while the returned file is open.
 
-    A fork of this process does not hold it.
+    A fork of this process does not inherit the claim.
     """
     while True:
         make_private(directory)
         try:
             in_use = (directory / _IN_USE).open("w")
-        except FileNotFoundError:  # removed again, by somebody who has found it unused
+        except FileNotFoundError:  # another process found the directory unused and removed it
             continue
         fcntl.flock(in_use, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):
@@ -100,7 +102,7 @@ def claim(directory: Path) -> IO[str]:
 
 
 def _let_go_in_fork() -> None:
-    # Locks belong to the open file, which a fork shares: it would hold them while it lives.
+    # flock() locks belong to the open file, which a fork shares: it would keep the lock.
     for in_use in _held:
         in_use.close()
 
@@ -110,17 +112,17 @@ os.register_at_fork(after_in_child=_let_go_in_fork)
 
 @contextlib.contextmanager
 def one_at_a_time(directory: Path) -> Iterator[None]:
-    """Keep the other processes that use a directory waiting, where they use this too."""
+    """Hold an exclusive lock on a directory; other callers of this function wait."""
     with (directory / "opening").open("w") as opening:
         fcntl.flock(opening, fcntl.LOCK_EX)
         try:
             yield
-        finally:  # a fork may have the file open, too
+        finally:  # closing is not enough: a fork may have the file open
             fcntl.flock(opening, fcntl.LOCK_UN)
 
 
 def forget(kind: str, job: str) -> None:
-    """Remove what a job keeps in memory, unless another process goes on using it."""
+    """Remove a job's directory in memory, unless another process still uses it."""
     directory = memory(kind) / job
     deadline = time.monotonic() + _LET_GO_S
     with contextlib.suppress(OSError):
@@ -130,10 +132,10 @@ def forget(kind: str, job: str) -> None:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory of this user's alone.
+    """Create a directory with mode 0700; if it exists, check that only this user can write to it.
 
     Raises:
-        PermissionError: There is one that is another user's, or that others can write to.
+        PermissionError: The directory belongs to another user, or others can write to it.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.lstat()

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, read by row group, wherever they lie."""
+"""Rows of Parquet files, read by row group, on a disk or in an object store."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ _DEFAULT_KEPT_GROUPS = 4
 
 
 class Parquet(Dataset[dict[str, Any]]):
-    """The rows of Parquet files, each a dict of its columns.
+    """Rows of Parquet files, each a dict of its columns.
 
-    A row is read with its whole row group, and a batch reads every row group once: shuffle by row
-    groups, or keep as many as a batch meets, where reading is what takes the time.
+    A process reads a row with its whole row group, and reads each row group once per batch. If
+    reading takes most of the time, shuffle by row groups, or raise ``kept_groups`` to the number of
+    row groups that a batch uses.
 
     Args:
-        uri: A file, or a folder of ``*.parquet``: a path, ``s3://bucket/path`` and so on;
-            ``docs/datasets.md`` lists them. What begins with "." or "_" is left out.
-        columns: Which ones; all if None.
-        kept_groups: Row groups that a process keeps.
-        filesystem: Of pyarrow's or fsspec's, if the environment does not say enough.
+        uri: A file, or a folder of ``*.parquet`` files. It is a path or a URI such as
+            ``s3://bucket/path``; ``docs/datasets.md`` lists the schemes. In a folder, names that
+            begin with "." or "_" are left out.
+        columns: Names of the columns to read, or None for all.
+        kept_groups: Number of row groups that a process keeps in memory.
+        filesystem: A filesystem of pyarrow or fsspec, if the environment does not configure the
+            store.
 
     Attributes:
-        columns: Their names, in the order of the files.
+        columns: Names of the columns, in the order of the files.
 
     Raises:
-        FileNotFoundError: There is no such file, or none in the folder.
-        OSError: The store refuses, or does not answer in several tries.
-        TypeError: ``columns`` is one name instead of several.
-        ValueError: A column is not in the files, there is none, or the files do not have the same
-            columns; or ``kept_groups`` is no positive integer.
+        FileNotFoundError: ``uri`` does not exist, or the folder contains no ``*.parquet`` files.
+        OSError: The store refuses access, or does not answer after several tries.
+        TypeError: ``columns`` is a string, not a list of strings.
+        ValueError: ``columns`` is empty or names an unknown column, the files have different
+            columns, or ``kept_groups`` is not a positive integer.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Parquet(Dataset[dict[str, Any]]):
         return list(found.schema.to_arrow_schema().names), rows
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what this process has read."""
+        """Return the state without the row groups that this process has read."""
         return {**self.__dict__, "_read": OrderedDict()}
 
     def __len__(self) -> int:
@@ -109,7 +112,7 @@ class Parquet(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return some rows, in the order of the indices; each row group is read once."""
+        """Return rows in the order of their indices, reading each row group once."""
         places: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
             row = int(index) + (len(self) if index < 0 else 0)
@@ -146,24 +149,24 @@ class Parquet(Dataset[dict[str, Any]]):
 
 
 def _is_data(path: str) -> bool:
-    """Tell whether a file holds rows; what begins like these is hidden, or a tool's own."""
+    """Return whether a file holds rows; a leading "." or "_" marks hidden or metadata files."""
     return path.endswith(".parquet") and not any(p[0] in "._" for p in path.split("/"))
 
 
 def _array(values: pa.Array) -> Any:
-    # numpy has no integer that is missing.
+    # numpy has no missing integers, so a list with nulls stays a list.
     return values.to_pylist() if values.null_count else np.array(values.to_numpy())
 
 
 def _values(column: pa.ChunkedArray, rows: Sequence[int]) -> list[Any]:
-    """Return Python's numbers, strings and bytes; numpy's arrays of lists of numbers.
+    """Return values of a column: numpy arrays for lists of numbers, else Python objects.
 
-    A list with a null in it stays one. Arrow's ``take`` would join chunks of over 2 GiB, and knows
-    no view types.
+    A list with a null stays a Python list. Arrow's ``take`` is not used: it joins chunks, even
+    beyond 2 GiB, and does not support view types.
 
     Args:
         column: A column of a row group.
-        rows: Which of its rows.
+        rows: Numbers of the rows to return.
     """
     import pyarrow.types as types
 

@@ -1,4 +1,4 @@
-"""Whether two samples are the same, as far as can be told."""
+"""Comparison of two samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ __all__ = ["same"]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Compare two samples to the bit; what knows no equality of its own counts as the same.
+    """Return whether two samples are the same; tensors, arrays and images bit for bit.
 
-    Pickles will not do: torch's hold a random number where a tensor is of a subclass.
+    Dataclasses, and objects whose class does not define ``__eq__``, are compared by their
+    attributes. Sparse tensors are compared by dtype and shape alone. Comparing pickles would not
+    work: the pickle of a tensor subclass contains a random number.
     """
     if type(one) is not type(other):
         return False
@@ -36,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
     equality: Any = type(one).__eq__
     if dataclasses.is_dataclass(one) or equality is object.__eq__:
         return same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}))
-    return bool(np.all(one == other)) or one != one  # a NaN
+    return bool(np.all(one == other)) or one != one  # NaN
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
-"""Samples on one node, mapped into the memory of all processes that read them.
+"""Store of samples on one node, mapped into the memory of all processes that read it.
 
-An LMDB environment: one writer at a time, readers that never wait, and a transaction that either
-happened or did not, whenever a process is killed.
+The store is an LMDB environment: one writer at a time, and readers that never wait. A transaction
+is atomic, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from dpex.wire.pickling import Pickled, dump_in_band, load
 __all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
 
 MEMORY = "cache"
-"""What a job's samples are called among what it keeps in a node's memory."""
+"""The ``kind`` of a job's samples in ``node_memory``."""
 
 logger = logging.getLogger("dpex")
 
-# Of the values; with another one come other files.
+# Version of the format of the values; each version has its own files.
 _FORMAT = 1
 _LENGTH = struct.Struct("<I")
-# In the order of the numbers.
+# Big-endian: keys sort by index.
 _INDEX = struct.Struct(">q")
-# Address space, not memory: what a transaction needs beside the samples.
+# Room for transactions beside the samples; this is address space, not memory.
 _SLACK_BYTES = 64 << 20
 _MAX_READERS = 4096
-# Whose samples were not used for so long may go when there is no more room; and what was refused
-# is tried again.
+# A full store evicts the samples of an owner that was not used for this long. If it cannot make
+# room, it refuses further samples of the owner for the same time.
 _STALE_S = 60.0
 _TOUCH_S = 10.0
 _SYNC_S = 5.0
-# The number of the last transaction where there was none.
+# Number of the last transaction if nothing has been written.
 _NOTHING = "0"
 
 _open: dict[Path, tuple[int, SampleStore]] = {}
 
 
 def open_store(directory: Path, max_bytes: int) -> SampleStore:
-    """Return this process's store in a directory.
+    """Return this process's store for a directory.
 
     Raises:
-        PermissionError: The directory is another user's, or others can write to it.
+        PermissionError: The directory belongs to another user, or others can write to it.
     """
     directory = directory.resolve()
     pid, store = _open.get(directory, (0, None))
     if store is None or pid != os.getpid():
         if store is not None:
-            store.close()  # the parent's, which a fork must not read
+            store.close()  # inherited from the parent: a fork must not read it
         store = SampleStore(directory, max_bytes)
         _open[directory] = (os.getpid(), store)
     store.grow(max_bytes)
@@ -69,7 +69,7 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
 
 
 def forget_memory(job: str) -> None:
-    """Remove what a job keeps in memory, unless another process goes on using it."""
+    """Remove a job's samples from memory, unless another process still uses them."""
     _, own = _open.pop((memory(MEMORY) / job).resolve(), (0, None))
     if own is not None:
         own.close()
@@ -77,27 +77,27 @@ def forget_memory(job: str) -> None:
 
 
 def keep_for_good(directory: Path) -> None:
-    """Have what lies in a directory on the disk, whoever wrote it; nothing where there is none."""
+    """Flush a directory's samples to disk, whichever process wrote them, if there are any."""
     if (directory / f"v{_FORMAT}").is_dir():
         with contextlib.suppress(OSError, lmdb.Error):
             open_store(directory, max_bytes=1)._sync()
 
 
 class SampleStore:
-    """Samples by owner and index, in a directory that is this user's alone.
+    """Samples by owner and index, in a directory that only this user can write to.
 
     Args:
-        directory: On a disk of this host; made if it is missing.
-        max_bytes: What the samples may take.
+        directory: A directory on a local disk or in memory, created if it does not exist.
+        max_bytes: Maximum size of the samples.
 
     Raises:
-        PermissionError: The directory is another user's, or others can write to it.
+        PermissionError: The directory belongs to another user, or others can write to it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
-        # What lies in memory does not outlive the machine, so it need not be written to a disk.
+        # Samples in memory do not survive a reboot, so they need not be flushed to disk.
         self._lasting = memory(MEMORY).resolve() not in directory.parents
         self._in_use = claim(directory)
         self._refused_at: dict[bytes, float] = {}
@@ -111,7 +111,7 @@ class SampleStore:
                     self._begin_anew()
             except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError):
                 self._begin_anew()
-        self._environment.reader_check()  # of processes that were killed
+        self._environment.reader_check()  # frees the reader slots of killed processes
         self._samples = self._environment.open_db(b"samples")
 
     def _begin_anew(self) -> None:
@@ -121,14 +121,14 @@ class SampleStore:
     def _opened(self) -> Any:
         files = self._directory / f"v{_FORMAT}"
         make_private(files)
-        files.chmod(0o700)  # its user may have made the directory around it, for all to read
+        files.chmod(0o700)  # all users may be able to read the parent directory
         return lmdb.open(
             str(files),
             map_size=self._map_bytes,
             max_readers=_MAX_READERS,
             max_dbs=1,
             mode=0o600,
-            # A process that dies loses nothing by it; for a machine that does, see _sync().
+            # Safe if a process dies. _sync() covers the failure of the machine.
             sync=False,
             metasync=False,
             readahead=False,
@@ -140,7 +140,7 @@ class SampleStore:
         return self._max_bytes + self._max_bytes // 8 + _SLACK_BYTES
 
     def _may_be_damaged(self) -> bool:
-        """Tell whether the machine may have died before all was on its disk."""
+        """Return whether the machine may have failed before all samples were on its disk."""
         boot, last = _boot_id(), str(self._environment.info()["last_txnid"])
         try:
             noted_boot, noted = self._note.read_text().split()
@@ -152,7 +152,7 @@ class SampleStore:
         return noted != last
 
     def _sync(self) -> None:
-        """Have all that was written on the disk, and note how far that is."""
+        """Flush the store to disk, unless it is in memory, and record the last transaction."""
         self._wrote_at = None
         if self._lasting:
             last = self._environment.info()["last_txnid"]
@@ -161,27 +161,27 @@ class SampleStore:
 
     @property
     def _note(self) -> Path:
-        """The file that says in which run of the machine, and how far, all was on its disk."""
+        """File with the machine's boot id and the last transaction that is on disk."""
         return self._directory / "synced"
 
     def _write_note(self, boot: str, last: str) -> None:
         aside = self._directory / f"synced.{os.getpid()}.{threading.get_ident()}"
-        with contextlib.suppress(OSError):  # a full disk; what is not noted is not believed
+        with contextlib.suppress(OSError):  # full disk: the next reboot discards the samples
             aside.write_text(f"{boot} {last}")
             aside.replace(self._note)
 
     def grow(self, max_bytes: int) -> None:
-        """Let the samples take as much as the loader that allows most."""
+        """Raise the maximum size to ``max_bytes`` if that is larger: the largest limit applies."""
         if max_bytes > self._max_bytes:
             self._max_bytes = max_bytes
             self._environment.set_mapsize(self._map_bytes)
 
     def get(self, owner: bytes, index: Any) -> tuple[bool, Any]:
-        """Return whether there is a sample, and the sample, in memory of its own.
+        """Return whether the store has a sample, and a copy of the sample or None.
 
         Args:
-            owner: Fingerprint of what makes it.
-            index: Its dataset index.
+            owner: Fingerprint of the dataset that makes the sample.
+            index: Index of the sample in the dataset.
         """
         self._touch(owner)
         if self._wrote_at is not None and time.monotonic() - self._wrote_at > _SYNC_S:
@@ -190,25 +190,25 @@ class SampleStore:
             with self._transaction(buffers=True) as transaction:
                 value = transaction.get(_key(owner, index))
                 return (False, None) if value is None else (True, _decoded(value))
-        except Exception as error:  # in doubt it is made anew
+        except Exception as error:  # an unreadable sample is a cache miss
             logger.warning("a cached sample cannot be read: %s: %s", type(error).__name__, error)
             return False, None
 
     def _transaction(self, **options: bool) -> Any:
         try:
             return self._environment.begin(self._samples, **options)
-        except lmdb.MapResizedError:  # by a process that may keep more
+        except lmdb.MapResizedError:  # a process with a larger limit resized the map
             self._environment.set_mapsize(0)
             return self._environment.begin(self._samples, **options)
 
     def put(self, owner: bytes, index: Any, pickled: Pickled) -> None:
-        """Keep a sample, if there is room or room can be made."""
+        """Store a sample, if there is room or if evicting others makes room."""
         now = time.monotonic()
         if now - self._refused_at.get(owner, -_STALE_S) < _STALE_S:
             return
         value = _encoded(pickled)
         if len(value) > self._max_bytes:
-            return  # it would drive all others out
+            return  # it would evict all other samples
         reason = f"max_bytes={self._max_bytes:,}"
         try:
             with self._transaction(write=True) as transaction:
@@ -216,13 +216,13 @@ class SampleStore:
                     transaction.put(_key(owner, index), value)
                     self._wrote_at = now
                     return
-        except (lmdb.Error, OSError) as error:  # the disk is full, most likely
+        except (lmdb.Error, OSError) as error:  # most likely, the disk is full
             reason = str(error)
         self._refused_at[owner] = now
         logger.warning("the sample cache is full: what is not in it is made anew (%s)", reason)
 
     def _make_room(self, transaction: Any, owner: bytes, size: int) -> bool:
-        """Drop samples that nobody has used lately until there is room; False if there is none."""
+        """Evict samples of stale owners until there is room; return whether there is."""
         stale: bytes | None = None
         with transaction.cursor() as cursor:
             while not self._fits(self._used_bytes(transaction), size):
@@ -235,7 +235,7 @@ class SampleStore:
 
     def _fits(self, used: int, size: int) -> bool:
         if not self._lasting:
-            # Ray's object store, and other jobs, need the memory too.
+            # Use at most half of the free memory: Ray's object store and other jobs need it too.
             disk = os.statvfs(self._directory)
             free = disk.f_bavail * disk.f_frsize
             if used + size > (used + free) // 2:
@@ -248,7 +248,7 @@ class SampleStore:
         return int(pages * found["psize"])
 
     def _stale_owner(self, transaction: Any, owner: bytes) -> bytes | None:
-        """Return an owner of samples that were not read for a while, if there is one."""
+        """Return another owner that was not used for ``_STALE_S``, or None."""
         now = time.time()
         with transaction.cursor() as cursor:
             found = cursor.first()
@@ -264,11 +264,11 @@ class SampleStore:
         return None
 
     def _mark(self, owner: bytes) -> Path:
-        """Return the file whose time is that of an owner's last use."""
+        """Return the file whose modification time is the time of an owner's last use."""
         return self._directory / f"used-{owner.hex()}"
 
     def _touch(self, owner: bytes) -> None:
-        """Note, from time to time, that an owner's samples are in use."""
+        """Record that an owner is in use, at most once in ``_TOUCH_S``."""
         now = time.monotonic()
         if now - self._touched.get(owner, -_TOUCH_S) >= _TOUCH_S:
             self._touched[owner] = now
@@ -276,12 +276,12 @@ class SampleStore:
                 self._mark(owner).touch()
 
     def close(self) -> None:
-        """Let go of the directory; nothing can be read any more."""
+        """Close the environment and release the directory; the store cannot be used afterwards."""
         self._environment.close()
         self._in_use.close()
 
     def size(self) -> tuple[int, int]:
-        """Return how many samples it holds, whoever made them, and their bytes."""
+        """Return the number of samples of all processes, and their size in bytes."""
         with self._transaction() as transaction:
             return int(transaction.stat(self._samples)["entries"]), self._used_bytes(transaction)
 
@@ -293,7 +293,7 @@ def _key(owner: bytes, index: Any) -> bytes:
     with contextlib.suppress(struct.error):
         if whole:
             return owner + _INDEX.pack(int(index))
-    # Whatever else a sampler may yield.
+    # Any other index that a sampler yields.
     return owner + xxhash.xxh3_128_digest(dump_in_band(index, "index"))
 
 

@@ -1,9 +1,9 @@
-"""One copy of a dataset's large arrays for all processes of a node that have built the same ones.
+"""One copy of a dataset's large arrays for all processes of a node that built the same arrays.
 
-Each process builds its dataset for itself; what it then holds in arrays and tensors is exchanged
-for a private mapping of a file in memory, which is found by its content. What a process writes to
-its arrays is its own. Only on demand: who else has such an array, in a list or in a thread, goes on
-with the old one.
+Each process builds its dataset, and then replaces large arrays and tensors with private mappings
+of files in memory. A digest of the content names each file. Writes stay private to a process.
+
+Sharing is opt-in: other references to an array, in a list or in a thread, keep the old array.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ __all__ = ["forget_at_exit", "share_arrays"]
 logger = logging.getLogger("dpex")
 
 _MEMORY = "arrays"
-# Mapping takes some system calls, and a file.
+# Smaller arrays are not shared: a mapping takes several system calls and a file.
 _LARGE_BYTES = 1 << 20
-# Each keeps a file open.
+# Each shared region keeps a file open.
 _MOST_REGIONS = 64
 
-# By process: a fork holds nothing.
+# Keyed by process: a fork does not inherit a claim.
 _claims: dict[tuple[int, str], IO[str]] = {}
 
 
 @dataclass(frozen=True)
 class _Array:
-    """An array or tensor where a dataset has it.
+    """An array or tensor that is an attribute of a dataset.
 
     Attributes:
-        owner: The attributes of the object that has it.
-        name: Its name there.
-        start: Address of the memory that it is part of.
-        size: That memory's size in bytes.
-        plain: Whether it is nothing but numbers in memory that is this process's own.
+        owner: The ``__dict__`` of the object that has the attribute.
+        name: Name of the attribute.
+        start: Address of the memory region that contains the array.
+        size: Size of that region in bytes.
+        plain: Whether the array contains only numbers, in memory that this process owns.
     """
 
     owner: dict[str, Any]
@@ -64,7 +64,7 @@ class _Array:
     plain: bool
 
     def on(self, memory: np.ndarray[Any, Any]) -> Any:
-        """Return the same array on a copy of that memory."""
+        """Return the same array as a view of ``memory``, a copy of its region."""
         old = self.owner[self.name]
         if isinstance(old, torch.Tensor):
             place = (old.storage_offset(), old.size(), old.stride())
@@ -77,29 +77,29 @@ class _Array:
 
 
 def share_arrays(dataset: Any, job: str) -> None:
-    """Exchange a dataset's large arrays for mappings that this node's processes have in common.
+    """Replace a dataset's large arrays with mappings that the processes of a node share.
 
-    Those are numpy arrays and CPU tensors in attributes of the dataset, or of one that it is made
-    of. An array that is mapped from a file already is left as it is; so are all for which there is
-    no room.
+    These are numpy arrays and CPU tensors in attributes of the dataset, or of datasets in its
+    attributes. An array that is already mapped from a file stays as it is. If there is no room for
+    an array, it and the smaller arrays stay as they are, and dpex logs a warning.
 
     Args:
-        dataset: Whatever a process has built.
-        job: Whose processes share.
+        dataset: The dataset that this process has built.
+        job: Name of the job whose processes share the arrays.
     """
     try:
         exchanged = _exchange(dataset, job)
     except Exception as error:
-        # A process that has arrays of its own is as right as one that shares.
+        # Sharing only saves memory: the dataset is correct without it.
         logger.warning("arrays are not shared on this node: %s: %s", type(error).__name__, error)
         return
     if exchanged:
-        # A worker keeps what it frees for its next batch.
+        # Otherwise a worker process keeps the freed memory for its next batch.
         give_back_memory()
 
 
 def _exchange(dataset: Any, job: str) -> bool:
-    """Exchange the arrays; False if there are none."""
+    """Replace the arrays; return False if there are none."""
     regions = _regions(list(_arrays(dataset, set())))
     if not regions:
         return False
@@ -116,10 +116,10 @@ def _exchange(dataset: Any, job: str) -> bool:
 
 
 def _regions(arrays: list[_Array]) -> list[list[_Array]]:
-    """Sort arrays by their memory; returns the largest of it, one after the other.
+    """Group arrays by memory region; return the largest regions, largest first.
 
-    Where two have some memory in common, but not all, neither is returned: one that is exchanged
-    would no longer be one with the other.
+    Regions that overlap in part are left out: replacing them would separate arrays that share
+    memory.
     """
     clusters: list[list[_Array]] = []
     end = 0
@@ -135,9 +135,9 @@ def _regions(arrays: list[_Array]) -> list[list[_Array]]:
 
 @functools.cache
 def forget_at_exit(job: str) -> None:
-    """Have a job's arrays removed from this node when this process ends.
+    """Remove a job's arrays from this node when this process exits.
 
-    Who has mapped them goes on having them.
+    Processes that have mapped the arrays keep their mappings.
     """
 
     @atexit.register
@@ -146,7 +146,7 @@ def forget_at_exit(job: str) -> None:
 
 
 def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:
-    """Find the large arrays of a dataset and of those that it is made of."""
+    """Yield the arrays and CPU tensors of a dataset and of the datasets in its attributes."""
     if id(holder) in seen or not hasattr(holder, "__dict__"):
         return
     seen.add(id(holder))
@@ -165,7 +165,7 @@ def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:
 
 
 def _place_of_array(array: np.ndarray[Any, Any]) -> tuple[tuple[int, int], bool]:
-    """Return where the memory is that an array is part of, and whether all in it is plain."""
+    """Return the address and size of an array's region, and whether the array is plain."""
     whole: Any = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -183,7 +183,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 def _is_plain(tensor: torch.Tensor) -> bool:
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return False
-    # Asked where CUDA is in use alone: it would begin to be, or fail in a fork.
+    # Call is_pinned() only if CUDA is initialized: it would initialize CUDA, or fail in a fork.
     pinned = torch.cuda.is_initialized() and tensor.is_pinned()
     return not (pinned or tensor.__dict__)
 
@@ -193,7 +193,7 @@ def _bytes_at(address: int, size: int) -> np.ndarray[Any, Any]:
 
 
 def _claimed(job: str) -> Path:
-    """Return the directory of a job's arrays, which is not removed while this process lives."""
+    """Return the directory of a job's arrays, claimed for the lifetime of this process."""
     directory = job_directory(_MEMORY, job)
     key = (os.getpid(), job)
     if key not in _claims:
@@ -202,10 +202,10 @@ def _claimed(job: str) -> Path:
 
 
 def _common(content: np.ndarray[Any, Any], directory: Path) -> np.ndarray[Any, Any]:
-    """Return the same bytes, mapped privately from a file that the job's processes share.
+    """Return the same bytes as a private mapping of a file that the job's processes share.
 
     Raises:
-        OSError: There is no room for such a file.
+        OSError: There is no room for the file, or another thread changes the bytes meanwhile.
     """
     file = directory / xxhash.xxh3_128_hexdigest(content.data)
     if not file.exists():
@@ -218,10 +218,10 @@ def _common(content: np.ndarray[Any, Any], directory: Path) -> np.ndarray[Any, A
 
 
 def _write(content: np.ndarray[Any, Any], file: Path) -> None:
-    """Write a file, whole and right or not at all."""
+    """Write a file atomically."""
     disk = os.statvfs(file.parent)
     taken = sum(other.stat().st_size for other in file.parent.iterdir())
-    # Ray's object store needs the memory too.
+    # Use at most half of the free memory: Ray's object store needs it too.
     if taken + content.nbytes > (taken + disk.f_bavail * disk.f_frsize) // 2:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.parent))
     partly = file.with_suffix(".partly")
@@ -229,7 +229,7 @@ def _write(content: np.ndarray[Any, Any], file: Path) -> None:
         with partly.open("w+b") as opened:
             opened.write(content.data)
             opened.seek(0)
-            # A thread of the dataset's may go on changing it.
+            # The content must match the file's name: a thread of the dataset may change the array.
             if hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest() != file.name:
                 raise OSError(errno.EAGAIN, "an array was changed while it was copied")
         partly.rename(file)

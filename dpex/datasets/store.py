@@ -1,4 +1,4 @@
-"""Files by URI: on a disk, in an object store, or wherever fsspec reaches."""
+"""Files by URI: on a disk, in an object store, or in any filesystem of fsspec."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ __all__ = ["Store"]
 
 T = TypeVar("T")
 
-# A store that is busy is asked again after this long, twice as long, and so on.
+# Delay before the first retry of a busy store; each further delay is twice as long.
 _FIRST_PAUSE_S = 0.1
 _TRIES = 6
-# Files that a process reads at the same time; other workers do so too.
+# Files that one process reads concurrently; the other worker processes read as many.
 _READ_AT_ONCE = 8
-# Arrow gives up connecting after one second, and an answer after three.
+# Arrow's default timeouts are 1 s for the connection and 3 s for the answer.
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
-# It asks Google's store for a quarter of an hour, also where there is nothing to log in with.
+# By default, Arrow retries Google's store for 15 minutes, even without credentials.
 _GOOGLE_RETRIES = "retry_limit_seconds=10"
-# Asking again does not help; Arrow has one class of error for all that a store says.
+# Messages of errors that a retry cannot fix. Arrow raises one class for all errors of a store.
 _FINAL = re.compile(
     "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET"
     "|status 301|status 40[013]|Bucket '.*' not found|Could not create a OAuth2 access token"
 )
-# Where a name before "@" is no secret: of a container, or of who logs in with a key of his own.
+# Schemes whose name before "@" is not a secret: a container, or a user who logs in with a key.
 _NAMED = {"abfs", "abfss", "ftp", "hdfs", "sftp", "smb", "ssh", "wasb", "wasbs"}
-# What Arrow's URIs may say of an S3 store.
+# Options of an S3 store in Arrow's URIs, and how to parse them.
 _S3_OPTIONS: dict[str, Callable[[str], Any]] = {
     "endpoint_override": str,
     "force_virtual_addressing": lambda text: text.lower() == "true",
@@ -47,31 +47,32 @@ _S3_OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 
 
-# The global generator is the samples', and one of ours would be the same in all forks.
+# Not the global generator, which the samples use; a seeded one would be the same in all forks.
 _chance = random.SystemRandom()
 
 
 class Store:
-    """A folder of files.
+    """A folder of files, or a single file.
 
-    Clients are made in each process, when it first reads. Credentials are what the environment or
-    the client library's own files say, or are in ``filesystem``.
+    Each process creates its client when it first reads. Credentials come from the environment, from
+    the client library's configuration files, or from ``filesystem``.
 
     Args:
-        uri: A folder, or a file: a path, ``file://``, ``s3://bucket/path``, ``gs://``, ``oss://``
-            (S3's protocol; endpoint and credentials from ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``,
-            ``OSS_ACCESS_KEY_SECRET`` and ``OSS_SESSION_TOKEN``), or whatever else fsspec knows.
-        filesystem: A ``pyarrow.fs.FileSystem``, or one of fsspec's, to be used as it is; ``uri``
-            is then a path in it.
+        uri: A folder or a file: a path, ``file://``, ``s3://bucket/path``, ``gs://``, ``oss://``,
+            or any URI that fsspec supports. ``oss://`` uses the S3 protocol, with the endpoint and
+            credentials in ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``, ``OSS_ACCESS_KEY_SECRET`` and
+            ``OSS_SESSION_TOKEN``.
+        filesystem: A ``pyarrow.fs.FileSystem`` or an fsspec filesystem, used as it is. ``uri`` is
+            then a path in this filesystem.
 
     Raises:
-        ValueError: The URI has a user name or a password in it.
+        ValueError: The URI contains credentials.
     """
 
     def __init__(self, uri: str | Path, filesystem: Any = None) -> None:
         text = str(uri)
         if filesystem is not None:
-            # fsspec's have a way to write each path, in which they list their files too.
+            # fsspec filesystems normalize paths, and list files by their normalized paths.
             strip = getattr(filesystem, "_strip_protocol", str)
             self._whole = strip(text).rstrip("/")
             self.uri = _without_query(self._whole).rstrip("/")
@@ -91,7 +92,7 @@ class Store:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: its client is not to be used in another."""
+        """Return the state without the client, which another process must not use."""
         own = {"_opened", "_made_in"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -99,18 +100,18 @@ class Store:
         self.__dict__.update(state, _opened=None, _made_in=os.getpid())
 
     def __repr__(self) -> str:
-        """Show where it is."""
+        """Return the store's URI, without its query."""
         return f"Store({self.uri!r})"
 
     def read(self, path: str) -> bytes:
         """Return a file's content.
 
         Args:
-            path: Below the store's own.
+            path: Path of the file, relative to the store's.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            OSError: The store refuses, or does not answer in several tries.
+            FileNotFoundError: The file does not exist.
+            OSError: The store refuses access, or does not answer after several tries.
         """
 
         def whole() -> bytes:
@@ -123,31 +124,31 @@ class Store:
         return self.insist(whole, path)
 
     def read_all(self, paths: Iterable[str]) -> Iterator[bytes]:
-        """Yield the contents of files, in order, several of which are read at the same time.
+        """Yield the contents of files in order, reading several concurrently.
 
         Args:
-            paths: As for ``read``.
+            paths: Paths of the files, relative to the store's.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            OSError: The store refuses, or does not answer in several tries.
+            FileNotFoundError: A file does not exist.
+            OSError: The store refuses access, or does not answer after several tries.
         """
-        self.insist(self._client, "")  # one for all threads
+        self.insist(self._client, "")  # create one client for all threads
         return _readers(os.getpid()).map(self.read, paths)
 
     @property
     def is_far(self) -> bool:
-        """Whether files have to be waited for: they lie on no disk of this host."""
+        """Whether the files are remote: not in the local filesystem."""
         import pyarrow.fs as pafs
 
         return not isinstance(self._client()[0], pafs.LocalFileSystem)
 
     def listing(self) -> tuple[list[str], list[str]]:
-        """Return the paths of all files, and of all folders, below the store's own, in order.
+        """Return the sorted relative paths of all files, and of all folders, in the store.
 
         Raises:
-            FileNotFoundError: There is no such folder.
-            OSError: The store refuses, or does not answer in several tries.
+            FileNotFoundError: The store's folder does not exist.
+            OSError: The store refuses access, or does not answer after several tries.
         """
 
         def listed() -> tuple[list[str], list[str]]:
@@ -168,7 +169,7 @@ class Store:
         return self.insist(listed, "")
 
     def is_file(self) -> bool:
-        """Tell whether the store's own path is a file's."""
+        """Return whether the store's path is a file."""
 
         def asked() -> bool:
             filesystem, base = self._client()
@@ -177,7 +178,7 @@ class Store:
         return self.insist(asked, "")
 
     def open(self, path: str) -> Any:
-        """Return a file to read parts of; what it raises is Arrow's own."""
+        """Open a file for random access, without retries; errors are Arrow's own."""
         filesystem, base = self._client()
         whole = f"{base}/{path}" if path else base
         if _is_utf8(whole):
@@ -187,15 +188,15 @@ class Store:
         return pa.PythonFile(Path(whole).open("rb"))
 
     def insist(self, read: Callable[[], T], path: str) -> T:
-        """Read, and read again where the store was busy.
+        """Call ``read`` and return its result; retry if the store is busy.
 
         Args:
-            read: What to do.
-            path: What it reads, for the errors.
+            read: Function that reads from the store.
+            path: Path that it reads, for error messages.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            OSError: The store refuses, or does not answer in several tries.
+            FileNotFoundError: The file does not exist.
+            OSError: The store refuses access, or does not answer after several tries.
         """
         where = f"{self.uri}/{path}" if path else self.uri
         for tries_left in reversed(range(_TRIES)):
@@ -215,14 +216,14 @@ class Store:
                     raise OSError(f"{where}: {type(error).__name__}: {text}") from None
                 error.add_note(f"{where} was being read")
                 raise
-            # At other times than the other workers.
+            # Jitter: the worker processes must not all retry at the same time.
             pause_s = _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left)
             time.sleep(pause_s * _chance.uniform(0.5, 1.5))
         raise AssertionError
 
     def _without_secrets(self, text: str) -> str:
         query = self._whole.removeprefix(_without_query(self._whole)).removeprefix("?")
-        secrets = [query]  # a signature, perhaps
+        secrets = [query]  # may contain a signature
         for name, value in os.environ.items():
             if re.search("KEY|SECRET|TOKEN|PASSWORD", name) and len(value) >= 8:
                 secrets.append(value)
@@ -241,7 +242,7 @@ class Store:
         given = self._given
         if given is not None:
             if self._made_in != os.getpid():
-                # Forks would read one another's answers from the connections that they inherit.
+                # Forks inherit connections, and would read one another's answers from them.
                 given = pickle.loads(pickle.dumps(given))
             if not isinstance(given, pafs.FileSystem):
                 given = pafs.PyFileSystem(pafs.FSSpecHandler(given))
@@ -269,7 +270,7 @@ class Store:
 
 @functools.lru_cache(maxsize=1)
 def _readers(_: int) -> ThreadPoolExecutor:
-    """Return a process's threads; a fork has none of its parent's."""
+    """Return the thread pool of a process; a fork does not inherit its parent's threads."""
     return ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="dpex-store")
 
 
@@ -289,7 +290,7 @@ def _s3(bucket: str, options: dict[str, Any]) -> pafs.FileSystem:
     options = _addressed(options, endpoint)
     told = options.keys() & {"endpoint_override", "region"}
     if not told and not environment.keys() & {"AWS_REGION", "AWS_DEFAULT_REGION"}:
-        # Asked elsewhere, Amazon's store says where it is, and Arrow's client does not go there.
+        # In another region, S3 answers with a redirect, which Arrow's client does not follow.
         options["region"] = pafs.resolve_s3_region(bucket)
     return _client_of(options)
 
@@ -315,7 +316,7 @@ def _oss(_: str, options: dict[str, Any]) -> pafs.FileSystem:
 
 
 def _addressed(options: dict[str, Any], endpoint: str) -> dict[str, Any]:
-    """Add a store's address, ``"host:port"`` or ``"http://host:port"``, to options without one."""
+    """Add the endpoint ``"host:port"`` or ``"http://host:port"`` to options that have none."""
     if not endpoint or options.get("endpoint_override"):
         return options
     scheme, separator, host = endpoint.rpartition("://")
@@ -338,7 +339,7 @@ def _is_uri(text: str) -> bool:
 
 
 def _without_query(text: str) -> str:
-    """Take off what may be a signature; a path may well have a question mark in it."""
+    """Return a URI without its query, which may contain a signature; return a path unchanged."""
     return text.partition("?")[0] if _is_uri(text) else text
 
 
@@ -349,9 +350,9 @@ def _has_credentials(uri: str) -> bool:
 
 
 def _below(folder: str) -> tuple[list[str], list[str]]:
-    """Return the paths of all files, and of all folders, below a local one, in order.
+    """Return the sorted relative paths of all files, and of all folders, in a local folder.
 
-    Arrow leaves out links that lead nowhere, and ends at a name that is not UTF-8.
+    Arrow's listing is not used: it omits broken links, and fails at a name that is not UTF-8.
     """
     files: list[str] = []
     folders: list[str] = []

@@ -1,4 +1,4 @@
-"""torchvision's datasets, their transforms beside them."""
+"""Datasets of torchvision, with their transforms as a separate chain."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["from_torchvision"]
 
 
 def from_torchvision(dataset: Any) -> MappedDataset:
-    """Return a torchvision dataset whose transforms are a chain of its own.
+    """Separate a torchvision dataset into a dataset without transforms and a chain of transforms.
 
     Args:
-        dataset: A ``VisionDataset``, or what ``wrap_dataset_for_transforms_v2`` made of one. It
-            is left as it is.
+        dataset: A ``VisionDataset``, or the result of ``wrap_dataset_for_transforms_v2``. It is
+            not modified.
 
     Returns:
-        The same samples. ``source`` is the dataset without transforms; what was in a ``Compose``
-        is in the chain one by one.
+        A dataset with the same samples. Its ``source`` is ``dataset`` without transforms. Its chain
+        contains the transforms of a ``Compose`` one by one.
 
     Raises:
-        TypeError: ``dataset`` keeps its transforms elsewhere than torchvision's datasets do, or
-            applies them otherwise. Its first sample is read twice to see that.
+        TypeError: ``dataset`` does not store or does not apply its transforms as torchvision's
+            datasets do. To check this, ``from_torchvision`` reads the first sample twice.
     """
     names = ("transform", "target_transform", "transforms")
     missing = [name for name in names if not hasattr(dataset, name)]
@@ -57,7 +57,7 @@ def from_torchvision(dataset: Any) -> MappedDataset:
 
 
 def _first_sample(dataset: Any) -> Any:
-    """Make a dataset's first sample, from a certain seed."""
+    """Return a dataset's first sample, made with a fixed seed."""
     with generators_kept():
         seed_generators(0)
         return dataset[0]

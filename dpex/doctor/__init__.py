@@ -1,1 +1,1 @@
-"""The command ``dpex doctor``: what it reports, and the epochs that it compares."""
+"""The command ``dpex doctor``: its report, and the epochs that it compares."""

@@ -1,4 +1,4 @@
-"""``dpex doctor``: what a bug report needs, and whether dpex gives torch's batches here."""
+"""The report of ``dpex doctor``: versions, the machine, and a comparison of dpex with torch."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Line = tuple[str, str]
 
 
 def examine(head_address: str, *, timeout_s: float, out: TextIO) -> bool:
-    """Write, line by line as it is found, what there is and whether it works.
+    """Write the report, each line as soon as it is known.
 
     Args:
-        head_address: Which Ray to try; see ``DpexDataLoader``.
-        timeout_s: When to end this process, whatever it waits for.
-        out: Where to write.
+        head_address: The Ray to test; see ``DpexDataLoader``.
+        timeout_s: Seconds after which this process exits with status 1, whatever it waits for.
+        out: The file to write to.
 
     Returns:
-        Whether all is well: the batches are torch's, and dpex had nothing to warn of.
+        Whether dpex's batches equal torch's and dpex has logged no warning.
     """
 
     def write(name: str, text: str) -> None:
@@ -58,11 +58,11 @@ def examine(head_address: str, *, timeout_s: float, out: TextIO) -> bool:
         faulthandler.dump_traceback(out)
         os._exit(1)
 
-    # Never cancelled: ending Ray at this process's exit may hang too.
+    # The timer is never cancelled: shutting Ray down at exit may hang too.
     watchdog = threading.Timer(timeout_s, cut_off)
     watchdog.daemon = True
     watchdog.start()
-    faulthandler.enable()  # a crash in native code is to be seen as well
+    faulthandler.enable()  # shows a crash in native code too
     problems = _Problems()
     logging.getLogger("dpex").addHandler(problems)
     try:
@@ -79,14 +79,17 @@ def examine(head_address: str, *, timeout_s: float, out: TextIO) -> bool:
 
 
 class _Wrong(Exception):
-    """What needs no traceback to be understood."""
+    """A problem whose message needs no traceback."""
 
 
 class _Problems(logging.Handler):
-    """What is wrong. All that dpex warns of is: a store on disk, nodes with another torch.
+    """A log handler that collects problems.
+
+    Every warning of dpex is a problem. Examples are an object store on disk, and nodes with another
+    version of torch.
 
     Attributes:
-        texts: What to say of each.
+        texts: A text for each problem.
     """
 
     def __init__(self) -> None:
@@ -94,12 +97,12 @@ class _Problems(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a warning in."""
+        """Add a warning to the problems."""
         self.texts.append(record.getMessage())
 
 
 def _host() -> Iterator[Line]:
-    """The versions, and the machine."""
+    """Yield the versions of packages and the properties of the machine."""
     yield "dpex", dpex.__version__
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     for package in _PACKAGES:
@@ -110,7 +113,7 @@ def _host() -> Iterator[Line]:
     yield "platform", platform.platform()
     yield "cores", f"{usable_cores()} for this process, of {os.cpu_count()}"
     yield "memory", f"{_gib(usable_memory())} for this process, {_gib(free_memory())} of it free"
-    with contextlib.suppress(OSError):  # there is none on macOS
+    with contextlib.suppress(OSError):  # macOS has no /dev/shm
         shared = shutil.disk_usage("/dev/shm")
         yield "/dev/shm", f"{_gib(shared.total)}, {_gib(shared.free)} of it free"
     yield "start method", multiprocessing.get_start_method()
@@ -131,11 +134,12 @@ def _gpus() -> str:
 
 
 def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
-    """Which Ray, and two epochs by torch and by dpex.
+    """Yield which Ray is used, its size, and the speed of two epochs of torch and of dpex.
 
     Raises:
         ClusterError: There is no such Ray.
-        _Wrong: It has no CPU, batches do not come from it or from torch, or they differ.
+        _Wrong: The cluster has no CPU, a loader does not deliver its batches, or the batches
+            differ.
     """
     from dpex.doctor.self_test import difference, make_loader, read
 
@@ -154,7 +158,7 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
 
     loader = make_loader(distribute_mode=True, head_address=head_address, timeout_s=timeout_s)
     try:
-        batches = iter(loader)  # which connects
+        batches = iter(loader)  # connects to Ray
         nodes, cpus, gpus = cluster_size()
         note = " (logical ones: the tasks share the cores)" if embedded else ""
         yield "cluster", f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs{note}"
@@ -166,7 +170,7 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
             )
         try:
             got = [read(loader, batches), read(loader, iter(loader))]
-        except RuntimeError as error:  # a timeout, or workers that died
+        except RuntimeError as error:  # a timeout, or dead workers
             raise _Wrong(f"{error}. Of the cluster: {report_busy_cpus()}") from error
     finally:
         loader.close()
@@ -178,7 +182,7 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
 
 
 def _chosen(head_address: str) -> tuple[str, str]:
-    """An address, and why it is that one."""
+    """Return an address, and the reason for the choice."""
     try:
         address, name = choose(head_address)
     except ValueError as error:

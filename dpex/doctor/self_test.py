@@ -1,4 +1,4 @@
-"""A small dataset, read by torch's loader and by dpex: what each gave, and how fast."""
+"""A small dataset, and loaders of torch and of dpex that read it for comparison."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NUM_WORKERS = 2
 
 
 class Noise(Dataset[tuple[torch.Tensor, str, int]]):
-    """Pictures of noise, and where and by which process each was made.
+    """Pictures of noise, each with the host name and the pid of the process that made it.
 
-    A picture is a function of its index alone, and made of integers: a sum of floats may differ
-    in its last bit from one processor to another.
+    A picture depends on its index alone. Its values are integers, because a sum of floats may
+    differ in the last bit between processors.
     """
 
     def __len__(self) -> int:
@@ -39,12 +39,12 @@ class Noise(Dataset[tuple[torch.Tensor, str, int]]):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch gave.
+    """The batches and statistics of one epoch.
 
     Attributes:
-        batches: The pictures.
-        makers: Host and pid of the processes that made them.
-        stats: What it cost.
+        batches: The batches of pictures.
+        makers: Host name and pid of each process that made pictures.
+        stats: The loader's statistics of the epoch.
     """
 
     batches: list[torch.Tensor]
@@ -55,12 +55,12 @@ class Epoch:
 def make_loader(
     *, distribute_mode: bool, head_address: str, timeout_s: float
 ) -> DpexDataLoader[tuple[torch.Tensor, str, int]]:
-    """Return a loader whose epochs are shuffled alike, whoever makes them.
+    """Return a loader whose batches do not depend on ``distribute_mode``.
 
     Args:
-        distribute_mode: Whether by dpex; by torch if not.
-        head_address: Which Ray.
-        timeout_s: How long to wait for a batch.
+        distribute_mode: Whether dpex makes the batches; torch does if False.
+        head_address: The Ray to use.
+        timeout_s: Seconds to wait for a batch.
     """
     return DpexDataLoader(
         Noise(),
@@ -80,7 +80,7 @@ def read(loader: DpexDataLoader[Any], batches: Iterator[Any]) -> Epoch:
 
     Args:
         loader: The loader.
-        batches: What ``iter(loader)`` returned.
+        batches: The iterator that ``iter(loader)`` returned.
     """
     pictures: list[torch.Tensor] = []
     makers: set[tuple[str, int]] = set()
@@ -91,7 +91,7 @@ def read(loader: DpexDataLoader[Any], batches: Iterator[Any]) -> Epoch:
 
 
 def difference(ours: Epoch, torchs: Epoch) -> str | None:
-    """Say where two epochs differ; None where every bit is the same."""
+    """Return a text that names the first difference of two epochs; None if all bits are equal."""
     if len(ours.batches) != len(torchs.batches):
         return f"{len(ours.batches)} batches, and torch's loader gives {len(torchs.batches)}"
     for number, (one, other) in enumerate(zip(ours.batches, torchs.batches, strict=True)):

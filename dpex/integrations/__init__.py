@@ -1,4 +1,4 @@
-"""Frameworks that make a loader of their own from the one they are given.
+"""Support for frameworks that make a new loader from the loader they are given.
 
-Each module is for one framework, and is imported by nobody but its user.
+There is one module for each framework. The rest of dpex imports none of them.
 """

@@ -1,8 +1,8 @@
 """Accelerate: prepared loaders whose batches dpex makes.
 
-Accelerate wraps every loader, and the loader inside of the wrapper is a new one of torch's. Here it
-is one of dpex's; the wrapper, which places batches, synchronises generators and counts, is
-Accelerate's own.
+Accelerate makes a new torch ``DataLoader`` from every loader, and puts a wrapper around it. This
+module replaces the ``DataLoader`` in the wrapper by a ``DpexDataLoader``. The wrapper remains
+Accelerate's: it places batches on devices, synchronises generators and counts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def prepare(
     *objects: Any,
     device_placement: list[bool] | None = None,
 ) -> Any:
-    """Do what ``accelerator.prepare(*objects)`` does, and keep dpex in every ``DpexDataLoader``.
+    """Call ``accelerator.prepare(*objects)``, and keep dpex in every ``DpexDataLoader``.
 
     Args:
-        accelerator: Yours.
+        accelerator: The ``Accelerator``.
         objects: Loaders, models, optimizers, schedulers: all that ``prepare`` takes, in any order.
         device_placement: As in ``Accelerator.prepare``.
 
     Returns:
-        What ``accelerator.prepare`` returns. The ``base_dataloader`` of a loader in it has the
-        options of the ``DpexDataLoader`` that was given, and this rank's share of its indices.
+        The result of ``accelerator.prepare``. The ``base_dataloader`` of each loader has the
+        options of the given ``DpexDataLoader``, and this rank's share of its indices.
 
     Source:
         ``Accelerator.prepare``, Accelerate 1.15.
@@ -51,7 +51,7 @@ def prepare(
                 "out. Give the loader shuffle=True or a sampler of the whole dataset",
                 stacklevel=2,
             )
-        loader._is_accelerate_prepared = False  # said, and so not asked: no warning
+        loader._is_accelerate_prepared = False  # the property warns only while this is None
     try:
         result = accelerator.prepare(*objects, device_placement=device_placement)
     finally:
@@ -64,16 +64,17 @@ def prepare(
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Any:
-    """Return a loader that begins later; of what it skips only the indices are drawn.
+    """Return a loader that skips batches: it draws their indices, but does not make them.
 
     Args:
-        loader: A ``DpexDataLoader``, or what ``prepare`` made of one; others are Accelerate's, as
-            are those of an ``IterableDataset``, which has no indices to skip.
+        loader: A ``DpexDataLoader``, or the result of ``prepare`` for such a loader. For any other
+            loader, Accelerate's result is returned. The same applies to an ``IterableDataset``,
+            which has no indices to skip.
         num_batches: How many of this rank's batches to skip.
 
     Returns:
-        What ``accelerate.skip_first_batches`` returns, but for the batches being made by dpex.
-        It is a loader beside the given one: use it for one epoch.
+        The result of ``accelerate.skip_first_batches``, with batches made by dpex. It is separate
+        from the given loader: use it for one epoch.
 
     Source:
         ``accelerate.skip_first_batches``, Accelerate 1.15.
@@ -88,17 +89,17 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Any:
 
 
 def distribute(prepared: Any, **options: Any) -> Any:
-    """Have dpex make the batches of a loader that Accelerate has prepared already.
+    """Put a ``DpexDataLoader`` into a loader that Accelerate has already prepared.
 
     Args:
-        prepared: What ``accelerator.prepare`` returned for a loader of any class.
-        options: dpex's own: ``distribute_mode``, ``head_address``, ``worker_options`` and so on.
+        prepared: The result of ``accelerator.prepare`` for a loader of any class.
+        options: dpex's options: ``distribute_mode``, ``head_address``, ``worker_options``, etc.
 
     Returns:
-        The same object.
+        The same object, whose batches dpex makes.
 
     Raises:
-        TypeError: Accelerate has not prepared it, or ``options`` has one that dpex does not know.
+        TypeError: Accelerate has not prepared the loader, or dpex does not know an option.
 
     Source:
         ``accelerate.data_loader.DataLoaderAdapter``, Accelerate 1.15.
@@ -114,7 +115,7 @@ def distribute(prepared: Any, **options: Any) -> Any:
 
 
 def _is_ours(loader: Any) -> TypeGuard[DpexDataLoader[Any]]:
-    # Not isinstance(): a wrapper says that its class is that of the loader in it.
+    # Not isinstance(): the __class__ of Accelerate's wrapper is the class of the loader in it.
     return issubclass(type(loader), DpexDataLoader)
 
 
@@ -123,7 +124,8 @@ def _put_in(
 ) -> DataLoaderAdapter:
     """Replace the loader in a wrapper."""
     loader = remake(prepared.base_dataloader, options, kind=kind)
-    # Accelerate notes it before every batch, for it reads one batch ahead of the training loop.
+    # The wrapper's state_dict() returns this value. Accelerate updates it before every batch,
+    # because it reads one batch ahead of the training loop.
     prepared.dl_state_dict = loader.state_dict()
     prepared.base_dataloader = loader
     return prepared

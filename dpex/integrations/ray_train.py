@@ -1,4 +1,4 @@
-"""Ray Train: a loader that ``ray.train.torch.prepare_data_loader`` leaves as it is."""
+"""Ray Train: a loader that ``ray.train.torch.prepare_data_loader`` does not replace."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ __all__ = ["add_distributed_sampler"]
 
 
 def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
-    """Return the loader with a ``DistributedSampler``, as ``prepare_data_loader`` would add it.
+    """Return the loader with the ``DistributedSampler`` that ``prepare_data_loader`` would add.
 
-    ``prepare_data_loader`` makes a new loader of torch's to add one, and none if there is one.
+    To add a ``DistributedSampler``, ``prepare_data_loader`` makes a new torch ``DataLoader``. It
+    keeps a loader that already has a ``DistributedSampler``.
 
     Args:
-        loader: A loader of a training function of Ray Train.
+        loader: A loader in a training function of Ray Train.
 
     Returns:
-        A loader of this rank's share; shuffled if the given one is. The given one itself, if it
-        has a ``DistributedSampler``, if its dataset is an ``IterableDataset``, which divides its
-        stream among the ranks itself, or if there is but one rank.
+        A new loader for this rank's share, shuffled if the given loader is shuffled. The given
+        loader itself is returned in three cases: it has a ``DistributedSampler``; there is only one
+        rank; or its dataset is an ``IterableDataset``, which divides its stream among the ranks
+        itself.
 
     Raises:
-        ValueError: It has a sampler of another kind, or a batch sampler, which a
-            ``DistributedSampler`` would replace.
+        ValueError: The loader has another kind of sampler, or a batch sampler. A
+            ``DistributedSampler`` would replace it.
 
     Source:
         ``ray.train.torch.prepare_data_loader``, Ray 2.60.

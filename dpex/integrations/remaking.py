@@ -1,4 +1,4 @@
-"""A ``DpexDataLoader`` in the place of a loader that it cannot become itself."""
+"""A new ``DpexDataLoader`` from the arguments of another loader."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def _parameters(loader_type: type[DataLoader[Any]]) -> set[str]:
     return set(inspect.signature(loader_type.__init__).parameters) - {"self"}
 
 
-# The names of dpex's arguments that torch's loader does not have.
+# Names of dpex's arguments that torch's loader does not have.
 OWN_OPTIONS = frozenset(_parameters(DpexDataLoader) - _parameters(DataLoader))
-# Which of these may be given depends on which others are.
+# Arguments of which torch accepts only some combinations.
 _SAMPLING = {"batch_sampler", "batch_size", "drop_last", "sampler", "shuffle"}
 _SHARED = (_parameters(DpexDataLoader) & _parameters(DataLoader)) - _SAMPLING
 
 
 def own_options(loader: DpexDataLoader[Any]) -> dict[str, Any]:
-    """Return what a loader was given beyond torch's arguments, as keywords."""
+    """Return a loader's values of the ``OWN_OPTIONS``, as keyword arguments."""
     return {name: getattr(loader, name) for name in OWN_OPTIONS}
 
 
@@ -35,27 +35,27 @@ def remake(
     *,
     kind: type[DpexDataLoader[Any]] = DpexDataLoader,
 ) -> DpexDataLoader[Any]:
-    """Make a loader with the arguments of another one.
+    """Make a loader with the arguments of another loader.
 
     Args:
-        like: Any loader of torch's; what it has in common with dpex is taken from it.
+        like: Any torch ``DataLoader``, which gives the arguments that dpex shares with torch.
         own: dpex's own options, as ``own_options`` returns them.
-        sampling: Which of ``batch_size``, ``sampler``, ``batch_sampler``, ``drop_last``, where not
-            what ``like`` has.
-        kind: What to make: ``DpexDataLoader``, or a subclass with the same arguments.
+        sampling: Values for ``batch_size``, ``sampler``, ``batch_sampler`` and ``drop_last``, in
+            place of those of ``like``. If None, ``like`` gives them.
+        kind: Class of the result: ``DpexDataLoader``, or a subclass with the same arguments.
 
     Returns:
-        The loader; nothing has been started for it.
+        The loader. No process has been started for it.
 
     Raises:
         TypeError: ``kind`` takes other arguments.
-        ValueError: A value in ``own`` is one that dpex does not know.
+        ValueError: dpex does not accept a value in ``own``.
 
     Source:
         Every argument of ``torch.utils.data.DataLoader`` is an attribute of the same name.
     """
     if sampling is None:
-        # As frameworks do: a batch sampler stands for batch_size, sampler and drop_last.
+        # As in the frameworks, a batch sampler replaces batch_size, sampler and drop_last.
         if isinstance(like.dataset, IterableDataset):
             sampling = {"batch_size": like.batch_size, "drop_last": like.drop_last}
         elif like.batch_sampler is None:

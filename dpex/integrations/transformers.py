@@ -23,24 +23,25 @@ __all__ = ["DpexTrainerMixin", "DpexTrainingArguments"]
 
 @dataclass
 class DpexTrainingArguments(TrainingArguments):
-    """``TrainingArguments`` with dpex's options, named as torch's are there.
+    """``TrainingArguments`` with dpex's options, prefixed with ``dataloader_`` like torch's.
 
-    They can be given on a command line, through ``HfArgumentParser``. To have them with a subclass
-    of ``TrainingArguments``, inherit from both.
+    ``HfArgumentParser`` reads the options from a command line. To add them to a subclass of
+    ``TrainingArguments``, inherit from both classes.
 
     Attributes:
         dataloader_distribute_mode: ``distribute_mode`` of ``DpexDataLoader``.
-        dataloader_head_address: ``head_address``: which Ray.
-        dataloader_worker_options: ``worker_options``: Ray's for one worker, a dict or its JSON.
+        dataloader_head_address: ``head_address``: which Ray to use.
+        dataloader_worker_options: ``worker_options``: Ray's options of one worker, as a dict or as
+            JSON.
         dataloader_prefetch_bytes: ``prefetch_bytes``.
-        dataloader_on_error: ``on_error``: what becomes of a sample that cannot be read.
-        dataloader_max_skipped: ``max_skipped``: how many of an epoch may be left out.
+        dataloader_on_error: ``on_error``: raise the error of a sample, or skip the sample.
+        dataloader_max_skipped: ``max_skipped``: how many samples of an epoch may be left out.
 
     Raises:
         ValueError: ``dataloader_worker_options`` is neither a dict nor a JSON object.
 
     Source:
-        ``dataloader_num_workers`` and its like in ``TrainingArguments``, transformers 5.23.
+        ``dataloader_num_workers`` and similar fields of ``TrainingArguments``, transformers 5.23.
     """
 
     dataloader_distribute_mode: bool = field(
@@ -64,10 +65,10 @@ class DpexTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        """Check the arguments, and read what came as JSON."""
+        """Check the arguments, and parse options that are JSON."""
         options = self.dataloader_worker_options
         if isinstance(options, str):
-            with contextlib.suppress(ValueError):  # it is still a string
+            with contextlib.suppress(ValueError):  # the check below rejects the string
                 options = json.loads(options)
         if options is not None and not isinstance(options, dict):
             raise ValueError(
@@ -79,36 +80,36 @@ class DpexTrainingArguments(TrainingArguments):
 
 
 class DpexTrainerMixin:
-    """Has a ``Trainer`` read training, evaluation and test sets through dpex.
+    """Mixin for a ``Trainer`` that reads training, evaluation and test sets through dpex.
 
-    ``class MyTrainer(DpexTrainerMixin, Trainer)``, and nothing else changes: batches, shares of the
-    ranks and shuffling are the Trainer's. How many workers there are is
-    ``dataloader_num_workers``, 0 unless it is set. dpex's options are those of
-    ``DpexTrainingArguments``; with arguments of another class, their defaults.
+    Write ``class MyTrainer(DpexTrainerMixin, Trainer)``; nothing else changes. The Trainer still
+    decides on batches, on the share of each rank and on shuffling. ``dataloader_num_workers`` is
+    the number of workers; its default is 0. dpex's options come from ``DpexTrainingArguments``.
+    With arguments of another class, dpex's options have their defaults.
 
     Source:
-        ``Trainer.get_train_dataloader`` and its like, transformers 5.23.
+        ``Trainer.get_train_dataloader`` and similar methods, transformers 5.23.
     """
 
-    # The iterator of the Trainer's that its train() began with, and what is read in its place.
+    # The first iterator of a train() call, and the iterator that is read in its place.
     _begun_with: tuple[Any, Any] | None = None
 
-    # mypy sees the Trainer's methods only where both are bases.
+    # mypy does not know that the mixin has the Trainer's attributes.
     if TYPE_CHECKING:
         args: TrainingArguments
         state: TrainerState
         callback_handler: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader, its batches made by dpex."""
+        """Return the Trainer's training loader, with batches made by dpex."""
         return self._distributed(super().get_train_dataloader())  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the Trainer's loader, its batches made by dpex."""
+        """Return the Trainer's evaluation loader, with batches made by dpex."""
         return self._distributed(super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the Trainer's loader, its batches made by dpex."""
+        """Return the Trainer's test loader, with batches made by dpex."""
         return self._distributed(super().get_test_dataloader(test_dataset))  # type: ignore[misc]
 
     def _distributed(self, loader: Any) -> Any:
@@ -117,7 +118,7 @@ class DpexTrainerMixin:
         return distribute(loader, **{"distribute_mode": True, **given})
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train, as the Trainer does."""
+        """Train as the Trainer does."""
         self._begun_with = None
         try:
             return super().train(*arguments, **named)  # type: ignore[misc]
@@ -125,10 +126,11 @@ class DpexTrainerMixin:
             self._begun_with = None
 
     def get_batch_samples(self, epoch_iterator: Any, *others: Any, **named: Any) -> Any:
-        """Return the next batches; dpex makes them also where the Trainer skips some.
+        """Return the next batches, made by dpex even if the Trainer skips some.
 
-        To go on in the middle of an epoch, the Trainer makes a loader of torch's that skips. What
-        comes here first is its iterator, from which nothing has been read.
+        To resume in the middle of an epoch, the Trainer makes a torch ``DataLoader`` that skips
+        batches. The first ``epoch_iterator`` is then the iterator of that loader. Nothing has been
+        read from it, so this method replaces it.
         """
         if self._begun_with is None:
             self._begun_with = (epoch_iterator, self._rest_of_epoch() or epoch_iterator)
@@ -137,7 +139,7 @@ class DpexTrainerMixin:
         return super().get_batch_samples(read, *others, **named)  # type: ignore[misc]
 
     def _rest_of_epoch(self) -> Any:
-        """Return an iterator over what a checkpoint has left of its epoch, if it is in one."""
+        """Return an iterator over the rest of the checkpoint's epoch, or None for a whole epoch."""
         loader: Any = self.callback_handler.train_dataloader
         batches = len(loader) if has_length(loader) else 0
         per_update = self.args.gradient_accumulation_steps
@@ -145,6 +147,6 @@ class DpexTrainerMixin:
         if updates == 0 or self.args.ignore_data_skip:
             return None
         rest = skip_first_batches(loader, updates * per_update)
-        if hasattr(rest, "set_epoch"):  # not one that Accelerate has not prepared
+        if hasattr(rest, "set_epoch"):  # a loader that Accelerate has not prepared lacks it
             rest.set_epoch(epoch)
         return iter(rest)

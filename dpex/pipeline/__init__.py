@@ -1,1 +1,1 @@
-"""Code of the pipeline actor, which runs Ray Data, and of what the training process asks it."""
+"""The pipeline actor, which runs Ray Data, and the training process's interface to it."""

@@ -1,8 +1,8 @@
-"""The actor that runs the pipelines, so that the trainer's process keeps its GIL to itself.
+"""The pipeline actor, which runs Ray Data outside the training process and its GIL.
 
-One host serves all loaders of a process. It claims no CPU, has no use for torch, and touches no
-data: it passes chunks in and block references out. A pipeline serves one
-iteration of a loader at a time and outlives it.
+One pipeline actor serves all loaders of a training process. It claims no CPU, does not need torch
+and decodes no batch. It passes chunks to the tasks, and block references to the training process.
+A pipeline serves one iteration of a loader at a time, and outlives the iteration.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from dpex.worker.task import FIRST_TASKS
 __all__ = ["PipelineActor", "get_pipeline_actor"]
 
 _QUIET_WAIT_S = 1.0
-# The state of persistent logical workers is worth a longer wait: torch waits for them, too.
+# Persistent logical workers keep state, so begin() waits longer for them, as torch does.
 _STATE_WAIT_S = 60.0
 _MAX_RECENT = 10_000
-# What Ray does not take back from a task that waits for an answer, as it does its CPUs.
+# Ray releases the CPUs of a task that waits for an answer, but not these resources.
 _HELD_WHILE_WAITING = frozenset({"resources", "memory", "accelerator_type"})
 
 
 @dataclass
 class Reply:
-    """What a pipeline has to say.
+    """The news of a run.
 
     Attributes:
-        blocks: New blocks: a reference, or a small block itself, and its size in bytes.
-        quiet_at: Number of the run's chunks when last all of them were done; their blocks have
-            all been handed out with or before this reply.
-        ended: Whether no more will come for this run.
-        errors: What lost something that was in flight.
+        blocks: New blocks, each with its size in bytes. An entry has a reference to the block, or
+            the block itself if it is small.
+        quiet_at: How many chunks the run had when all of them were last done. This reply or an
+            earlier reply contains all their blocks.
+        ended: Whether the run gets no more blocks.
+        errors: Errors that lost chunks or blocks in flight.
     """
 
     blocks: list[tuple[Any, int]] = field(default_factory=list)
@@ -59,11 +60,11 @@ class Reply:
 
 
 class _Pipeline:
-    """One pipeline, as the pipeline actor keeps it.
+    """A pipeline, as the pipeline actor keeps it.
 
     Attributes:
-        job_key: Digest of the job that its workers read.
-        arrived: The messages that workers have sent.
+        job_key: Digest of the job that the worker processes read.
+        arrived: The latest messages from worker processes, to recognise resent messages.
     """
 
     def __init__(
@@ -98,14 +99,15 @@ class _Pipeline:
         self.arrived = Arrived()
         self._serve(run)
         self._executions: list[Execution] = []
-        if spec.later:  # the number of a later stage's workers is limited in one Dataset
+        if spec.later:
+            # The limit on the workers of a later stage holds within one Dataset.
             self._execute(spec, first=True, further=True)
         else:
             self._execute(spec, first=True, further=False)
             self._adding = asyncio.ensure_future(self._add_tasks(spec))
 
     async def _add_tasks(self, spec: PipelineSpec) -> None:
-        """Start the Dataset of further tasks when the first of them is wanted."""
+        """Start the Dataset of the further tasks once the scheduler wants the first of them."""
         if await self.scheduler.more_tasks(FIRST_TASKS) is not None:
             self._execute(spec, first=False, further=True)
 
@@ -113,24 +115,24 @@ class _Pipeline:
         def take_end(error: BaseException | None) -> None:
             if error is None and further:
                 error = RuntimeError("Ray Data's execution has ended")
-            if error is not None:  # else the first task has no more to do
+            if error is not None:  # else the first task has nothing left to do
                 self._take_end(error)
 
         execution = Execution(lambda: build(spec, first=first, further=further), take_end)
         self._executions.append(execution)
 
     def close(self) -> None:
-        """End all tasks: none gets another chunk."""
+        """Cancel the run and end all task leases."""
         self.begin(None)
         self.scheduler.close()
 
     def join(self) -> None:
-        """Wait some seconds for the end of the executions."""
+        """Wait some seconds for the executions to end."""
         for execution in self._executions:
             execution.close()
 
     def begin(self, run: str | None) -> None:
-        """Serve another iteration, or none; what waits is dropped."""
+        """Serve another run, or none; drop the chunks that wait."""
         self.scheduler.drop()
         self._serve(run)
 
@@ -147,9 +149,9 @@ class _Pipeline:
         self.changed.set()
 
     def feed(self, number: int, payloads: list[bytes], workers: list[int], *, alone: bool) -> None:
-        """Append chunks, the first one being the run's ``number``-th.
+        """Append chunks, of which the first has the index ``number`` in the run.
 
-        Calls of an async actor may overtake one another; chunks must not.
+        Calls of an async actor may overtake one another, but chunks must stay in order.
         """
         chunks = zip(payloads, workers, strict=True)
         self._early.update((at, (*chunk, alone)) for at, chunk in enumerate(chunks, number))
@@ -157,7 +159,7 @@ class _Pipeline:
             self.scheduler.feed(chunk[0], chunk[1], alone=chunk[2])
 
     def news(self) -> Reply | None:
-        """Return what is new since the last call, or None."""
+        """Return the news since the last call, or None if there is none."""
         blocks, errors, quiet_at = list(self._blocks), list(self._errors), self.scheduler.quiet_at
         broken = self.broken
         self._blocks.clear()
@@ -168,7 +170,7 @@ class _Pipeline:
         return Reply(blocks, quiet_at - self._first_chunk, broken, errors)
 
     def note_error(self, text: str) -> None:
-        """Record what lost something that was in flight."""
+        """Record an error that lost chunks or blocks in flight."""
         self._errors.append(text)
         self.changed.set()
         self.scheduler.release()
@@ -176,7 +178,7 @@ class _Pipeline:
     def deliver(
         self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, error: str
     ) -> None:
-        """Take a block from a worker, or what it says in its place."""
+        """Accept a block from a worker process, or the error that lost the block."""
         self._blocks.extend((block, size_bytes) for block in blocks)
         if error:
             self.note_error(error)
@@ -184,11 +186,13 @@ class _Pipeline:
         self.changed.set()
 
     def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
-        """Count how often a later stage has begun with a block, and give it up in the end.
+        """Return whether a later stage may begin a block, and count its attempts.
+
+        After ``MAX_DEATHS`` attempts, the block is lost.
 
         Args:
             block: The stage's task, and the block's chunk and first batch.
-            origin: The task that began it, and the process.
+            origin: The task of the first stage that made the block, and its process.
         """
         self._starts[block] += 1
         if self._starts[block] <= MAX_DEATHS:
@@ -198,7 +202,7 @@ class _Pipeline:
         return False
 
     def _take_end(self, error: BaseException) -> None:
-        """Tell the reader that an execution has failed; called in the execution's thread."""
+        """Report a failed execution to the training process; runs in the execution's thread."""
 
         def end() -> None:
             self.broken = True
@@ -209,20 +213,21 @@ class _Pipeline:
 
 
 class _Recent(OrderedDict[str, None]):
-    """The names last added; who asks for one asks soon."""
+    """The names that were added last: a call asks for a name soon after its addition."""
 
     def add(self, name: str) -> None:
-        """Add a name, and forget the oldest where there are too many."""
+        """Add a name, and remove the oldest if there are more than ``_MAX_RECENT``."""
         self[name] = None
         while len(self) > _MAX_RECENT:
             self.popitem(last=False)
 
 
 class _PipelineActor:
-    """The actor's class.
+    """The class of the pipeline actor.
 
-    ``take``, ``over``, ``closed`` and ``next_chunk`` wait for what they tell, ``begin`` and
-    ``close`` for some seconds that nothing is at work; the other methods are short.
+    ``take``, ``over``, ``closed``, ``more_tasks`` and ``next_chunk`` wait without a time limit.
+    ``begin`` and ``close`` wait for a limited time until no task works. The other methods are
+    short.
     """
 
     def __init__(self) -> None:
@@ -233,23 +238,23 @@ class _PipelineActor:
         self._sharing: asyncio.Future[None] | None = None
         self._fair_share = FairShare(free_cpus)
         tune_executor()
-        gc.freeze()  # what is loaded by now stays, so no collection need look at it
+        gc.freeze()  # loaded modules stay, so no collection has to scan them
 
     def _opening(self, pipeline_key: str) -> asyncio.Future[_Pipeline]:
-        """Return the pipeline, or the promise of it: any call may arrive before ``open``."""
+        """Return the future of a pipeline; any call may arrive before ``open``."""
         if pipeline_key not in self._pipelines:
             self._pipelines[pipeline_key] = asyncio.get_running_loop().create_future()
         return self._pipelines[pipeline_key]
 
     async def _serving(self, pipeline_key: str, run: str) -> _Pipeline | None:
-        """Return a pipeline if it serves this run; None if the run was given up."""
+        """Return a pipeline if it serves this run; None if the run was cancelled."""
         if pipeline_key in self._closed:
             return None
         pipeline = await self._opening(pipeline_key)
         return pipeline if pipeline.run == run else None
 
     def _somebody_waits(self) -> bool:
-        """Return whether a pipeline of this process has tasks that wait to begin."""
+        """Return whether any pipeline of this actor has tasks that wait to begin."""
         return any(pipeline.scheduler.waits for pipeline in self._opened())
 
     def _opened(self) -> list[_Pipeline]:
@@ -258,7 +263,7 @@ class _PipelineActor:
     async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
         if pipeline_key in self._closed and pipeline_key not in self._pipelines:
-            return  # given up before it came, and nobody waits for it
+            return  # closed before this call arrived, and no call waits for it
         loop = asyncio.get_running_loop()
         opening = self._opening(pipeline_key)
         try:
@@ -269,10 +274,10 @@ class _PipelineActor:
             opening.set_exception(error)
 
     async def begin(self, pipeline_key: str, run: str) -> bool:
-        """Let a pipeline serve another iteration.
+        """Switch a pipeline to another run.
 
         Returns:
-            False if the pipeline is broken, or still at work for an iteration that was given up.
+            False if the pipeline is broken or closed, or still works for a cancelled run.
         """
         if pipeline_key in self._closed:
             return False
@@ -303,14 +308,14 @@ class _PipelineActor:
 
         Args:
             pipeline_key: The pipeline.
-            run: The run that the chunks belong to; ignored if it was given up.
-            number: Number of the first of these chunks in the run.
+            run: The run that the chunks belong to. If it was cancelled, the call does nothing.
+            number: Index of the first of these chunks in the run.
             payloads: Pickled chunks.
-            workers: The logical worker of each.
-            alone: Whether each is to have a task of its own.
-            parallel: Number of tasks to run at once, if logical workers are not bound.
-            starting: Number of tasks to start at once, if they are.
-            one_by_one: Whether one task is to run at a time.
+            workers: The logical worker of each chunk.
+            alone: Whether each chunk needs a task lease to itself.
+            parallel: Number of tasks that may run at once, if logical workers are not bound.
+            starting: Number of tasks that may start at once, if logical workers are bound.
+            one_by_one: Whether only one task may run at a time.
         """
         if pipeline_key in self._closed:
             return
@@ -334,14 +339,14 @@ class _PipelineActor:
         made: int,
         unchanged: bool | None,
     ) -> AssignedChunk | None:
-        """Answer a task that asks for its next chunk.
+        """Return a task's next chunk, or None if its lease is over.
 
         Args:
-            pipeline_key: Its pipeline.
-            origin: The task, and its process.
+            pipeline_key: The task's pipeline.
+            origin: The task and its process.
             place: See ``Scheduler.next_chunk``.
-            made: See there.
-            unchanged: Whether its last batch has left the copy as it was; None if not looked at.
+            made: See ``Scheduler.next_chunk``.
+            unchanged: Whether the last batch left its dataset copy unchanged; None if unknown.
         """
         if pipeline_key in self._closed:
             return None
@@ -364,15 +369,16 @@ class _PipelineActor:
         size_bytes: int,
         error: str,
     ) -> None:
-        """Take a block.
+        """Accept a block, or the error that lost it.
 
         Args:
-            pipeline_key: The pipeline that it belongs to.
-            message: The sender, and the number of its message.
-            origin: The task that made it, and the process.
-            blocks: A reference to it, or a small one itself; none if it is lost.
-            size_bytes: Its size.
-            error: Why it is lost.
+            pipeline_key: The pipeline that the block belongs to.
+            message: The sender and the number of its message.
+            origin: The task of the first stage that made the block, and its process.
+            blocks: A reference to the block, or the block itself if it is small; empty if the
+                block is lost.
+            size_bytes: The block's size.
+            error: Why the block is lost; empty if it is not.
         """
         if pipeline_key not in self._closed:
             pipeline = await self._opening(pipeline_key)
@@ -382,25 +388,19 @@ class _PipelineActor:
     async def may_begin(
         self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]
     ) -> bool:
-        """Tell a task of a later stage whether to begin; see ``_Pipeline.may_begin``."""
+        """Return whether a later stage may begin a block; see ``_Pipeline.may_begin``."""
         if pipeline_key in self._closed:
             return False
         return (await self._opening(pipeline_key)).may_begin(block, origin)
 
     async def release(self, pipeline_key: str, run: str) -> None:
-        """End the leases that wait: the run's reader has lost a block."""
-        if (
-            pipeline_key not in self._closed
-            and (pipeline := await self._opening(pipeline_key)).run == run
-        ):
+        """End the task leases that wait, because the training process has lost a block."""
+        if (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.scheduler.release()
 
     async def take(self, pipeline_key: str, run: str) -> Reply:
-        """Wait for news of a run; one that was given up has ended."""
-        while (
-            pipeline_key not in self._closed
-            and (pipeline := await self._opening(pipeline_key)).run == run
-        ):
+        """Wait for news of a run, and return it; for a cancelled run, ``ended`` is set."""
+        while (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.changed.clear()
             reply = pipeline.news()
             if reply is not None:
@@ -409,11 +409,11 @@ class _PipelineActor:
         return Reply(ended=True)
 
     async def inherits(self, job_key: str) -> bool:
-        """Tell whether this process, and with it the workers, inherit a job."""
+        """Return whether this process inherited a job; if so, worker processes inherit it too."""
         return job_key in inheritance
 
     async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
-        """Put an inherited job into the object store, for a worker that needs another copy."""
+        """Store an inherited job, for a worker process that needs a further copy."""
         if job_key not in self._stored_jobs:
             self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
                 None, store_job, inheritance[job_key]
@@ -421,35 +421,29 @@ class _PipelineActor:
         return [await self._stored_jobs[job_key]]
 
     async def cancel(self, pipeline_key: str, run: str) -> None:
-        """Give up a run: its chunks that have not begun do nothing, the others stop soon."""
-        if (
-            pipeline_key not in self._closed
-            and (pipeline := await self._opening(pipeline_key)).run == run
-        ):
+        """Cancel a run: drop the chunks that wait; tasks soon stop making the others."""
+        if (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.begin(None)
 
     async def over(self, pipeline_key: str, run: str) -> None:
-        """Answer when a run is over."""
-        if (
-            pipeline_key not in self._closed
-            and (pipeline := await self._opening(pipeline_key)).run == run
-        ):
+        """Wait until a run is over."""
+        if (pipeline := await self._serving(pipeline_key, run)) is not None:
             await pipeline.over.wait()
 
     async def note_state(
         self, pipeline_key: str, message: tuple[str, int], lease: str, unchanged: bool
     ) -> None:
-        """Take a task's report about its copy; see ``Scheduler.note_state``."""
+        """Record a task's report about its dataset copy; see ``Scheduler.note_state``."""
         if pipeline_key not in self._closed:
             (await self._opening(pipeline_key)).scheduler.note_state(lease, unchanged)
 
     async def closed(self, pipeline_key: str) -> None:
-        """Answer when a pipeline is closed: then nobody needs what workers keep for it."""
+        """Wait until a pipeline is closed, and worker processes can drop what they keep for it."""
         if pipeline_key not in self._closed:
             await self._closing.setdefault(pipeline_key, asyncio.Event()).wait()
 
     async def close(self, pipeline_key: str) -> None:
-        """End a pipeline; one that is still to be opened never is."""
+        """Close a pipeline, even if its ``open`` has not arrived yet."""
         self._closed.add(pipeline_key)
         if pipeline_key in self._closing:
             self._closing.pop(pipeline_key).set()
@@ -457,7 +451,7 @@ class _PipelineActor:
             return
         try:
             pipeline = await self._pipelines[pipeline_key]
-        except Exception:  # it never opened, and has said so
+        except Exception:  # it never opened, and the waiting calls raised the error
             return
         finally:
             self._pipelines.pop(pipeline_key, None)
@@ -468,21 +462,21 @@ class _PipelineActor:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, pipeline.join)
         del pipeline
-        # A plan of Ray Data's refers to itself, and to the job in the object store.
+        # Ray Data's plan is a reference cycle, which keeps the job in the object store.
         await loop.run_in_executor(None, gc.collect)
 
     async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
-        """Answer a pipeline actor that asks how the others fare; see ``FairShare.others``."""
+        """Return the state of the other training jobs; see ``FairShare.others``."""
         return await self._fair_share.others(name, waits)
 
     async def _share_cpus(self) -> None:
-        """Let the pipelines know, from now on, how the other hosts on the cluster fare."""
+        """Report the state of the other training jobs to the pipelines, in an endless loop."""
         loop = asyncio.get_running_loop()
         name = ray.get_runtime_context().get_actor_name()
         while True:
             opened = self._opened()
             waits = any(pipeline.scheduler.waits for pipeline in opened)
-            # An answer from between two iterations is too old for the next one.
+            # Between iterations the answer is None: an old answer would mislead the next iteration.
             others, pause_s = None, POLL_S
             if waits or any(pipeline.scheduler.in_run for pipeline in opened):
                 others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)
@@ -493,13 +487,13 @@ class _PipelineActor:
 
 @dataclass
 class PipelineActor:
-    """A running host.
+    """A pipeline actor that this process has started.
 
     Attributes:
-        actor: Ray's handle.
-        name: Its name in the namespace of dpex.
-        driver: The cluster's address and this process's job there.
-        lost: Whether it was found dead.
+        handle: Ray's handle.
+        name: Its name in dpex's namespace.
+        driver: The cluster's address, and the ID of this process's Ray job.
+        lost: Whether a call found the actor dead.
     """
 
     handle: Any
@@ -509,12 +503,12 @@ class PipelineActor:
 
     @property
     def connected(self) -> bool:
-        """Whether the Ray it was started in is still this process's Ray."""
+        """Whether the actor's Ray is still this process's Ray."""
         return ray.is_initialized() and self.driver == _driver()
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, as far as is known, in this process's Ray."""
+        """Whether the actor, as far as is known, runs in this process's Ray."""
         return not self.lost and self.connected
 
 
@@ -528,7 +522,7 @@ _starting = threading.Lock()
 
 
 def get_pipeline_actor(runtime_env: dict[str, Any] | None) -> PipelineActor:
-    """Return this process's host, started on first use on this node.
+    """Return this process's pipeline actor; start one on this node if none is alive.
 
     Args:
         runtime_env: Ray runtime environment for nodes that lack dpex.
@@ -545,9 +539,9 @@ def get_pipeline_actor(runtime_env: dict[str, Any] | None) -> PipelineActor:
                     name=name,
                     namespace=NAMESPACE,
                     num_cpus=0,
-                    # Every task that waits for a chunk is a call in flight.
+                    # Each task that waits for a chunk has one call open.
                     max_concurrency=100_000,
-                    # A soft affinity leaves it to chance.
+                    # With a soft affinity, Ray may choose another node.
                     scheduling_strategy=NodeAffinitySchedulingStrategy(
                         context.get_node_id(), soft=False
                     ),

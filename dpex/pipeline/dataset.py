@@ -1,4 +1,4 @@
-"""The Ray Dataset of a pipeline: one source block for each task, and a ``map_batches`` a stage."""
+"""The Ray Dataset of a pipeline: one source block per task, one ``map_batches`` per stage."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["LaterStage", "PipelineSpec", "build", "store_job"]
 
-# Ray Data's setting of what holds tasks back. If it has another name, tasks start later.
+# Ray Data's setting for its backpressure policies. If Ray renames it, tasks start later.
 _POLICIES = "backpressure_policies.enabled"
 # The label that Ray gives each node.
 _NODE = "ray.io/node-id"
-# Ray Data lets tasks ask for the memory that their output took so far. An autoscaler starts no node
-# for such a task where its configuration does not say how much memory a node has.
+# By default, Ray Data requests as much memory for a task as the output of earlier tasks took. An
+# autoscaler starts no node for such a task if its configuration omits the memory of a node.
 _NO_MEMORY = {"memory": 0}
 
 
 @dataclass(frozen=True)
 class LaterStage:
-    """A stage after the one that reads, as the pipeline actor builds it.
+    """A later stage, as the pipeline actor builds it.
 
     Attributes:
         job: Reference to the pickled ``StageJob``, as in ``PipelineSpec``.
-        job_key: Digest of its bytes.
-        options: Ray options of one worker.
-        most_workers: How many work at once.
-        capped: Whether the user has said how many.
-        keeps_processes: Whether its workers keep their processes.
+        job_key: Digest of the job's bytes.
+        options: Ray options of one worker process.
+        most_workers: Maximum number of worker processes at work.
+        capped: Whether the user has set this maximum.
+        keeps_processes: Whether the worker processes are actors, which outlive a block.
     """
 
     job: list[ray.ObjectRef]
@@ -58,20 +58,21 @@ class LaterStage:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """What a loader's Ray Dataset is made from.
+    """The specification of a pipeline, from which ``build`` makes its Ray Datasets.
 
     Attributes:
-        job: Reference to the driver's ``sys.path`` and the parts of the pickled ``Job``, in a
-            list so that Ray does not resolve it; empty where workers inherit the job.
+        job: Reference to the training process's ``sys.path`` and the parts of the pickled ``Job``.
+            A list holds it, so that Ray does not resolve it. The list is empty if worker processes
+            inherit the job.
         job_key: Digest of the job's bytes.
-        actor_name: Name of the pipeline actor, asked whether a chunk is still wanted.
-        pipeline_key: The pipeline that its tasks belong to.
-        claims_cpus: Whether its tasks share the CPUs with others'.
-        num_workers: How many logical workers there are.
-        binding: Whether they are bound to processes, to begin with.
-        persistent: Whether they outlive an iteration.
-        options: Ray options of one worker.
-        later: The stages after the first one.
+        actor_name: Name of the pipeline actor that the tasks call.
+        pipeline_key: Key of the pipeline that the tasks belong to.
+        claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
+        num_workers: Number of logical workers.
+        binding: Initial binding of logical workers to processes.
+        persistent: Whether logical workers outlive an iteration.
+        options: Ray options of one worker process.
+        later: The stages after the first stage.
     """
 
     job: list[ray.ObjectRef]
@@ -87,21 +88,21 @@ class PipelineSpec:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from a pipeline that does something else."""
+        """The digests of all jobs: pipelines with equal keys do the same work."""
         return (self.job_key, *(stage.job_key for stage in self.later))
 
 
 def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset:
     """Return a Dataset whose tasks make a pipeline's batches.
 
-    The last stage delivers the batches to the actor and yields no rows: Ray Data's executor looks
-    only ten times a second.
+    The last stage delivers the batches to the pipeline actor and yields no rows, because Ray Data's
+    executor polls only ten times a second.
 
     Args:
-        spec: What the Dataset is made from.
+        spec: The pipeline.
         first: Whether the Dataset has the pipeline's first task.
-        further: Whether it has the further ones: a stage before them yields a block whenever the
-            host wants a task.
+        further: Whether the Dataset has the further tasks. A stage before them yields a block
+            whenever the pipeline actor wants a task.
     """
     import ray.data
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
@@ -117,7 +118,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             batch_format="pyarrow",
             fn_kwargs=whose,
             compute=TaskPoolStrategy(size=1),
-            # Ray would do stages that ask for the same in one task.
+            # Ray Data would fuse stages that request equal resources into one task.
             num_cpus=0 if first_options["num_cpus"] else 0.001,
             **_on_this_node(),
             **_NO_MEMORY,
@@ -145,29 +146,30 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             options["compute"] = ActorPoolStrategy(size=stage.most_workers)
         else:
             options |= {"fn_kwargs": what}
-            # What asks for the same as the first stage is done by Ray in its tasks.
+            # Ray Data fuses a stage into the first stage's tasks if their options are equal and
+            # the stage has no ``compute``.
             if stage.capped or {**_NO_MEMORY, **stage.options} != first_options:
                 options["compute"] = TaskPoolStrategy(size=stage.most_workers)
         dataset = dataset.map_batches(
             TransformBatches if stage.keeps_processes else transform_batches,
-            # A block has one row. With GPUs Ray wants to be told.
+            # A block has one row. With GPUs, Ray Data requires a batch size.
             batch_size=1 if stage.keeps_processes else None,
             batch_format="pyarrow",
             **options,
         )
     context = dataset.context
-    # Whoever reads the batches knows their order.
+    # The training process puts the batches in order.
     context.execution_options.preserve_order = False
-    # Every row that a task yields becomes a block at once.
+    # Each row that a task yields becomes a block at once.
     context.target_max_block_size = 1
-    # How much is in flight is decided by whoever feeds the chunks, not by Ray Data.
+    # The training process, not Ray Data, decides how many batches are in flight.
     if spec.later:
         limit_to_concurrency(context)
     else:
         context.set_config(_POLICIES, [])
     if scheduling_strategy is not None:
         context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
-    # A trainer that evaluates for an hour is not stuck.
+    # A training process that evaluates for an hour, and reads no batch, is not stuck.
     for name, value in (
         ("execution_no_progress_timeout_s", -1),
         ("memory_usage_poll_interval_s", None),
@@ -184,9 +186,9 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
 
 
 def _on_this_node() -> dict[str, Any]:
-    """Return options of a task that is to run beside the pipeline actor.
+    """Return options that place a task on the pipeline actor's node, if Ray labels nodes.
 
-    On another node it would keep an autoscaler from taking that away.
+    On another node, the task would keep an autoscaler from removing that node.
     """
     here = ray.get_runtime_context().get_node_id()
     labels = next((n.get("Labels") or {} for n in ray.nodes() if n["NodeID"] == here), {})
@@ -194,7 +196,7 @@ def _on_this_node() -> dict[str, Any]:
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:
-    """Put a pickled job where workers of all nodes find it."""
+    """Put a pickled job into the object store, for the worker processes of all nodes."""
     search_path = [str(Path(path).resolve()) for path in sys.path]
     content = (pickled.head, pickled.buffers, *pickled.slots, pickled.object_refs)
     return ray.put((search_path, *content))

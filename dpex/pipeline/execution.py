@@ -14,20 +14,20 @@ __all__ = ["Execution"]
 
 logger = logging.getLogger("dpex")
 
-# As long as torch gives its workers to end.
+# torch's time limit for the end of its workers.
 _END_S = 5.0
 
 
 class Execution:
-    """Runs a Dataset to its end, in a thread.
+    """A thread that runs a Dataset to its end.
 
-    The tasks decide how long that takes. They send their batches another way, so the Dataset has no
-    rows.
+    The tasks decide how long that takes. They send their batches to the pipeline actor, so the
+    Dataset has no rows.
 
     Args:
         build: Builds the Dataset.
-        on_end: Called once, in the thread, if the execution ends before ``close``: with the error,
-            or with None.
+        on_end: Called once, in the thread, if the execution ends before ``close``. Its argument is
+            the error, or None.
     """
 
     def __init__(
@@ -50,6 +50,6 @@ class Execution:
             self._on_end(error)
 
     def close(self) -> None:
-        """Wait a while for the end, which comes when no task has anything left to do."""
+        """Wait some seconds for the execution to end, which it does when its tasks have ended."""
         self._closed = True
         self._thread.join(_END_S)

@@ -1,11 +1,13 @@
-"""How the trainers on one cluster come to even shares of its CPUs: their hosts make rounds.
+"""Fair share of a cluster's CPUs between training jobs.
 
-Where tasks wait Ray serves those of different kinds in an order of its own, in which some may come
-last every time; and tasks of several trainers are of several kinds, for how deep a call is nested
-and what it asks for are part of that. So where tasks of others wait a trainer
-starts none until all of these have begun: in a round each trainer has one.
+Ray serves waiting tasks of different kinds in an order of its own, and some kinds may always come
+last. A task's kind includes its nesting depth and its resource request. So tasks of different
+training jobs are of different kinds.
 
-One of the hosts, the same for all, notes whose tasks wait.
+So while no CPU is free, a training job starts no task as long as another job's task waits. Thus
+each job in turn gets one task.
+
+All pipeline actors report to one of them, the recorder, which records whose tasks wait.
 """
 
 from __future__ import annotations
@@ -25,33 +27,33 @@ from dpex.worker.actor_calls import NAMESPACE
 __all__ = ["ACTOR_PREFIX", "POLL_S", "FairShare", "ask_others"]
 
 ACTOR_PREFIX = "dpex-host-"
-"""What the names of hosts begin with."""
+"""Prefix of the names of pipeline actors."""
 POLL_S = 0.25
-"""How often a pipeline actor asks, if there are few."""
+"""Seconds between two reports of a pipeline actor, if there are few actors."""
 
-# The actor that notes answers this many calls a second at most, however many hosts there are.
+# The recorder answers at most this many calls per second, however many actors there are.
 _CALLS_PER_S = 64
-# A actor that has not asked for so many of its pauses, or seconds, has no work, or is dead.
+# An actor is idle or dead if it has not reported for this many pauses and this many seconds.
 _GONE_PAUSES = 3
 _GONE_S = 3.0
-# After so long in which nobody waited all may have a task that does: an autoscaler sees it.
+# After this time without a waiting task, each job may keep one, which an autoscaler sees.
 _CALM_S = 5.0
 _ANSWER_S = 2.0
-# How often to look which host notes.
+# How often an actor looks up the recorder.
 _LOOK_S = 5.0
 
 
 class FairShare:
-    """Whose tasks wait, as one host notes it for all.
+    """The record of whose tasks wait, which the recorder keeps for all pipeline actors.
 
     Args:
-        free_cpus: Tells how many of the cluster's CPUs are free; may block.
+        free_cpus: Returns how many of the cluster's CPUs are free; may block.
     """
 
     def __init__(self, free_cpus: Callable[[], float]) -> None:
         self._free_cpus = free_cpus
-        # Whose CPU another task takes while its own waits for an answer has it back in a moment:
-        # free is what was free twice.
+        # A task that waits for an answer frees its CPU for a moment only. So the lower of the last
+        # two counts is taken.
         self._free: deque[float] = deque([0.0], maxlen=2)
         self._looked_at = 0.0
         self._hosts: dict[str, tuple[float, bool]] = {}
@@ -59,18 +61,18 @@ class FairShare:
 
     @property
     def pause_s(self) -> float:
-        """How long a pipeline actor waits before it asks again."""
+        """Seconds that a pipeline actor waits before it reports again."""
         return max(POLL_S, len(self._hosts) / _CALLS_PER_S)
 
     async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
-        """Note a pipeline actor, and tell it about the others.
+        """Record a pipeline actor's report, and return the state of the other training jobs.
 
         Args:
-            name: The pipeline actor.
-            waits: Whether a task of its own has not begun yet.
+            name: Name of the pipeline actor.
+            waits: Whether any of its tasks has not begun yet.
 
         Returns:
-            The others, or None if no other has work; and how many seconds later to ask again.
+            The other jobs, or None if no other job has work; and the seconds until the next report.
         """
         now = time.monotonic()
         self._hosts[name] = (now, waits)
@@ -92,17 +94,20 @@ class FairShare:
 
 
 def free_cpus() -> float:
-    """Return how many of the cluster's CPUs no task has."""
+    """Return how many of the cluster's CPUs are free."""
     return float(ray.available_resources().get("CPU", 0.0))
 
 
 def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
-    """Ask the pipeline actor that notes; see ``FairShare.others``. None also where that fails."""
+    """Report to the recorder, and return its answer; see ``FairShare.others``.
+
+    If the recorder does not answer, the other jobs are None.
+    """
     try:
         notes = _who_notes(int(time.monotonic() / _LOOK_S))
         answer = ray.get(notes.others.remote(name, waits), timeout=_ANSWER_S)
         others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
-    except Exception:  # it has gone, say, or is another version's: sharing must not stop work
+    except Exception:  # it has died, or has another dpex version: sharing must not stop work
         _who_notes.cache_clear()
         return None, POLL_S
     return others, pause_s
@@ -110,7 +115,7 @@ def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
 
 @functools.lru_cache(maxsize=1)
 def _who_notes(_: int) -> Any:
-    """Return the first host by name."""
+    """Return the recorder: the pipeline actor whose name sorts first."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     return ray.get_actor(min(n for n in names if n.startswith(ACTOR_PREFIX)), namespace=NAMESPACE)

@@ -1,6 +1,6 @@
-"""A loader's statistics as metrics of Ray's, which its nodes export for Prometheus.
+"""A loader's statistics as Ray metrics, which Ray's nodes export for Prometheus.
 
-They do where ``ray[default]`` is installed; elsewhere nobody asks for what is published.
+The nodes export metrics only if ``ray[default]`` is installed. Otherwise publishing has no effect.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dpex.stats import LoaderStats
 
 __all__ = ["publish"]
 
-# What is no sum.
+# Fields that are not sums.
 _GAUGES = {"first_batch_s", "in_flight"}
 
 
 def publish(stats: LoaderStats, before: LoaderStats, *, loader: str) -> None:
-    """Publish what has come to an epoch's statistics.
+    """Publish the increase of an epoch's statistics since the last call.
 
     Args:
-        stats: The epoch's.
-        before: What was published of it before.
-        loader: The metrics' tag.
+        stats: The epoch's statistics.
+        before: The statistics at the last call.
+        loader: Value of the metrics' tag ``loader``.
     """
     tags = {"loader": loader}
     for field in fields(stats):
         value = getattr(stats, field.name)
         metric = _metric(field.name)
         if isinstance(metric, Gauge):
-            metric.set(value, tags=tags)  # None is no value, and no error
+            metric.set(value, tags=tags)  # Ray ignores None
         elif isinstance(metric, Counter) and value > getattr(before, field.name):
             metric.inc(value - getattr(before, field.name), tags=tags)
 

@@ -1,7 +1,7 @@
-"""Whether the nodes live that an answer depends on, looked at where it takes long.
+"""Node health, which dpex checks while it waits for a late answer.
 
-Ray marks a node dead that it has not reached for some time. But it may wait for minutes for what
-was to come from there, and for ever where that is the node of this process.
+Ray marks a node as dead after it has not reached the node for some time. Even then, Ray may wait
+for minutes for results from that node. If it is this process's own node, Ray may wait for ever.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ __all__ = ["Nodes"]
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
-# A head that does not answer so soon is Ray's affair: most often it ends this process in the end.
+# dpex leaves a head that does not answer in time to Ray, which mostly ends this process.
 _ANSWER_S = 1.0
 
 
 class Nodes:
-    """The cluster's nodes, as one session knows them.
+    """The cluster's nodes, as one ``Session`` knows them.
 
     Attributes:
-        died_at: When it was last noticed that some had died, by the monotonic clock.
+        died_at: When ``look`` last found newly dead nodes, by the monotonic clock.
     """
 
     def __init__(self) -> None:
-        # Asked now: where Ray has gone meanwhile, the question would start another one.
+        # Read the ID now: after a shutdown of Ray, this call would start a new Ray.
         self._here = ray.get_runtime_context().get_node_id()
         self._dead: set[str] = set()
         self.look()
         self.died_at = 0.0
 
     def look(self) -> None:
-        """Ask the head who lives.
+        """Ask the head which nodes are alive.
 
         Raises:
-            ClusterError: The node of this process does not.
+            ClusterError: The node of this process is dead.
         """
         if not ray.is_initialized():
             return
         try:
             nodes = within(_ANSWER_S, ray.nodes)
-        except Exception:  # such as gRPC's, where a Ray Client has lost its server
+        except Exception:  # such as gRPC's, if a Ray Client has lost its server
             return
         dead = {node["NodeID"] for node in nodes if not node["Alive"]}
         if self._here in dead:
@@ -62,13 +62,13 @@ class Nodes:
             self._dead |= dead
 
     def answered(self, ref: ray.ObjectRef) -> Any:
-        """Return what this process's host answers, however long it takes, while the node lives.
+        """Return the pipeline actor's answer, however late, while this process's node is alive.
 
-        The wait is logged after 10 s, 20 s, 40 s and so on.
+        dpex logs the wait after 10 s, 20 s, 40 s and so on.
 
         Raises:
-            ClusterError: The node has died.
-            Exception: What the pipeline actor raised, or that it has died.
+            ClusterError: This process's node has died.
+            Exception: The pipeline actor raised it, or the actor has died.
         """
         began = time.monotonic()
         told_s = _LOOK_S

@@ -1,13 +1,14 @@
-"""Hand chunks to the tasks that ask for them, and start tasks.
+"""The scheduler of a pipeline, which gives chunks to tasks that ask, and starts tasks.
 
-A task has a lease: the time for which it asks for chunks. Starting a task costs Ray some ten
-milliseconds in which a worker does nothing; asking for the next chunk costs one. So a task keeps
-asking while there are chunks, and waits a while for more. The scheduler starts a task only when
-it wants one.
+A task lease is the time for which one task asks for chunks. Ray needs some 10 ms to start a task,
+and meanwhile the worker process is idle. Asking for the next chunk takes 1 ms. So a task keeps
+asking while there are chunks, and then waits a while for more. The scheduler starts a task only if
+the waiting chunks need it.
 
-A bound logical worker lives in one process. The lease that was given its first chunk gets that
-worker's chunks and no others, and waits for them while the iterator lives (``worker/binding.py``).
-Streams are always bound. A watched one may move after each chunk that has left its copy unchanged.
+A bound logical worker lives in one worker process (``worker/binding.py``). The task lease that got
+its first chunk gets only chunks of logical workers that are bound to this lease. The lease waits
+for these chunks while the iterator lives. Streams are always bound. A watched logical worker may
+move to another process after each chunk that left its dataset copy unchanged.
 """
 
 from __future__ import annotations
@@ -26,46 +27,51 @@ from dpex.worker.binding import Binding
 __all__ = ["MAX_DEATHS", "OtherJobs", "Scheduler"]
 
 MAX_DEATHS = 4
-"""How often a worker process may die with the same chunk or block. Ray starts tasks for ever."""
+"""How often a worker process may die on one chunk or block. Ray restarts tasks without limit."""
 
+# The length of a lease.
 _LEASE_S = 30.0
-# Where other tasks may wait for a CPU it is theirs soon.
+# The length of a lease if other Ray tasks may wait for the task's CPU.
 _SHARED_LEASE_S = 5.0
-# Where another trainer's do.
+# The length of a lease while a task of another training job waits.
 _WAITED_FOR_LEASE_S = 1.0
-# A stream's lease goes on, and a task that has waited has its CPU again, free or not: where another
-# trainer's task waits those of streams get nothing for so long, then go on for as long.
+# The lease of a bound logical worker has no time limit. A task that has waited gets its CPU back
+# even if none is free. So while a task of another training job waits, bound leases alternate: they
+# get no chunks for this time, then get chunks for the same time.
 _HELD_BACK_S = 5.0
-# Where CPUs are free another trainer's task waits for its process, most likely, which loads torch.
+# If CPUs are free, a waiting task of another training job most likely waits until its process has
+# started and loaded torch. The job counts as waiting only after this time.
 _PROCESS_STARTS_S = 10.0
-# So long it takes until a cluster knows that a node's CPU is free again (Ray's nodes tell one
-# another ten times a second): a task that begins before would not go where it had rather be.
+# The time until the cluster knows that a node's CPU is free again: Ray's nodes exchange this ten
+# times a second. A task that starts earlier would not get the node that it prefers.
 _FREED_S = 0.25
-# A task that asks for its next chunk has stored all blocks of the chunks before its last one.
+# Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
+# chunk. So a restarted task repeats at most this many chunks.
 _KEPT_CHUNKS = 2
-# How long a task waits for its next chunk: while the run goes on, and until the next one begins.
-# One that waits longer than the former holds no CPU of the cluster's; other resources it does hold.
+# How long a task waits for its next chunk during a run, and between two runs. A task that waits for
+# longer than _IDLE_S holds none of the cluster's CPUs, but it does hold other resources.
 _IDLE_S = 0.5
 _BETWEEN_RUNS_S = 30.0
-# If no task asks for so long, samples may wait for those of logical workers that have not started.
-# Without an idle processor they may also just be long, so dpex waits longer before it starts more.
+# If no task asks for this time, samples may wait for samples of logical workers that have not
+# started. On a machine without an idle processor, samples may also just take long. So dpex then
+# waits for the longer time before it starts more tasks.
 _STUCK_IDLE_S = 1.0
 _STUCK_S = 3.0
-# A task that has not begun for so long asks for what no node has.
+# A task that has not begun after this time requests resources that no node has.
 _HOPELESS_S = 60.0
-# How often conditions are looked at that change with time.
+# How often the scheduler checks conditions that change with time.
 _LOOK_S = 0.1
-# Leases that are over are kept, for Ray starts a task again if what it made is lost.
+# How many ended leases are kept, because Ray restarts a task if its output is lost.
 _MAX_OVER = 256
 
 
 @dataclass(frozen=True)
 class OtherJobs:
-    """The other trainers whose tasks share the cluster's CPUs.
+    """The other training jobs whose tasks share the cluster's CPUs.
 
     Attributes:
-        wait: Whether a task of theirs has not begun yet.
-        room: How many tasks of ours may wait to begin, though some run.
+        wait: Whether any of their tasks has not begun yet.
+        room: How many tasks of this job may wait to begin, even if other tasks of it run.
     """
 
     wait: bool
@@ -74,12 +80,12 @@ class OtherJobs:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A chunk that no task has.
+    """A chunk that no task has yet.
 
     Attributes:
         payload: The pickled chunk.
-        worker: The logical worker whose batches it has.
-        alone: Whether its task may make no other.
+        worker: The logical worker that its batches belong to.
+        alone: Whether its lease may contain no other chunk.
     """
 
     payload: bytes
@@ -89,26 +95,28 @@ class _Waiting:
 
 @dataclass
 class _Lease:
-    """One task's lease.
+    """The lease of one task.
 
     Attributes:
-        name: Its name.
-        began: When it asked first.
-        chunks: The last chunks that it was given.
-        blocks: How many blocks were made before each of these.
-        given: How many chunks it was given in all.
-        run: In which iteration it was given the last one.
-        alone: Whether the last one was to be made alone.
-        workers: The logical workers that are bound to its process.
-        last_worker: The logical worker whose chunk it was given last.
-        restarted: Whether its next chunk is the first one of a worker that was bound elsewhere.
-        deaths: How often its process has died since it was given the last chunk.
-        busy: Whether it makes a chunk.
-        over: Whether it is to get no more.
-        attempt: Its process: another one when Ray starts the task again.
-        made: How many blocks this attempt has made, or is about to have made.
-        delivered: How many of them have been delivered.
-        news: Done when a chunk, or the end, has come for the task that waits.
+        name: The task's ID, which does not change if Ray restarts the task.
+        began: When the task first asked.
+        chunks: The last chunks that the task got.
+        blocks: For each of these chunks, how many blocks the task had made before.
+        given: How many chunks the task got in all.
+        run: Number of the iteration in which it got the last chunk.
+        alone: Whether the lease may contain no chunk but the last chunk.
+        workers: The logical workers that are bound to the task's process.
+        last_worker: The logical worker of the last chunk.
+        restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
+            to another process before.
+        deaths: How often the process has died since the task got the last chunk.
+        busy: Whether the task makes a chunk.
+        over: Whether the task gets no more chunks.
+        attempt: Name of the task's process, which changes if Ray restarts the task.
+        made: How many blocks this process has made, or will have made when it finishes the chunk.
+        delivered: How many of these blocks have been delivered.
+        news: Future of the waiting task; done when there is a chunk or the lease is over. None if
+            the task does not wait.
     """
 
     name: str
@@ -131,29 +139,29 @@ class _Lease:
 
 
 class Scheduler:
-    """Hands a pipeline's chunks to the tasks that ask for them.
+    """The chunks of a pipeline, and the leases of the tasks that make them.
 
     Args:
-        loop: The event loop that all methods are called in.
+        loop: The event loop in which all methods run.
         on_quiet: Called when ``quiet_at`` has changed.
-        holds_resources: Whether a task that waits keeps others from running.
-        claims_cpus: Whether others may wait for the CPUs of these tasks.
-        choosy: Whether tasks prefer some nodes to others.
-        num_workers: How many logical workers there are.
-        binding: Whether they are bound to processes, to begin with.
-        persistent: Whether they outlive an iteration.
-        idle: Tells whether the machine has a processor to spare; None where Ray counts them.
-        somebody_waits: Tells whether other tasks may wait for what these hold.
-        first_tasks: Number of tasks that start by themselves.
+        holds_resources: Whether a waiting task holds resources that keep other tasks from running.
+        claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
+        choosy: Whether the tasks prefer some nodes to others.
+        num_workers: Number of logical workers.
+        binding: Initial binding of logical workers to processes.
+        persistent: Whether logical workers outlive an iteration.
+        idle: Returns whether the machine has an idle processor; None if Ray counts the CPUs.
+        somebody_waits: Returns whether other tasks may wait for the resources of these tasks.
+        first_tasks: Number of tasks that start with the pipeline.
 
     Attributes:
-        parallel: Number of tasks that may be at work at once, if no logical worker is bound.
-        starting: Number of tasks that may be about to begin at once, if they are bound.
-        one_by_one: Whether one task at a time is to work.
-        in_run: Whether an iteration goes on.
-        started: Number of tasks that were ever started.
-        quiet_at: Number of the chunks that were fed when last all of them were done, and what was
-            made of them delivered or lost.
+        parallel: Number of tasks that may work at once, if no logical worker is bound.
+        starting: Number of tasks that may be starting at once, if logical workers are bound.
+        one_by_one: Whether only one task at a time may work.
+        in_run: Whether the pipeline serves an iteration.
+        started: Number of tasks started so far.
+        quiet_at: How many chunks had been fed when last all of them were done, and all their blocks
+            were delivered or lost.
     """
 
     def __init__(
@@ -172,7 +180,7 @@ class Scheduler:
         first_tasks: int = 0,
     ) -> None:
         self._loop = loop
-        # A task that goes on after it has waited has its CPU again, free or not.
+        # A task that resumes after a wait gets its CPU back, even if none is free.
         self._between_runs_s = _IDLE_S if holds_resources or claims_cpus else _BETWEEN_RUNS_S
         self._num_workers = num_workers
         self._binding = binding
@@ -182,20 +190,21 @@ class Scheduler:
         self._lease_s = _SHARED_LEASE_S if claims_cpus else _LEASE_S
         self._on_quiet = on_quiet
         self.quiet_at = 0
-        # Set when another task may be wanted.
+        # Set when a further task may be needed.
         self._changed = asyncio.Event()
         self._waiting: deque[_Waiting] = deque()
-        # Logical workers that have had a process, in this iteration or as long as they persist.
+        # Logical workers that have had a process, in this iteration or, if persistent, in any.
         self._placed: set[int] = set()
-        # Leases that make batches of which nobody knows yet whether they change their copies, and
-        # the logical worker of each.
+        # Leases that have not reported yet whether their chunk changes its dataset copy, and the
+        # logical worker of each chunk.
         self._unreported: dict[str, int] = {}
-        # Logical workers whose first batches have left their copies unchanged.
+        # Logical workers whose first batches left the dataset copy unchanged.
         self._unchanged: set[int] = set()
-        # When a task last asked, and whether any has come back for a second chunk.
+        # When a task last asked for a chunk or got one.
         self._asked_at = math.inf
+        # Whether any task has asked for a second chunk.
         self._warm = False
-        # Whether samples of this iteration have waited for something.
+        # Whether samples of this iteration may have waited for logical workers without a process.
         self._stuck = False
         self._releasing = False
         self._holds_resources = holds_resources
@@ -209,7 +218,7 @@ class Scheduler:
         self._started_at = time.monotonic()
         self._ended = 0
         self._choosy = choosy
-        # Until when the CPU of each task that has ended lately is taken for one in use.
+        # For each task that has ended lately, the time until which its CPU counts as in use.
         self._freed: deque[float] = deque()
         self.parallel = self.starting = 1
         self.one_by_one = False
@@ -218,11 +227,11 @@ class Scheduler:
         self._waited_for_since = math.inf
 
     def begin(self, *, in_run: bool) -> None:
-        """Note that an iteration begins, or that there is none."""
+        """Reset the state for a new iteration, or for a pause between iterations."""
         self._run += in_run
         self._stuck = False
         for lease in self._leases.values():
-            lease.made = lease.delivered  # nobody waits for what was in flight
+            lease.made = lease.delivered  # blocks in flight are no longer awaited
         self._asked_at = math.inf
         self._unreported.clear()
         self._unchanged.clear()
@@ -231,7 +240,7 @@ class Scheduler:
         self.in_run = in_run
 
     def _unbind(self) -> None:
-        """Forget which process each logical worker is bound to: it begins again, on a new copy."""
+        """Release all logical workers from their processes; each restarts on a new dataset copy."""
         self._placed.clear()
         for lease in self._leases.values():
             lease.workers.clear()
@@ -241,21 +250,22 @@ class Scheduler:
         return self._binding.bound
 
     def note_state(self, name: str, unchanged: bool) -> None:
-        """Note whether a batch has left its copy as it was.
+        """Record whether a batch left its dataset copy unchanged.
 
-        Until a batch changes its copy a logical worker is bound only while one of its batches is
-        made. Workers are released when the first batch of each of them has left its copy as it was.
+        Until a batch changes its copy, a logical worker is bound only while a task makes one of its
+        batches. All logical workers are released once the first batch of each left its copy
+        unchanged.
 
         Args:
-            name: Of the lease that made it.
-            unchanged: Whether it has.
+            name: Name of the lease that made the batch.
+            unchanged: Whether the copy is unchanged.
         """
         self._unreported.pop(name, None)
         lease = self._leases.get(name)
         if not unchanged:
             self._binding = Binding.ALWAYS
             if lease and not lease.workers and lease.last_worker not in self._bound_workers():
-                self._bind(lease, lease.last_worker)  # whose state its process has now
+                self._bind(lease, lease.last_worker)  # the process has its state now
         elif lease and self._binding is not Binding.ALWAYS:
             lease.workers.discard(lease.last_worker)
             self._placed.discard(lease.last_worker)
@@ -269,20 +279,21 @@ class Scheduler:
 
         Args:
             payload: The pickled chunk.
-            worker: The logical worker whose batches it has.
-            alone: Whether its task may make no other: it has killed one before, perhaps.
+            worker: The logical worker that its batches belong to.
+            alone: Whether its lease may contain no other chunk, because it may have killed a
+                process before.
         """
         self._fed += 1
         if self._releasing and self._bound:
             self._settle()
-            return  # lost with its worker; the reader sends it again
+            return  # lost with its logical worker; the training process resends it
         self._waiting.append(_Waiting(payload, worker, alone))
         self._hand_out()
         if self._waiting:
             self._changed.set()
 
     def note_others(self, others: OtherJobs | None) -> None:
-        """Note how the other trainers on the cluster fare; None where there are none."""
+        """Record the state of the cluster's other training jobs; None if there are none."""
         self._others = others
         if others is None or not others.wait:
             self._waited_for_since = math.inf
@@ -293,11 +304,11 @@ class Scheduler:
         self._changed.set()
 
     def _hand_out(self) -> None:
-        """Give what waits to the leases that wait for it."""
+        """Give the waiting chunks to the waiting leases."""
         while self._waiting:
             fitting = (n for n, lease in self._idle.items() if self._place_for(lease) is not None)
             name = next(fitting, None)
-            # One that is held back from this very moment on waits for the next note.
+            # A lease that is held back from this moment on waits for the next note_others().
             if name is None or not self._advance(self._idle[name]):
                 break
             self._tell(self._idle.pop(name))
@@ -305,19 +316,19 @@ class Scheduler:
     async def next_chunk(
         self, name: str, place: int, made: int, attempt: str = ""
     ) -> AssignedChunk | None:
-        """Answer a task.
+        """Wait for a task's next chunk, and return it.
 
         Args:
-            name: Of its lease: the same when Ray starts the task again.
-            place: How many chunks it has made; one that was started again begins at 0.
-            made: How many blocks it has made of them, or is about to have made.
-            attempt: Name of its process.
+            name: Name of the task's lease, which does not change if Ray restarts the task.
+            place: How many chunks the task has made; a restarted task begins at 0.
+            made: How many blocks the process has made of these chunks, or is about to finish.
+            attempt: Name of the task's process.
 
         Returns:
-            Its next chunk, or None where its lease is over.
+            The next chunk, or None if the lease is over.
 
         Raises:
-            MemoryError: It has died too often with one chunk, which is lost.
+            MemoryError: The process has died too often on one chunk, which is lost.
         """
         self._asked_at = time.monotonic()
         self._warm = self._warm or place > 0
@@ -333,11 +344,11 @@ class Scheduler:
         if place < lease.given:
             return self._chunk_again(lease, place)
         lease.busy = False
-        self._unreported.pop(name, None)  # such a batch was given up, or could not begin
+        self._unreported.pop(name, None)  # without a report, it was cancelled or not begun
         if not self._bound:
             lease.workers.clear()
         if lease.over or self._advance(lease):
-            self._tell(lease)  # an attempt before this one may have waited
+            self._tell(lease)  # an earlier attempt may still wait
         else:
             self._idle[name] = lease
             lease.news = lease.news or self._loop.create_future()
@@ -350,7 +361,7 @@ class Scheduler:
         return AssignedChunk(lease.chunks[-1], place, self._binding_of(lease), restarted=restarted)
 
     def _chunk_again(self, lease: _Lease, place: int) -> AssignedChunk:
-        """Return a chunk that the lease has had: Ray has started its task again."""
+        """Return a chunk that the lease has had before, because Ray has restarted its task."""
         lease.deaths += place == 0
         if lease.deaths >= MAX_DEATHS:
             lease.busy = False
@@ -380,8 +391,8 @@ class Scheduler:
         """Record that a block has been delivered, or is lost.
 
         Args:
-            name: Of the lease that made it.
-            attempt: The process that did.
+            name: Name of the lease that made the block.
+            attempt: Name of the process that made the block.
         """
         lease = self._leases.get(name)
         if lease is not None and lease.attempt == attempt:
@@ -389,7 +400,7 @@ class Scheduler:
             self._settle()
 
     def _settle(self) -> None:
-        """Tell once when nothing is in flight."""
+        """Update ``quiet_at`` if nothing is in flight, and report a change once."""
         leases = self._leases.values()
         if self._waiting or any(t.busy or t.made > t.delivered for t in leases):
             return
@@ -405,7 +416,7 @@ class Scheduler:
             self._changed.set()
 
     def _binding_of(self, lease: _Lease) -> Binding:
-        """Return the binding of the chunk that a lease has: it reports as it was to report."""
+        """Return the binding of a lease's chunk: a watched chunk stays watched until it reports."""
         released = self._binding is Binding.RELEASED
         return Binding.WATCHED if released and lease.name in self._unreported else self._binding
 
@@ -423,8 +434,8 @@ class Scheduler:
             self._tell(lease)
 
     def _patience_s(self, lease: _Lease) -> float:
-        """Return how long a lease waits for its next chunk, or for the next iteration."""
-        # With its lease the state of its logical workers would end.
+        """Return how long a lease waits for its next chunk or for the next iteration."""
+        # The state of bound logical workers ends with their lease.
         keeps_state = bool(lease.workers) and (self.in_run or self._persistent)
         if not keeps_state:
             return _IDLE_S if self.in_run else self._between_runs_s
@@ -437,7 +448,8 @@ class Scheduler:
     def _adopt(self, lease: _Lease) -> bool:
         """Bind one more logical worker to a lease, and give it that worker's chunk.
 
-        The tasks hold resources that a further task would need, so that worker may get no process.
+        A further task would need resources that the waiting tasks hold. So that logical worker
+        might never get a process of its own.
         """
         worker = self._homeless_worker() if self.in_run and lease.workers else None
         if worker is None:
@@ -446,7 +458,7 @@ class Scheduler:
         return self._advance(lease)
 
     def _homeless_worker(self) -> int | None:
-        """Return the first logical worker that has a chunk waiting, and no process."""
+        """Return the first logical worker with a waiting chunk and without a process, if any."""
         if not self._bound:
             return None
         taken = self._bound_workers()
@@ -458,14 +470,14 @@ class Scheduler:
         self._placed.add(worker)
 
     def _advance(self, lease: _Lease) -> bool:
-        """Give a lease the next chunk, or end it; False if it has to wait for either."""
+        """Give a lease its next chunk, or end it; return False if it has to wait."""
         waited_for = time.monotonic() >= self._waited_for_since
         lease_s = _WAITED_FOR_LEASE_S if waited_for else self._lease_s
         late = lease.given > 0 and time.monotonic() - lease.began >= lease_s
         late = late and not lease.workers
         if late and not waited_for:
-            # Another task takes some ten milliseconds to start, for which the first batch of an
-            # iteration is not to wait: this one stays for it.
+            # A new task takes some 10 ms to start, and the first batch of an iteration must not
+            # wait for it. So an expired lease stays until it has had a chunk of this iteration.
             late = lease.run == self._run and bool(self._waiting)
         if self._closed or lease.alone or late or self._active > self._most_tasks:
             self._end(lease)
@@ -495,7 +507,7 @@ class Scheduler:
         return True
 
     def _place_for(self, lease: _Lease) -> int | None:
-        """Return the place of the first waiting chunk that a lease may be given."""
+        """Return the index of the first waiting chunk that a lease may get, or None."""
         if self._held_back(lease):
             return None
         if not self._bound:
@@ -509,24 +521,24 @@ class Scheduler:
         return None
 
     def _held_back(self, lease: _Lease) -> bool:
-        """Return whether a bound lease leaves its CPU to a task of another training process."""
+        """Return whether a bound lease leaves its CPU to a task of another training job."""
         waited_for_s = time.monotonic() - self._waited_for_since
-        # What holds other resources is not patient: its lease would end, and another one begin.
+        # A lease that holds other resources waits only briefly; it would end, and another begin.
         if not lease.workers or self._holds_resources or waited_for_s < 0:
             return False
         return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
 
     @property
     def _most_tasks(self) -> int:
-        """How many tasks may be at work at once."""
+        """Number of tasks that may work at once."""
         if self.one_by_one:
             return 1
-        # More processes that start at once would delay the first batch.
+        # Starting more processes at once would delay the first batch.
         all_at_once = self._stuck or (self._warm and self._binding is Binding.ALWAYS)
         return self._num_workers if all_at_once else self.parallel
 
     def _is_stuck(self) -> bool:
-        """Return whether samples may wait for those of logical workers that have not started."""
+        """Return whether samples may wait for logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
         about_to_begin = self.started > self._begun
         if about_to_begin or not self._waiting or quiet_s < _STUCK_IDLE_S:
@@ -534,7 +546,7 @@ class Scheduler:
         return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
 
     def _bound_workers(self) -> set[int]:
-        """Return the logical workers that live in a lease's process."""
+        """Return the logical workers that are bound to the process of a current lease."""
         workers: set[int] = set()
         return workers.union(*(t.workers for t in self._leases.values() if not t.over))
 
@@ -550,30 +562,31 @@ class Scheduler:
 
     @property
     def at_work(self) -> bool:
-        """Whether any task makes a chunk, or is about to."""
+        """Whether any chunk waits or is being made."""
         return bool(self._waiting) or any(lease.busy for lease in self._leases.values())
 
     @property
     def fed(self) -> int:
-        """Number of chunks that were ever fed."""
+        """Number of chunks fed so far."""
         return self._fed
 
     def drop(self) -> None:
-        """Forget the chunks that no task has, and what was lost of them."""
+        """Drop the chunks that no task has, and end a release that is in progress."""
         self._waiting.clear()
         self._releasing = False
 
     def release(self) -> None:
-        """End the leases of the tasks that wait: something is lost.
+        """End the leases of the waiting tasks, because chunks or blocks were lost.
 
-        The reader learns what is lost when nothing is in flight. No task would make the chunks of
-        a bound worker whose process has gone, so bound leases end. Workers without one can begin.
+        The training process learns what was lost when nothing is in flight. No task would make the
+        chunks of a bound logical worker whose process has died, so bound leases end. Then a chunk
+        still waits only if it is sent alone and its logical worker has no process.
         """
         self._unreported.clear()
         if self._bound:
             self._releasing = any(not lease.over for lease in self._leases.values())
             for lease in self._leases.values():
-                if lease.alone:  # it ends with its chunk, so its workers begin again elsewhere
+                if lease.alone:  # it ends with its chunk, so its logical workers restart elsewhere
                     lease.workers.clear()
             taken = self._bound_workers()
             kept = (c for c in self._waiting if c.alone and c.worker not in taken)
@@ -585,7 +598,7 @@ class Scheduler:
         self._settle()
 
     def close(self) -> None:
-        """End all turns as soon as their tasks ask again."""
+        """End all leases: at once if their tasks wait, else when the tasks ask again."""
         self._closed = True
         self.drop()
         self.release()
@@ -594,13 +607,14 @@ class Scheduler:
     # --- starting tasks ---------------------------------------------------------------------------
 
     async def more_tasks(self, started: int) -> int | None:
-        """Wait until tasks are wanted.
+        """Wait until tasks are needed, and return their number.
 
         Args:
-            started: How many whoever asks has started. One that begins again begins at 0.
+            started: How many tasks the caller knows of. A restarted caller counts again from
+                ``first_tasks``.
 
         Returns:
-            How many to start now; None if none will be wanted any more.
+            How many tasks to start now; None if the pipeline needs no more tasks.
         """
         while not self._closed:
             if started < self.started:
@@ -617,7 +631,7 @@ class Scheduler:
 
     @property
     def _active(self) -> int:
-        """Number of tasks that have not ended, or are about to begin."""
+        """Number of tasks that have not ended, including tasks that have not begun."""
         alive = sum(lease.busy or not lease.over for lease in self._leases.values())
         return alive + self._not_begun
 
@@ -632,11 +646,11 @@ class Scheduler:
         wanted = len(self._waiting)
         if self._bound:
             wanted = len({chunk.worker for chunk in self._waiting} - self._bound_workers())
-            # Batches are needed in order: fewer processes that start at once are ready sooner.
+            # Batches are needed in order, and fewer processes that start at once are ready sooner.
             wanted = min(wanted, self.starting)
         if self._binding is not Binding.ALWAYS and self._others is not None:
-            # One task can make all batches. A second one would have to start another process, and
-            # the others' tasks would wait for it.
+            # One task can make all batches. A second task would have to start another process, and
+            # tasks of the other jobs would wait for that.
             next_one = not active and not self._others.wait
             wanted = min(wanted, max(self._others.room, int(next_one)))
         room = self._most_tasks - active
@@ -645,7 +659,7 @@ class Scheduler:
         return max(0, min(room, wanted - self._not_begun))
 
     def _not_known_free(self) -> int:
-        """Return how many tasks have ended lately."""
+        """Return how many tasks ended so recently that their CPUs count as in use."""
         now = time.monotonic()
         self._freed.extend([now + _FREED_S] * self._ended)
         self._ended = 0
@@ -660,6 +674,6 @@ class Scheduler:
 
     @property
     def waits(self) -> bool:
-        """Whether a task has not begun yet that may be about to: others hold theirs back for it."""
+        """Whether a task may be about to begin, for which other jobs hold their tasks back."""
         about_to = time.monotonic() - self._started_at < _HOPELESS_S
         return self.started > self._begun and about_to

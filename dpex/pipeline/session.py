@@ -1,4 +1,4 @@
-"""What one loader holds on the cluster: its job's bytes and its pipelines."""
+"""A loader's resources on the cluster: its pickled job and its pipelines."""
 
 from __future__ import annotations
 
@@ -48,45 +48,48 @@ __all__ = ["RemoteRun", "Session"]
 logger = logging.getLogger("dpex")
 
 _EXIT_WAIT_S = 2.0
-# One that cannot be reached is given up too.
+# RayActorError includes ActorUnavailableError: dpex also replaces an actor that it cannot reach.
 _ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
 _PIPELINE_LOST = (
     *_ACTOR_LOST,
     ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
 )
-# In this time Ray starts elsewhere what a dead node had to do, mostly.
+# In most cases, Ray restarts the work of a dead node elsewhere within this time.
 _NODE_REPLACED_S = 10.0
-# So long a loader waits for a node that has what its workers ask for, if nothing starts nodes.
+# How long a loader waits for a node that meets worker_options, if nothing starts nodes.
 _NODE_JOINS_S = 300.0
-# A dataset that is larger is better built where it is read.
+# dpex warns about a larger dataset, which is better built on the nodes that read it.
 _LARGE_BYTES = 100 << 20
-# Of this process's loaders, as they begin.
+# Numbers the sessions of this process, for the tag of their metrics.
 _numbers = itertools.count()
 
 
 class _Claim:
-    """Held by who reads a run: when it goes, by an interrupt too, the run is given up."""
+    """Ownership token of a run.
+
+    When it is garbage-collected, even after an interrupt, the run is cancelled.
+    """
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] = lambda: None
         self._finalizer: weakref.finalize[[Callable[[], None]], _Claim] | None = None
 
     def lay(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
-        """Say which run it is, before it begins."""
+        """Attach the token to a run, before the run begins."""
         self._cancel = functools.partial(_cancel, actor, pipeline.key, run)
         self._finalizer = weakref.finalize(self, release_later, self._cancel)
         self._finalizer.atexit = False
 
     def give_up(self) -> None:
-        """Give the run up now."""
+        """Cancel the run now."""
         self._cancel()
         if self._finalizer is not None:
             self._finalizer.detach()
 
 
 def _cancel(actor: PipelineActor, pipeline_key: str, run: str) -> None:
-    # A client may have lost its server and not know it yet.
+    # A Ray Client may have lost its server without knowing it yet.
     with contextlib.suppress(Exception):
         if ray.is_initialized():
             actor.handle.cancel.remote(pipeline_key, run)
@@ -97,7 +100,7 @@ class _RemotePipeline:
     key: str
     spec_key: tuple[str, ...]
     claim: weakref.ref[_Claim]
-    # Whether it is known to have begun what it was last told to.
+    # Whether the pipeline is known to have begun its last run.
     ready: bool = False
 
     @property
@@ -107,11 +110,11 @@ class _RemotePipeline:
 
 @dataclass(frozen=True)
 class _Begins:
-    """A pipeline that was told to begin.
+    """A pipeline that was asked to begin a run.
 
     Attributes:
         pipeline: The pipeline.
-        answer: Its host's; None for a new one, which serves what it was started for.
+        answer: The pipeline actor's answer; None for a new pipeline, which needs no confirmation.
     """
 
     pipeline: _RemotePipeline
@@ -120,13 +123,13 @@ class _Begins:
 
 @dataclass(frozen=True)
 class _StoredJob:
-    """The job that workers can read.
+    """A job that worker processes can read.
 
     Attributes:
-        key: Digest of its bytes.
-        refs: Reference to them in the object store; none where workers inherit them.
-        inherited: The bytes, where workers inherit them: views of the user's own memory.
-        later: What the later stages' workers can read.
+        key: Digest of the job's bytes.
+        refs: Reference to the bytes in the object store; empty if worker processes inherit them.
+        inherited: The bytes, as views of the user's own memory, if worker processes inherit them.
+        later: The later stages, with their stored jobs.
     """
 
     key: str
@@ -136,15 +139,15 @@ class _StoredJob:
 
 
 class Session:
-    """One loader's part of the cluster, from its first iteration until it is closed.
+    """A loader's resources on the cluster, from its first iteration until it is closed.
 
     Args:
-        connection: This process's Ray.
-        worker_options: Ray options of one worker.
-        fork_workers: Whether workers may be forks, where there is a server for them.
-        num_workers: How many logical workers there are, and how many workers a later stage has,
-            unless it says so.
+        connection: This process's connection to Ray.
+        num_workers: Number of logical workers, and of a later stage's worker processes unless the
+            stage sets ``max_workers``.
         persistent: Whether logical workers outlive an iteration.
+        worker_options: Ray options of one worker process.
+        fork_workers: Whether worker processes may be forked, if there is a fork server.
     """
 
     _warned_of_size = False
@@ -172,7 +175,7 @@ class Session:
             variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
             self._options["runtime_env"] = {**own, "env_vars": variables}
         if self._options.get("runtime_env"):
-            settled.set()  # an agent of the node is to make it
+            settled.set()  # the node's agent, whose start was put off, makes the environment
         self._check_room()
         self._number = str(next(_numbers))
         self._nodes = Nodes()
@@ -181,10 +184,10 @@ class Session:
         self._start()
 
     def _check_room(self) -> None:
-        """Say if no node has what a worker asks for: as an error where none can join.
+        """Raise if no node can meet ``worker_options``, or warn if such a node may still join.
 
         Raises:
-            ClusterError: Ray runs on this host alone, and lacks it.
+            ClusterError: No node can join the local Ray, and it does not meet the options.
         """
         lacking = self._lacking() if self._options else None
         if lacking is None:
@@ -199,20 +202,20 @@ class Session:
         )
 
     def _lacking(self) -> str | None:
-        """Say what a worker asks for that no node has; see ``unmet``."""
+        """Return which options no node meets, as text, or None; see ``unmet``."""
         if not cluster_size()[1]:
-            return None  # what the first node with a CPU will have nobody knows
+            return None  # no node with a CPU has joined yet, and its resources are unknown
         return unmet(self._options, ray.nodes())
 
     def check_still_possible(self, waited_s: float) -> None:
-        """Give up a wait for a node that has what a worker asks for.
+        """Raise if the loader waits in vain for a node that meets ``worker_options``.
 
         Args:
-            waited_s: How long nothing has come.
+            waited_s: How long the loader has waited for a batch.
 
         Raises:
-            ClusterError: No node has it, none has joined for minutes, and the cluster has no
-                autoscaler that could start one.
+            ClusterError: No node meets the options, no such node has joined for minutes, and the
+                cluster has no autoscaler to start one.
         """
         lacking = self._lacking() if waited_s >= _NODE_JOINS_S else None
         if lacking is not None and starts_no_nodes():
@@ -228,12 +231,12 @@ class Session:
 
     @property
     def claims_cpus(self) -> bool:
-        """Whether Ray counts CPUs; an embedded one has logical CPUs to spare."""
+        """Whether Ray's CPUs limit the tasks; a local Ray has logical CPUs to spare."""
         return self._connection.kind != "embedded"
 
     @property
     def free_cores(self) -> int:
-        """Processors to begin with: on a cluster the CPUs that are free, else this host's."""
+        """Number of tasks to begin with: by a cluster's free CPUs, or by this process's cores."""
         if self._connection.kind == "embedded":
             return free_cores()
         claim = float(self._options.get("num_cpus", 1)) or 1.0
@@ -244,22 +247,23 @@ class Session:
         pickle_job: Callable[[bool], Pickled],
         later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
     ) -> str:
-        """Put a loader's jobs where workers find them, unless the same bytes are there already.
+        """Store a loader's jobs for the worker processes, unless the same bytes are stored.
 
         Args:
-            pickle_job: Pickles a ``Job``; is told whether all workers run on this host.
-            later: The stages after it, each with a function that pickles its ``StageJob``.
+            pickle_job: Pickles a ``Job``. Its argument: whether all worker processes run on this
+                machine.
+            later: The later stages, each with a function that pickles its ``StageJob``.
 
         Returns:
             The digest of the job's bytes.
 
         Raises:
-            ClusterError: No node has what a worker of a later stage asks for.
-            DatasetTooLargeError: The object store is smaller than the pickled job.
-            SerializationError: Something in the job cannot be pickled.
+            ClusterError: No node has the resources that a worker of a later stage requests.
+            DatasetTooLargeError: The pickled job is larger than the object store.
+            SerializationError: An object in the job cannot be pickled.
         """
-        # A node of another host has not the files beside the user's script, and a worker here has
-        # imported them as they were.
+        # Other machines lack the files beside the user's script, and a worker process on this
+        # machine may have imported an older version of them.
         here_only = self._connection.single_host
         modules_differ = changed() or not here_only
         with by_value() if modules_differ else contextlib.nullcontext():
@@ -304,7 +308,7 @@ class Session:
         _check_room(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
         if stage.num_gpus and forkserver.trainer_forked():
-            # A fork could not use CUDA once the trainer has.
+            # A fork cannot use CUDA once the training process has used it.
             variables = {**environment.get("env_vars", {}), forked_worker.SERVER: ""}
             environment["env_vars"] = variables
         options: dict[str, Any] = {"num_cpus": stage.num_cpus}
@@ -313,11 +317,11 @@ class Session:
         if stage.resources:
             options["resources"] = dict(stage.resources)
         if environment:
-            settled.set()  # as for the first stage's
+            settled.set()  # as for the first stage
             options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
         if stage.num_gpus:
-            # A pool of processes waits until all of them have started.
+            # A pool of actors waits until all of them have started.
             free = ray.available_resources().get("GPU", 0.0)
             most = min(most, max(1, int(free / stage.num_gpus)))
         return LaterStage(
@@ -330,8 +334,8 @@ class Session:
         )
 
     def _inherited(self, key: str) -> bool:
-        # Ray Data takes as long to load as the actor takes to start, or longer. The first chunk
-        # needs it. To load it earlier would keep the GIL from the thread that starts the actor.
+        # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
+        # start. An earlier load would keep the GIL from the thread that starts the actor.
         threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         inherits = self._actor.handle.inherits.remote(key)
         try:
@@ -344,16 +348,17 @@ class Session:
     def open(
         self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
     ) -> Callable[[], RemoteRun]:
-        """Have an iteration begin.
+        """Start an iteration without waiting for it.
 
         Args:
             run: The iteration.
-            job_key: What ``store`` returned.
-            binding: Whether logical workers are bound to processes, to begin with.
+            job_key: The digest that ``store`` returned.
+            binding: Initial binding of logical workers to processes.
             pin_memory: Whether batches go to page-locked memory.
 
         Returns:
-            What waits until it has begun: there is something to draw before.
+            A function that waits until the iteration has begun, and returns its ``RemoteRun``. The
+            caller can draw indices before it calls the function.
         """
         assert self._stored is not None
         make_no_errors_of_rays_warnings()
@@ -378,7 +383,7 @@ class Session:
         return functools.partial(self._opened, run, spec, claim, begins, pin_memory)
 
     def _begin_anew(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
-        """Have a pipeline of a new pipeline actor begin, as the old one has died."""
+        """Start a pipeline on a new pipeline actor, because the old actor has died."""
         self._actor.lost = True
         self._start()
         assert self._stored is not None
@@ -405,24 +410,25 @@ class Session:
         )
 
     def _start(self) -> None:
-        """Take the process's host, or a new one in place of one that has died."""
+        """Use this process's pipeline actor, or start an actor in place of a dead one."""
         self._actor: PipelineActor = get_pipeline_actor(self._connection.runtime_env)
         self._pipelines = _RemotePipelines(self._actor, self._nodes)
-        # Iterators keep the session, so it outlives a loader that is dropped before them.
+        # Iterators refer to the session, so it outlives a loader that is dropped before them.
         self._release = weakref.finalize(self, release_later, self._pipelines.close)
         be_ready()
         self._release.atexit = False
         if self._stored is not None and self._stored.inherited is not None:
-            # The pipeline actor may have gone together with the fork server.
+            # The fork server may have died with the pipeline actor. If it has, worker processes no
+            # longer inherit the job.
             placed = self._place(self._stored.key, self._stored.inherited)
             self._stored = replace(placed, later=self._stored.later)
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
-        """Have Ray's metrics know what has come to an epoch's; see ``metrics.publish``."""
+        """Publish the increase of an epoch's statistics; see ``metrics.publish``."""
         publish(stats, before, loader=self._number)
 
     def waiting_text(self) -> str:
-        """Say who holds the CPUs that a waiting loader has not got."""
+        """Return a log text that says who holds the CPUs that a waiting loader needs."""
         text = "waiting for the first of the batches in flight. "
         try:
             text += report_busy_cpus()
@@ -439,12 +445,12 @@ class Session:
                     f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until "
                     "its close()"
                 )
-        except Exception as error:  # waiting may still help
+        except Exception as error:  # the loader can still wait
             text += f"The cluster does not say who holds its CPUs: {error}"
         return text
 
     def close(self) -> None:
-        """Release pipelines and stored bytes; running tasks stop."""
+        """Close the pipelines and release the stored jobs; running tasks stop."""
         self._stored = None
         if self._release.alive:
             self._pipelines.close()
@@ -461,7 +467,10 @@ class _RemotePipelines:
         self._lock = threading.Lock()
 
     def begin(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
-        """Have such a pipeline with nothing to do begin ``run``, or a new one."""
+        """Start ``run`` on an idle pipeline with the same spec key, or on a new pipeline.
+
+        Close the other idle pipelines.
+        """
         with self._lock:
             idle = [pipeline for pipeline in self._pipelines if not pipeline.busy]
             for pipeline in idle:
@@ -469,7 +478,8 @@ class _RemotePipelines:
         begins = None
         for pipeline in idle:
             if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
-                # After an interrupt it may still begin this run when the next one has begun.
+                # Not ready before it answers: after an interrupt, the pipeline may begin this run
+                # late, when the next run has begun.
                 pipeline.ready = False
                 claim.lay(self._actor, pipeline, run.key)
                 begins = _Begins(pipeline, self._actor.handle.begin.remote(pipeline.key, run.key))
@@ -478,10 +488,10 @@ class _RemotePipelines:
         return begins or self.new(run, spec, claim)
 
     def begun(self, begins: _Begins) -> bool:
-        """Wait until a pipeline has begun, and tell whether it has; it is dropped if not."""
+        """Wait for a pipeline to begin; return whether it has, and drop it if not."""
         if begins.answer is None:
             return True
-        with contextlib.suppress(ray.exceptions.RayTaskError):  # it never opened
+        with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
             begins.pipeline.ready = bool(self._nodes.answered(begins.answer))
         if not begins.pipeline.ready:
             self._drop(begins.pipeline)
@@ -500,27 +510,27 @@ class _RemotePipelines:
         return _Begins(pipeline, None)
 
     def _drop(self, pipeline: _RemotePipeline) -> None:
-        """End a pipeline."""
-        # In this order: an interrupt between the two has it closed twice, which is nothing.
+        """Close a pipeline."""
+        # In this order: after an interrupt between the two, a second close() does no harm.
         self._actor.handle.close.remote(pipeline.key)
         with self._lock, contextlib.suppress(ValueError):
             self._pipelines.remove(pipeline)
 
     def close(self) -> None:
-        """End them all."""
+        """Close all pipelines."""
         if self._actor.alive:
             for pipeline in list(self._pipelines):
                 self._drop(pipeline)
 
 
 _open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
-# Those of ended runs too, while their threads go on.
+# Includes receivers of ended runs while their threads run.
 _receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
-@atexit.register  # after Ray's own hook was registered, hence run before it
+@atexit.register  # registered after Ray's own hook, so it runs before that hook
 def _end_open_runs() -> None:
-    """Have no thread inside Ray when Ray goes."""
+    """End all open runs, so that no thread is inside Ray when Ray shuts down."""
     for run in list(_open_runs):
         run.end()
     deadline = time.monotonic() + _EXIT_WAIT_S
@@ -529,7 +539,7 @@ def _end_open_runs() -> None:
 
 
 class RemoteRun:
-    """One iteration, as the trainer's process sees it."""
+    """One iteration, as the training process sees it."""
 
     def __init__(
         self,
@@ -558,7 +568,7 @@ class RemoteRun:
 
     @property
     def receiver(self) -> Receiver:
-        """What reads its blocks, from the first use on."""
+        """The receiver of the run's blocks, which starts on first use."""
         from dpex.wire.receiver import Receiver
 
         if self._receiver is None:
@@ -585,19 +595,21 @@ class RemoteRun:
             alone=alone,
             **how,
         )
-        # No sooner: while its reader starts, the first chunk is on its way.
+        # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 
     def forsaken(self, batch_s: float) -> bool:
-        """Look whether it waits in vain, since a node died; ``failure`` is that then.
+        """Return whether the run waits in vain because a node died.
+
+        If it does, ``failure`` returns the error.
 
         Args:
-            batch_s: How long a batch takes to make.
+            batch_s: Seconds that a worker process needs for a batch.
         """
         try:
             self._nodes.look()
         except ClusterError as error:
-            self._failure = error.with_traceback(None)  # whose frames hold this object
+            self._failure = error.with_traceback(None)  # its frames refer to this object
             return True
         died_at = self._nodes.died_at
         quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
@@ -607,7 +619,7 @@ class RemoteRun:
         return True
 
     def failure(self) -> BaseException | None:
-        """Return what ended the reading, if it was an error; a dead actor is replaced next time."""
+        """Return the error that ended the run, or None; the next run replaces a dead actor."""
         failure = self._failure or self.receiver.failure
         if isinstance(failure, _ACTOR_LOST):
             self._actor.lost = True
@@ -615,11 +627,11 @@ class RemoteRun:
 
     @property
     def lost(self) -> bool:
-        """Whether nodes, the actor, or blocks that it owned died: a new pipeline can go on."""
+        """Whether a node, the actor or its blocks were lost: a new pipeline can continue."""
         return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
 
     def end(self) -> None:
-        """Give the run up, finished or not; its pipeline is free for the next."""
+        """Cancel the run, finished or not, so that its pipeline is free for the next run."""
         if self._claim is not None:
             self._claim.give_up()
             self._claim = None
@@ -629,7 +641,7 @@ class RemoteRun:
 
 
 def _load_ray_data() -> None:
-    with contextlib.suppress(ImportError):  # whoever needs it will say so
+    with contextlib.suppress(ImportError):  # the code that needs it raises the error again
         importlib.import_module("dpex.wire.receiver")
 
 
@@ -643,9 +655,10 @@ def _store_capacity() -> int:
 
 
 def _check_room(number: int, stage: Stage) -> None:
-    """Raise ``ClusterError`` unless some node has what a worker of a stage asks for.
+    """Raise ``ClusterError`` unless a node has the resources that a worker of a stage requests.
 
-    Where no node has a CPU those that make batches are still to come: what they have nobody knows.
+    If no node has a CPU, the nodes that make batches have not joined yet, and their resources are
+    unknown.
     """
     asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
     asked = {name: amount for name, amount in asked.items() if amount}

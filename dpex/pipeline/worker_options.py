@@ -1,4 +1,4 @@
-"""What a worker asks Ray for: whether it is well formed, and whether a node has it."""
+"""Ray options of a worker: their validation, and whether a node meets them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 # The label that Ray gives each node.
 _NODE_LABEL = "ray.io/node-id"
-# From the warning to the user's call of the loader's constructor.
+# Stack level of the user's call of the loader's constructor, as seen from the warning.
 _USERS_CALL = 5
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
-# Ray's values of a label selector: one of several, any but one, any but several.
+# The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
 
 
 def check(options: Any) -> None:
-    """Raise unless ``worker_options`` is a dict of options that Ray knows, of their types.
+    """Raise unless ``worker_options`` is None or a dict of known Ray options of the right types.
 
     Raises:
-        TypeError: It, or the value of an option, is of another type.
-        ValueError: A name is not known, or a number is negative.
+        TypeError: ``options`` or the value of an option has the wrong type.
+        ValueError: An option is unknown, a number is negative, or ``resources`` has CPUs, GPUs or
+            memory.
     """
     if options is None:
         return
@@ -63,7 +64,10 @@ def check(options: Any) -> None:
 
 
 def _warn_of_strategy(strategy: Any) -> None:
-    """Say what to pass in place of a scheduling strategy, for which Ray Data has no option."""
+    """Warn that ``scheduling_strategy`` is deprecated, and name its replacement.
+
+    Ray Data has no such option for a single stage.
+    """
     if isinstance(strategy, str):
         instead = "Leave it out: Ray Data spreads tasks by itself"
     elif (node := getattr(strategy, "node_id", None)) is not None:
@@ -83,14 +87,14 @@ def _warn_of_strategy(strategy: Any) -> None:
 
 
 def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say what a worker asks for that no node has.
+    """Return a text that says which options of a worker no node meets.
 
     Args:
-        options: The worker's, as ``check`` takes them.
-        nodes: What ``ray.nodes()`` returned. A node that is not alive does not count.
+        options: Options that ``check`` has accepted.
+        nodes: The result of ``ray.nodes()``. A node that is not alive does not count.
 
     Returns:
-        What it asks for and what nodes have; None if a node has all of it.
+        The options and what the nodes have, as text; None if a node meets all options.
 
     Source:
         Ray's label selectors: ``"value"``, ``"!value"``, ``"in(a,b)"`` and ``"!in(a,b)"``.
@@ -113,7 +117,7 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
 
 
 def _amounts(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return how much of each of Ray's resources a worker asks for."""
+    """Return how much of each Ray resource a worker requests."""
     amounts = dict(options.get("resources") or {})
     num_cpus = options.get("num_cpus")
     amounts["CPU"] = 1 if num_cpus is None else num_cpus
@@ -130,7 +134,7 @@ def _users(labels: Mapping[str, str]) -> dict[str, str]:
 
 def _selects(wanted: str, label: str | None) -> bool:
     match = _SELECTED.fullmatch(wanted)
-    if match is None:  # a form of a later Ray, which may be met
+    if match is None:  # a form of a later Ray counts as met
         return True
     some = match["some"]
     values = [match["one"]] if some is None else [value.strip() for value in some.split(",")]

@@ -1,1 +1,1 @@
-"""Code of the training process: which batches come next, in which order they are delivered."""
+"""Code of the training process: which batches to request, and the order of their delivery."""

@@ -1,8 +1,9 @@
-"""How far an epoch has been delivered, and how it goes on from there in another process.
+"""Resume state: how far an epoch has been delivered, and how another process resumes it.
 
-An epoch's order follows from what the generators were about to draw when it began. So a state holds
-these, and how many batches were delivered; going on means to draw the same order again and to leave
-out its beginning: indices are drawn again, no sample is read again.
+The order of an epoch follows from the states of the generators at its start. A resume state holds
+those states and the number of delivered batches. To resume, dpex redraws the same order and skips
+the delivered batches. It redraws indices, but does not read the skipped samples of a map-style
+dataset. A stream without a state of its own is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _VERSION = 1
 
 
 class Progress:
-    """Where a loader stands, from its first iteration to its last."""
+    """Progress of a loader, from its first iteration to its last."""
 
     def __init__(self) -> None:
         self._epoch: EpochProgress | None = None
@@ -32,39 +33,40 @@ class Progress:
 
     @property
     def pending(self) -> State | None:
-        """The state that the next epoch goes on from."""
+        """The loaded state that the next epoch uses, or None."""
         return self._pending
 
     @property
     def epoch(self) -> EpochProgress | None:
-        """The newest one."""
+        """The newest epoch, or None if none has started since ``load_state_dict``."""
         return self._epoch
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next epoch has begun in another process."""
+        """Whether the next epoch resumes an epoch that was in progress."""
         return self._pending is not None and self._pending.under_way
 
     @property
     def seeded(self) -> bool:
-        """Whether the next epoch's base_seed has been drawn before."""
+        """Whether the next epoch's base_seed was drawn before the state was saved."""
         return self.goes_on or (self._pending is not None and self._pending.base_seed is not None)
 
     def begin(self, epoch: EpochProgress) -> None:
-        """Note the newest epoch: the one that ``state_dict`` tells of."""
+        """Set the newest epoch, whose state ``state_dict`` returns."""
         self._epoch = epoch
 
     def delivered_from(self, epoch: EpochProgress) -> None:
-        """Note that an epoch goes on: a loaded state has served its purpose."""
+        """Drop the loaded state once the newest epoch has delivered a batch or ended."""
         if epoch is self._epoch:
             self._pending = None
 
     def state_dict(self, source: Source, *, persistent_workers: bool) -> dict[str, Any]:
-        """Return where the newest epoch stands, as strings, numbers, lists and dicts.
+        """Return the state of the newest epoch as strings, numbers, lists and dicts.
 
         Args:
-            source: What the loader draws indices from.
-            persistent_workers: Whether its next epoch draws no base_seed.
+            source: Source of the loader's indices.
+            persistent_workers: Whether workers are persistent, so that the next epoch draws no
+                base_seed.
         """
         if self._epoch is None and self._pending is not None:
             return self._pending.plain()
@@ -83,19 +85,22 @@ class Progress:
             )
         else:
             state = epoch.state(source.length)
-            if source.in_process:  # it is read as it is now; workers read what it was
+            # The training process reads the dataset as it is now. Workers read the copy that was
+            # made at the start of the epoch.
+            if source.in_process:
                 state = replace(state, dataset=source.dataset_state)
         return state.plain()
 
     def load_state_dict(self, plain: Mapping[str, Any], source: Source) -> None:
-        """Let the next epoch go on from a state; an empty one begins anew.
+        """Load the state from which the next epoch resumes.
 
         Args:
-            plain: What ``state_dict`` returned.
-            source: What the loader draws indices from.
+            plain: Result of ``state_dict``. If it is empty, the next epoch is a new one.
+            source: Source of the loader's indices.
 
         Raises:
-            ValueError: It is no state of this version, or of another dataset or sampler.
+            ValueError: ``plain`` is not a state of this version, or it belongs to another dataset
+                or sampler.
         """
         self._epoch = None
         self._pending = None
@@ -115,31 +120,33 @@ class Progress:
 
 @dataclass(frozen=True)
 class State:
-    """What ``state_dict`` returns.
+    """The resume state that ``state_dict`` returns.
 
     Attributes:
-        under_way: Whether an epoch was.
-        batches: Delivered ones, up to the first that was not.
-        samples: In these.
-        ahead: Numbers of batches delivered beyond, with ``in_order=False``.
-        base_seed: Of the samples' seeds; None if the next epoch draws its own.
-        iteration: How many epochs with this base_seed came before.
-        offset: Samples of all ranks delivered before the number of ranks changed.
-        place: Of the first sample since then, in what seeds are made of.
-        batch_size: Of batches in which a sampler's indices come, where they all have it.
-        workers: How many read the streams of an IterableDataset, one if there are none; None of a
-            map-style dataset.
-        world_size: Ranks that share the epoch; None without a DistributedSampler.
-        sampler_epoch: What ``set_epoch`` was called with.
-        length: Of the dataset, where it has one.
-        before_iter: What was about to be drawn when the sampler's iterator was made.
-        before_first: What was about to be drawn when it was first asked for a batch.
-        samplers: States of samplers that have some, after the last of ``batches``.
-        streams: How many batches of each worker's stream were delivered, of an IterableDataset.
-        stream_states: Where each worker's stream stood then, if it can say so. Between two epochs,
-            where those of persistent workers have ended.
-        dataset: State of the dataset in the training process, if it has one and is map-style or
-            read there.
+        under_way: Whether an epoch is in progress; False between two epochs.
+        batches: Number of batches delivered before the first undelivered one.
+        samples: Number of samples in ``batches``.
+        ahead: Numbers of the batches delivered after the first undelivered one, with
+            ``in_order=False``.
+        base_seed: Base of the samples' seeds; None if the next epoch draws its own.
+        iteration: Number of earlier epochs with this base_seed.
+        offset: Number of samples that all ranks delivered before the number of ranks changed.
+        place: Position of the first sample after that change, as ``sample_seed`` counts positions.
+        batch_size: Number of samples in each batch of the sampler; None if it varies.
+        workers: Number of streams of an IterableDataset: ``num_workers``, or 1 if that is 0. None
+            for a map-style dataset.
+        world_size: Number of ranks that share the epoch; None without a DistributedSampler.
+        sampler_epoch: Epoch number that ``set_epoch`` set.
+        length: Length of the dataset, if it has one.
+        before_iter: Generator states before the sampler's iterator was created.
+        before_first: Generator states before the first batch was drawn from that iterator.
+        samplers: States of the samplers that have one, after the last of ``batches``.
+        streams: Number of delivered batches of each logical worker's stream, for an
+            IterableDataset.
+        stream_states: State of each logical worker's stream after these batches, if it has one.
+            Between two epochs: the states in which the streams of persistent workers ended.
+        dataset: State of the dataset in the training process, if it has one. Only for a map-style
+            dataset, or if the training process reads the dataset.
     """
 
     under_way: bool
@@ -163,7 +170,10 @@ class State:
     dataset: Any = None
 
     def plain(self) -> dict[str, Any]:
-        """Return it as strings, numbers, lists and dicts, and what the samplers returned."""
+        """Return the state as strings, numbers, lists and dicts.
+
+        The states that samplers, datasets and iterators returned stay as they are.
+        """
         return {
             "version": _VERSION,
             **vars(self),
@@ -177,8 +187,8 @@ class State:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> State:
-        """Make it from what ``plain`` returned."""
-        # Accelerate adds something of its own.
+        """Rebuild a state from the result of ``plain``."""
+        # Accelerate adds keys that begin with an underscore.
         rest = {name: value for name, value in plain.items() if not name.startswith("_")}
         version = rest.pop("version", None)
         if version != _VERSION:
@@ -209,19 +219,19 @@ class State:
 
     @property
     def global_samples(self) -> int:
-        """Samples that all ranks have delivered, this one's share being like the others'."""
+        """Number of samples that all ranks delivered, if each delivered as many as this rank."""
         return self.offset + self.samples * (self.world_size or 1)
 
 
 @dataclass
 class DrawnBatch:
-    """A batch of indices that was drawn and is not yet delivered.
+    """A batch of indices that is drawn but not delivered.
 
     Attributes:
-        number: Of the batch in its epoch.
-        samples: How many are in it.
-        end: Place in the epoch after its last sample.
-        samplers: States of the samplers after it.
+        number: Number of the batch in its epoch.
+        samples: Number of samples in the batch.
+        end: Position in the epoch after its last sample.
+        samplers: States of the samplers after the batch was drawn.
     """
 
     number: int
@@ -235,11 +245,11 @@ class EpochProgress:
     """How far one epoch has been delivered.
 
     Attributes:
-        owner: The loader's.
-        begin: What is known of it at its beginning.
-        base_seed: Of its samples' seeds, where they have any.
-        iteration: How many epochs with this base_seed came before.
-        finished: Whether it has been delivered to its end.
+        owner: Progress of the loader.
+        begin: State of the epoch when this process started or resumed it.
+        base_seed: Base of the samples' seeds, if they are seeded.
+        iteration: Number of earlier epochs with this base_seed.
+        finished: Whether the epoch has been delivered to its end.
     """
 
     owner: Progress
@@ -269,24 +279,24 @@ class EpochProgress:
 
     @property
     def batches(self) -> int:
-        """Delivered batches, up to the first that was not."""
+        """Number of batches delivered before the first undelivered one."""
         return self._batches
 
     @property
     def samples(self) -> int:
-        """Delivered samples, from where it was begun or gone on with."""
+        """Number of samples delivered since the epoch was started or resumed."""
         return self._delivered_samples
 
     @property
     def in_flight(self) -> int:
-        """Batches that were drawn and are not yet delivered."""
+        """Number of batches that are drawn but not delivered."""
         return len(self._drawn)
 
     def draw(self, drawn: DrawnBatch) -> bool:
-        """Take note of a batch of indices.
+        """Record a batch of indices.
 
         Returns:
-            Whether it is still to be delivered.
+            Whether the batch must still be delivered: False if it was delivered before the resume.
         """
         if drawn.number in self._ahead:
             self._ahead.discard(drawn.number)
@@ -297,10 +307,10 @@ class EpochProgress:
         return True
 
     def deliver(self, count: int) -> None:
-        """Take note that a batch was delivered.
+        """Record that a batch was delivered.
 
         Args:
-            count: How many batches were drawn before it, and were to be delivered.
+            count: Index of the batch among those for which ``draw`` returned True.
         """
         drawn = self._drawn.pop(count)
         self._delivered_samples += drawn.samples
@@ -310,18 +320,19 @@ class EpochProgress:
     def begin_streams(
         self, num_workers: int, delivered: int
     ) -> tuple[list[int], list[tuple[int, bytes] | None]]:
-        """Begin to read a stream for each worker, or go on with them.
+        """Start or resume the stream of each logical worker.
 
         Args:
-            num_workers: Number of workers.
-            delivered: Batches of all of them.
+            num_workers: Number of logical workers.
+            delivered: Number of batches that all streams together have delivered.
 
         Returns:
-            For each worker, how many batches have been delivered; and what its stream goes on
-            from, if anything: after how many batches, and the packed state.
+            Two lists with an item for each logical worker. The first holds the number of delivered
+            batches. The second holds the state from which the stream resumes, if there is one: the
+            number of batches before it, and the packed state.
 
         Raises:
-            ValueError: The epoch was begun by torch's workers.
+            ValueError: The first part of the epoch was read without ``distribute_mode``.
         """
         known = self.begin.streams
         if known is None and delivered:
@@ -338,12 +349,12 @@ class EpochProgress:
         return list(self._streams), begins
 
     def deliver_stream(self, worker: int, samples: int, state: bytes | None) -> None:
-        """Take note that a batch of a worker's stream was delivered.
+        """Record that a batch of a logical worker's stream was delivered.
 
         Args:
-            worker: Whose.
-            samples: How many are in it.
-            state: Where the stream stands after it, packed, if it can say so.
+            worker: The logical worker.
+            samples: Number of samples in the batch.
+            state: The packed state of the stream after the batch, if the stream has one.
         """
         assert self._streams is not None
         self._streams[worker] += 1
@@ -354,11 +365,12 @@ class EpochProgress:
         self.owner.delivered_from(self)
 
     def end_stream(self, worker: int, state: bytes | None) -> None:
-        """Record that a worker's stream has ended.
+        """Record that a logical worker's stream has ended.
 
         Args:
-            worker: The worker.
-            state: The packed state of the stream at its end; None if it has none, or was recorded.
+            worker: The logical worker.
+            state: The packed state of the stream at its end; None if the stream has no state, or
+                if the state was recorded before.
         """
         if state is not None:
             self._states_at_end[worker] = state
@@ -369,7 +381,7 @@ class EpochProgress:
 
     @property
     def states_at_end(self) -> tuple[StreamState | None, ...] | None:
-        """The states with which the workers' datasets begin the next epoch, if they have any."""
+        """States with which the workers' datasets start the next epoch, or None."""
         states = self._unpacked(self._states_at_end)
         return states and tuple(state and state.at_end_of_epoch() for state in states)
 
@@ -386,8 +398,8 @@ class EpochProgress:
         return tuple(None if s is None else StreamState.unpacked(s) for s in known)
 
     def deliver_next(self) -> None:
-        """Take note that the next batch was delivered, or an error in its place."""
-        if self._drawn:  # if not, it is the sampler's error
+        """Record that the next batch, or an error in its place, was delivered."""
+        if self._drawn:  # if no batch is drawn, the sampler raised the error
             self.deliver(min(self._drawn))
 
     def _finish(self, drawn: DrawnBatch) -> None:
@@ -398,13 +410,13 @@ class EpochProgress:
             self._samplers = last.samplers
 
     def finish(self) -> None:
-        """Take note that the epoch has been delivered to its end."""
+        """Record that the epoch has been delivered to its end."""
         self.finished = True
         self._fetcher = None
         self.owner.delivered_from(self)
 
     def state(self, length: int | None) -> State:
-        """Return where it stands."""
+        """Return the resume state of the epoch."""
         return State(
             under_way=True,
             batches=self._batches,

@@ -1,10 +1,10 @@
-"""How many batches a chunk has, and how many may be in flight.
+"""Number of batches in a chunk, and number of batches in flight.
 
-A chunk costs some milliseconds beside its work, so it is about a second of work, and more where so
-many tasks run at once that handing chunks to them would keep a core busy.
-The first chunk of an iteration is a single batch, which then waits for nothing but itself, and
-the next ones are short. Towards the end chunks shrink, so that no task works on while the others
-have finished.
+Each chunk has an overhead of some milliseconds, so a chunk holds about one second of work. With
+more than 20 tasks it holds up to five seconds, because handing out shorter chunks would keep a core
+busy. The first chunk of an iteration is a single batch, so that no other batch delays it. The next
+chunks are short. Towards the end of an epoch chunks shrink, so that no task works on after the
+others have finished.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ _CHUNK_SECONDS = 1.0
 _MOST_CHUNK_SECONDS = 5.0
 _CHUNKS_PER_SECOND = 20
 _CHUNK_BYTES = 256 << 20
-# From one round of chunks to the next, one for each logical worker, they grow by this factor.
+# Chunks grow by this factor each time that every logical worker has had one more chunk.
 _GROWTH = 4
-# Of each logical worker: a chunk at work, one that waits for it, and one that is being drawn.
+# Chunks for each logical worker: one that a task makes, one that waits, and one being drawn.
 _CHUNKS_IN_WINDOW = 3
-# Where fewer tasks than logical workers are at work, chunks are shorter, down to this share.
+# If fewer tasks run than there are logical workers, chunks are shorter, down to this share.
 _LEAST_CHUNK_SHARE = 0.1
-# Multiples of it, less their whole parts, lie evenly in [0, 1), however many there are.
+# The fractional parts of its multiples are evenly distributed in [0, 1), for any number of them.
 _GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
-# However small a batch is: indices are drawn and kept for every one that is in flight.
+# Limits the window even for tiny batches: dpex keeps the indices of every batch in flight.
 _MAX_WINDOW = 1024
-# A worker that spends less than this share of its time computing waits for something.
+# Lower bound of the CPU share of a batch's time: at most 64 tasks run for each free core.
 _SMALLEST_SHARE = 1 / 64
 
 
 class ChunkPlanner:
-    """Sizes chunks and the run-ahead from what batches turned out to cost.
+    """Planner of chunk sizes and of the number of batches in flight, from measured costs.
 
     Args:
-        num_workers: Cap on the number of parallel tasks.
-        prefetch_factor: Batches per worker that may always be in flight.
-        prefetch_bytes: Bytes that may be in flight beyond that.
-        claims_cpus: Whether Ray itself runs no more tasks than there are CPUs, so that all
-            workers' tasks can be left to it once the first ones are warm.
+        num_workers: Maximum number of parallel tasks.
+        prefetch_factor: Number of batches per logical worker that may always be in flight.
+        prefetch_bytes: Bytes of batches that may be in flight, if these are more batches than
+            ``prefetch_factor`` allows.
+        claims_cpus: Whether Ray itself runs no more tasks than there are CPUs. Then tasks for all
+            logical workers may be submitted once costs are known.
 
     Attributes:
-        free_cores: Processors for the tasks to begin with.
-        chunks_issued: Chunks sent in this iteration.
+        free_cores: Number of free cores for the first tasks.
+        chunks_issued: Number of chunks sent in this iteration.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class ChunkPlanner:
         self.chunks_issued = 0
 
     def begin(self, *, free_cores: int) -> None:
-        """Start an iteration: what is known of costs stays, the chunks begin small again.
+        """Start an iteration: keep the measured costs, and start with small chunks.
 
         Args:
-            free_cores: Processors for the tasks to begin with.
+            free_cores: Number of free cores for the first tasks.
         """
         self.free_cores = max(1, free_cores)
         self.chunks_issued = 0
 
     def observe(self, *, batches: int, seconds: float, cpu_seconds: float, size_bytes: int) -> None:
-        """Take the cost of some finished batches into account."""
+        """Update the measured costs with some finished batches."""
         if batches == 0:
             return
         share = min(1.0, max(_SMALLEST_SHARE, cpu_seconds / max(seconds, 1e-9)))
@@ -87,12 +88,16 @@ class ChunkPlanner:
 
     @property
     def batch_s(self) -> float:
-        """What a batch takes to make, in seconds, as far as is known."""
+        """Estimated seconds to make a batch; 0 before the first measurement."""
         return self._batch_seconds
 
     @property
     def parallel(self) -> int:
-        """Tasks to run at once: one per free core; once warm, more if they wait or Ray counts."""
+        """Number of tasks to run at once.
+
+        It is one per free core until costs are known. After that it is ``num_workers`` if Ray
+        counts CPUs. Otherwise it is higher than one per core if tasks spend time waiting.
+        """
         if not self._observed:
             return min(self._num_workers, self.free_cores)
         if self._claims_cpus:
@@ -101,34 +106,34 @@ class ChunkPlanner:
 
     @property
     def guaranteed(self) -> int:
-        """Batches that may always be in flight: torch's run-ahead."""
+        """Number of batches that may always be in flight, as many as in torch."""
         return self._guaranteed
 
     @property
     def window(self) -> int:
-        """Batches that may be drawn and not yet delivered."""
+        """Maximum number of batches that are drawn but not delivered."""
         if not self._observed:
             return self._guaranteed
         affordable = int(self._prefetch_bytes / max(1.0, self._batch_bytes))
         return max(self._guaranteed, min(_MAX_WINDOW, affordable))
 
     def size(self, *, remaining: int | None) -> int:
-        """Return how many batches the next chunk should take.
+        """Return the number of batches for the next chunk.
 
         Args:
-            remaining: Batches that the sampler has left, where it says so.
+            remaining: Number of batches that the sampler has left, or None if unknown.
         """
         parallel, workers = self.parallel, self._num_workers
-        # Tasks of the same length would end, and have to be started, all at the same time.
+        # Sizes vary. With equal sizes all tasks would end, and be replaced, at the same time.
         spread = self.chunks_issued * _GOLDEN_SHARE % 1.0
         grown = _GROWTH ** min(10, self.chunks_issued // workers)
         sizes = [self.window // (_CHUNKS_IN_WINDOW * workers)]
         if not self._observed:
-            sizes.append(1)  # samples may wait for those of other logical workers
+            sizes.append(1)  # samples may wait for samples of other logical workers
         else:
             sizes.append(int(grown * (1 + (_GROWTH - 1) * spread)))
             seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _CHUNKS_PER_SECOND))
-            # A round of chunks, one for each logical worker, is not to take the fewer tasks longer.
+            # Fewer tasks must not need more time for one chunk of every logical worker.
             seconds *= max(_LEAST_CHUNK_SHARE, parallel / workers)
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
@@ -138,7 +143,7 @@ class ChunkPlanner:
 
     @property
     def settled(self) -> bool:
-        """Whether every logical worker has had its first chunk in this iteration."""
+        """Whether costs are known and every logical worker has had a chunk in this iteration."""
         return self._observed and self.chunks_issued >= self._num_workers
 
     def issued(self) -> None:

@@ -1,7 +1,7 @@
-"""One pass over a loader whose workers are a cluster.
+"""Iterator of a loader in distribute mode.
 
-The training loop's thread draws indices, in torch's order and no other, and hands batches out.
-Between the two stands the cluster: chunks go in, blocks come back.
+The training loop's thread draws indices in exactly torch's order, and sends them to the cluster in
+chunks. The cluster returns blocks of batches, which the same thread delivers.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ __all__ = ["ClusterIter"]
 
 logger = logging.getLogger("dpex")
 
-# Chunks drawn in one call of next(), and the time for each: sampling must not make one step of
-# training much longer.
+# Maximum number of chunks drawn in one call of next(), and seconds to draw each. They limit how
+# much longer sampling makes one training step.
 _CHUNKS_PER_STEP = 2
 _DRAW_S = 0.01
-# What comes sooner than this is waited for with nothing else in mind.
+# The wait for a batch lasts this long before it draws further chunks.
 _PROMPT_S = 0.05
-# Chunks that are drawn within this time go in one message.
+# Chunks drawn within this time after a message are gathered for the next message.
 _GATHER_S = 0.002
-# A wait is explained after this time, then again and again after longer times.
+# dpex logs why a batch is late after this time, then at intervals that double up to _MOST_NOTE_S.
 _SLOW_WAIT_S = 5.0
 _MOST_NOTE_S = 300.0
 _PUBLISH_EVERY_S = 1.0
-# Pipelines lost one after the other, before a batch arrives.
+# The epoch fails at this number of losses (of a pipeline, or of blocks) without a block between.
 _MOST_LOSSES = 3
-# Ray's name for a full object store with a full disk.
+# Name of the error that Ray raises if both the object store and the disk are full.
 _NO_ROOM = "OutOfDiskError"
 _ROOM_S = 2.0
 _ROOM_TRIES = 6
-# From _note_state to the for loop of the user: _collect, _wait_for_batch, _next_batch, _next_data,
-# __next__, the loop.
+# stacklevel from _note_state to the user's loop: _note_state, _collect, _wait_for_batch,
+# _next_batch, _next_data, __next__, the loop.
 _USERS_LOOP = 7
-# How often a stream's chunk is sent to a task of its own.
+# How often dpex sends a stream's chunk to a task that makes no other chunk.
 _STREAM_TRIES = 2
 
 
 class ClusterIter(BaseDataLoaderIter):
-    """Iterates once over a loader's dataset, as its sampler says.
+    """Iterator of a loader whose workers are Ray tasks.
 
     Args:
         loader: The loader.
-        job_key: What ``session.store`` returned for its job.
-        session: Its part of the cluster.
-        planner: Sizes the chunks; knows what batches cost in earlier iterations.
-        generations: Numbers the copies of the dataset.
-        epochs: The epochs that its samplers are in.
+        job_key: Key of the loader's job, which ``session.store`` returned.
+        session: The loader's job and pipelines on the cluster.
+        planner: Planner of the chunk sizes, which keeps the costs of earlier iterations.
+        generations: Source of the numbers of dataset versions.
+        epochs: Epoch numbers of the loader's samplers.
 
     Attributes:
-        meter: Counts the epoch.
+        meter: Statistics of the epoch.
 
     Source:
         torch's ``_MultiProcessingDataLoaderIter``: order of draws, reset, life cycle.
@@ -93,7 +93,7 @@ class ClusterIter(BaseDataLoaderIter):
         generations: Generations,
         epochs: SamplerEpochs,
     ) -> None:
-        # An epoch that goes on has drawn its base_seed before.
+        # With a base_seed from a loaded state, torch's draw must leave the generators unchanged.
         with generators_kept(loader.generator) if loader._progress.seeded else nullcontext():
             super().__init__(loader)
         self.meter = Meter()
@@ -113,8 +113,8 @@ class ClusterIter(BaseDataLoaderIter):
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DpexDataLoader[Any], first_iter: bool = False) -> None:
-        """Begin an epoch: at construction, and for every further one of persistent workers."""
-        # torch makes the sampler's iterator twice for the first epoch as well.
+        """Start an epoch: the first at construction, and each further one of persistent workers."""
+        # torch, too, creates the sampler's iterator twice for the first epoch.
         super()._reset(loader, first_iter)
         self._epoch += 1
         self._begin()
@@ -148,9 +148,9 @@ class ClusterIter(BaseDataLoaderIter):
         self._losses = 0
         self._demand = self._make_demand()
         self._open_run()
-        # As many as torch draws in iter(); more follow with every next().
+        # Draws as many batches as torch draws in iter(). Each next() draws more.
         self._fill()
-        # Read now: some samplers count their epochs themselves, when they are iterated.
+        # Read after drawing, because some samplers increment their epoch when they are iterated.
         self._epoch_drawn_for = self._sampler_epochs.now
 
     def _make_demand(self) -> Demand:
@@ -165,7 +165,7 @@ class ClusterIter(BaseDataLoaderIter):
         )
 
     def _open_run(self) -> None:
-        """Have a run begin; ``_opened`` waits for it."""
+        """Start opening a run; ``_opened`` waits until it is open."""
         streams = self._dataset_kind == DatasetKind.Iterable
         stateful = streams or self._loader_options.worker_init_fn is not None
         self._opening = self._session.open(
@@ -187,12 +187,12 @@ class ClusterIter(BaseDataLoaderIter):
             self._run = None
 
     def _shutdown_workers(self) -> None:
-        """Stop the iteration; torch's name, which frameworks call."""
+        """Stop the iteration. Frameworks call this method by torch's name."""
         self._end_run()
 
     @property
     def alive(self) -> bool:
-        """Whether further epochs can be read from it."""
+        """Whether the iterator can read further epochs."""
         return self._session.alive
 
     @property
@@ -203,7 +203,7 @@ class ClusterIter(BaseDataLoaderIter):
     # --- drawing indices --------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Draw and send as far ahead as torch does."""
+        """Draw and send as many batches ahead as torch does."""
         if not self._draining:
             self._demand.fill(self._take_chunk)
         self._flush()
@@ -212,16 +212,17 @@ class ClusterIter(BaseDataLoaderIter):
         """Draw and send one chunk more than torch would, if costs allow it.
 
         Args:
-            waiting: Whether the next batch is waited for, and to be handed out when it arrives.
+            waiting: Whether the training loop waits for a batch. If so, drawing stops as soon as
+                the receiver has news.
 
         Returns:
-            Whether it did.
+            False if nothing more can be requested now.
         """
         stop_at = time.monotonic() + _DRAW_S
 
         def enough() -> bool:
             if waiting:
-                time.sleep(0)  # the thread that receives needs the GIL more
+                time.sleep(0)  # release the GIL for the receiver thread
                 assert self._run is not None
                 return self._run.receiver.wait(0, self._quiet_seen)
             return time.monotonic() >= stop_at
@@ -233,19 +234,19 @@ class ClusterIter(BaseDataLoaderIter):
     def _take_chunk(self, chunk: Chunk) -> None:
         number = self._sent + len(self._unsent)
         self._unsent.append(replace(chunk, run=self._run_spec, number=number))
-        # One message for several chunks, but none of them is to wait for it.
+        # Gathers chunks that are drawn in quick succession, so that none waits long.
         if time.monotonic() - self._flushed_at > _GATHER_S:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what has been drawn."""
+        """Send the chunks that have been drawn."""
         self._opened()
         self._flushed_at = time.monotonic()
         if self._unsent:
             try:
                 chunks, self._unsent = self._unsent, []
                 self._send(chunks)
-            except Exception as error:  # nobody would make these batches: it is over
+            except Exception as error:  # without these chunks the epoch cannot be completed
                 if not self._session.alive:
                     self._fail(error)
                 self._give_up(error)
@@ -280,7 +281,7 @@ class ClusterIter(BaseDataLoaderIter):
             self._waiting[chunk.number] = ChunkInFlight(chunk, alone, tries)
             self._sent += 1
 
-    # --- handing out batches ----------------------------------------------------------------------
+    # --- delivering batches -----------------------------------------------------------------------
 
     def _next_data(self) -> Any:
         try:
@@ -293,7 +294,7 @@ class ClusterIter(BaseDataLoaderIter):
             self._publish()
 
     def _publish(self) -> None:
-        """Have Ray's metrics know what was counted: at the epoch's end, and now and then before."""
+        """Publish statistics as Ray metrics: at most once a second, and at the epoch's end."""
         now = time.monotonic()
         if self._run is None or now - self._published_at > _PUBLISH_EVERY_S:
             self._published_at = now
@@ -309,13 +310,14 @@ class ClusterIter(BaseDataLoaderIter):
         first = not self._demand.delivered
         if first:
             if self._sampler_epochs.now != self._epoch_drawn_for:
-                # set_epoch() between iter() and the first next(): what was drawn is for another.
+                # set_epoch() was called between iter() and the first next(), so the indices drawn
+                # in iter() belong to another epoch.
                 try:
                     self._sampler_iter = iter(self._index_sampler)
                     if not self._persistent_workers:
                         self._generation = self._generations.new()
                     self._begin()
-                except BaseException:  # an interrupt, or Ray has gone: there is no run
+                except BaseException:  # an interrupt, or Ray was shut down: there is no run
                     self._give_up(None)
                     raise
             self._sampler_epochs.begin()
@@ -323,7 +325,8 @@ class ClusterIter(BaseDataLoaderIter):
             self._fill()
             entry = self._wait_for_batch()
             self._fill()
-            for _ in range(0 if first else _CHUNKS_PER_STEP):  # the first batch has been waited for
+            # The training loop has waited for the first batch, so drawing ahead must not delay it.
+            for _ in range(0 if first else _CHUNKS_PER_STEP):
                 if not self._ask_ahead():
                     break
             if entry.left_out:
@@ -335,7 +338,11 @@ class ClusterIter(BaseDataLoaderIter):
         return entry.value
 
     def _leave_out(self, entry: Entry) -> None:
-        """Count and log the samples that a batch is without."""
+        """Count and log the samples that were left out of a batch.
+
+        Raises:
+            TooManySkippedError: The epoch has more than ``max_skipped`` such samples.
+        """
         for index, error in entry.left_out:
             self.meter.skipped += 1
             logger.warning("sample %r is left out of batch %d: %s", index, entry.batch, error)
@@ -351,7 +358,7 @@ class ClusterIter(BaseDataLoaderIter):
                 self._failure.reraise()
 
     def _wait_for_batch(self) -> Entry:
-        """Return the next batch, or what came in its place."""
+        """Return the next batch, or the error or the empty entry in its place."""
         deadline = time.monotonic() + self._timeout if self._timeout else None
         began = time.monotonic()
         note_at, note_s = began + _SLOW_WAIT_S, _SLOW_WAIT_S
@@ -363,7 +370,7 @@ class ClusterIter(BaseDataLoaderIter):
                 self._demand.deliver(entry)
                 return entry
             if not self._waiting:
-                self._fill()  # drawing had stopped until it was known what was lost
+                self._fill()  # nothing is drawn while chunks may be lost: resume drawing
             if self._demand.next_batch is None:
                 if not self._persistent_workers:
                     self._shutdown_workers()
@@ -384,10 +391,11 @@ class ClusterIter(BaseDataLoaderIter):
             if self._run.receiver.wait(prompt_s, self._quiet_seen):
                 continue
             if self._ask_ahead(waiting=True):
-                continue  # there is nothing better to do with the time
+                continue  # the wait is used to draw further ahead
             arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
             if not arrived and self._run.forsaken(self._planner.batch_s):
-                self._losses -= 1  # each death is noticed once, whatever comes between them
+                # ``forsaken`` reports a node's death only once, so this loss need not count.
+                self._losses -= 1
                 self._go_on_elsewhere()
             if not arrived and deadline is None and time.monotonic() >= note_at:
                 note_s = min(2 * note_s, _MOST_NOTE_S)
@@ -397,14 +405,17 @@ class ClusterIter(BaseDataLoaderIter):
 
     @property
     def _quiet_seen(self) -> int:
-        """Chunks known to be done; waiting for more than these is worth while."""
+        """The ``quiet_above`` argument of ``Receiver.wait``.
+
+        While chunks are in flight, a wait ends at the latest when all sent chunks are done.
+        """
         return self._sent - 1 if self._waiting else self._sent
 
     def _collect(self) -> None:
-        """Take in what has arrived."""
+        """Process the blocks and errors that have arrived."""
         assert self._run is not None
         receiver = self._run.receiver
-        # Read first: what is known to be done by now has arrived below.
+        # Read before the loop, so that the loop takes every block of the chunks that it counts.
         quiet_at = receiver.quiet_at
         while (arrival := receiver.take()) is not None:
             self._losses = 0
@@ -438,7 +449,7 @@ class ClusterIter(BaseDataLoaderIter):
                 del self._waiting[block.chunk]
         errors = receiver.take_errors()
         if errors:
-            # Nothing new until it is known which chunk is lost.
+            # Sends nothing new until it is known which chunk is lost.
             self._errors.extend(errors)
             self._errors_came_at = self._sent
             self._draining = True
@@ -447,10 +458,10 @@ class ClusterIter(BaseDataLoaderIter):
         if not self._waiting:
             self._draining = False
             if self._sent > self._errors_came_at:
-                self._errors = []  # the pipeline has worked since
+                self._errors = []  # chunks sent after the errors have arrived
 
     def _note_state(self, arrival: Arrival) -> None:
-        """Say once where the state of a logical worker is not what torch's would be."""
+        """Report once if the state of a logical worker differs from that of torch's worker."""
         costs, generations = arrival.block.costs, self._generations
         if not (costs.after_restart or costs.late_changes):
             return
@@ -475,20 +486,23 @@ class ClusterIter(BaseDataLoaderIter):
             )
 
     def _recover(self) -> None:
-        """Send lost batches again, each for a task of its own; one that is lost then is an error.
+        """Resend the batches in flight, which are lost.
 
-        A task makes many batches: which of them killed it is not known before.
+        A task makes many batches, so dpex cannot know which batch killed it. It resends each batch
+        to a task that makes no other batch. A batch that is lost again becomes an error. A stream's
+        batches stay together and get more tries. If only blocks were lost, dpex resends the chunks
+        as they were.
         """
         self._resend(self._send_one_by_one)
 
     def _resend(self, send: Callable[[list[ChunkInFlight]], None]) -> None:
-        """Have what is in flight sent again, all of it, or give the epoch up."""
+        """Resend all chunks in flight with ``send``, or fail the epoch."""
         lost, self._waiting = list(self._waiting.values()), {}
         try:
             send(lost)
         except Exception as error:
             self._fail(error)
-        except BaseException:  # an interrupt, after which these batches would be left out
+        except BaseException:  # an interrupt, after which these batches would be missing
             self._give_up(None)
             raise
 
@@ -501,8 +515,8 @@ class ClusterIter(BaseDataLoaderIter):
         self._errors = []
         no_room = _NO_ROOM in reason
         if no_room:
-            # All that was made has been read, and Ray forgets it in a moment. Then one block has
-            # room where several have not.
+            # All finished blocks have been read, so Ray soon frees them. Then a single block fits
+            # where several blocks did not.
             time.sleep(_ROOM_S)
         most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
         again: list[Chunk] = []
@@ -512,11 +526,11 @@ class ClusterIter(BaseDataLoaderIter):
                 again.extend(sent.rest(most=1))
                 continue
             if (sent.chunk.stream or no_room) and sent.tries < most_tries:
-                # Perhaps it was another stream whose worker died.
+                # The worker process that died may have been that of another stream.
                 sent.tries += 1
                 again_alone.append(sent)
                 continue
-            if sent.chunk.stream:  # which goes no further than its first lost batch
+            if sent.chunk.stream:  # the error of the first lost batch ends the stream
                 self._demand.end_stream(min(sent.missing) + sent.chunk.stride)
                 sent.missing = {min(sent.missing)}
             for batch in sent.missing:
@@ -533,7 +547,7 @@ class ClusterIter(BaseDataLoaderIter):
             self._send_again(list(sent.rest()), alone=True, tries=sent.tries, one_by_one=no_room)
 
     def _make_again(self, lost: list[ChunkInFlight]) -> None:
-        """Have batches made again that went with the process that had made them."""
+        """Resend the batches whose blocks were lost with the process that made them."""
         self._losses += 1
         if self._losses == _MOST_LOSSES:
             self._fail(None)
@@ -545,11 +559,11 @@ class ClusterIter(BaseDataLoaderIter):
             self._send_again(list(sent.rest()), alone=sent.alone, tries=sent.tries)
 
     def _go_on_elsewhere(self) -> None:
-        """Have a new pipeline make the batches in flight, where the old one was lost.
+        """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
 
         Raises:
-            ChunkLostError: It was not lost, but ended; or it was the third one that was lost, and
-                nothing had arrived from any of them.
+            ChunkLostError: The old pipeline ended without being lost, or the session has ended.
+                Or this is the third loss since a block arrived.
         """
         assert self._run is not None
         failure = self._run.failure()
@@ -585,15 +599,15 @@ class ClusterIter(BaseDataLoaderIter):
             self._send(numbered, **how)
 
     def _fail_batch(self, batch: int, error: DpexError) -> None:
-        """Raise an error in the place of a batch."""
+        """Deliver an error in place of a batch."""
         self._stash[batch] = Entry(batch, KeptError(error), "error")
 
     def _fail(self, cause: BaseException | None) -> NoReturn:
-        """Raise, now and at every further ``next()``: the pipeline has stopped in mid-epoch."""
+        """Raise now, and at every further ``next()``, because the pipeline stopped in mid-epoch."""
         raise self._give_up(cause) from cause
 
     def _give_up(self, cause: BaseException | None) -> DpexError:
-        """Return the error that every further ``next()`` raises, too."""
+        """End the run, and return the error that every further ``next()`` raises."""
         where = (
             f"with {self._demand.in_flight} batches outstanding; the next one is "
             f"{self._demand.next_batch}"
@@ -622,16 +636,17 @@ class ClusterIter(BaseDataLoaderIter):
 def _length(sampler: Any) -> int | None:
     try:
         return len(sampler)
-    except Exception:  # torch never asks, so this must not matter either
+    except Exception:  # torch does not call len() here, so its error must not end the iteration
         return None
 
 
 class Generations:
-    """Numbers the copies of the dataset that the iterators of one loader read.
+    """Source of the numbers of dataset versions, for the iterators of one loader.
 
     Attributes:
         loader: Identity of the loader.
-        change_noted: Whether the user knows of a copy that changed late.
+        change_noted: Whether dpex has warned that a batch changed a copy, although the first
+            batches had not.
     """
 
     def __init__(self) -> None:
@@ -640,12 +655,12 @@ class Generations:
         self._numbers = itertools.count()
 
     def new(self) -> int:
-        """Return the number of a new generation of copies."""
+        """Return the number of a new dataset version."""
         return next(self._numbers)
 
 
 class _Options:
-    """What an iterator reads from its loader, without keeping the loader alive."""
+    """Options that an iterator reads from its loader, without a reference to the loader."""
 
     def __init__(self, loader: DpexDataLoader[Any]) -> None:
         self.in_order = loader.in_order

@@ -1,8 +1,8 @@
-"""Errors that are raised later than they are known.
+"""Errors that dpex detects first and raises later.
 
-An error that has been raised holds, through its traceback, the frames that it passed, and these
-hold the iterator. Where one of them holds the error, or the iterator does, all of it stays until
-the garbage collector comes: a thread that receives, tasks that go on, batches that nobody reads.
+A raised exception holds, through its traceback, the frames that it passed, and these frames hold
+the iterator. If a frame or the iterator also holds the exception, they form a reference cycle. Then
+the receiver thread, the running tasks and unread batches stay until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ __all__ = ["KeptError", "Reraises", "reraise"]
 
 
 class Reraises(Protocol):
-    """What stands where a batch would: a ``KeptError``, or torch's ``ExceptionWrapper``."""
+    """An error in place of a batch: a ``KeptError`` or torch's ``ExceptionWrapper``."""
 
     def reraise(self) -> None:
         """Raise the error."""
 
 
 class KeptError:
-    """An error of our own, to be raised as often as need be, each time as a new one.
+    """A dpex error that can be raised repeatedly, each time as a new exception.
 
     Args:
         error: The error.
@@ -36,10 +36,10 @@ class KeptError:
 
 
 def reraise(kept: Reraises) -> None:
-    """Raise an error that stands where a batch would."""
+    """Raise an error that is delivered in place of a batch."""
     try:
         kept.reraise()
     except BaseException as error:
-        # A frame of torch's wrapper holds the error.
+        # A frame of torch's ``ExceptionWrapper`` holds the exception: break the cycle.
         error.__traceback__ = None
         raise

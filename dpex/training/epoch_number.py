@@ -1,4 +1,4 @@
-"""Which epoch a loader's samplers say it is, and whether somebody forgot to tell them."""
+"""Epoch numbers of a loader's samplers, and a warning if ``set_epoch`` was forgotten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["SamplerEpochs"]
 
-# From here to the for loop of the user: begin, _next_batch, _next_data, __next__, the loop.
+# stacklevel from begin to the user's loop: begin, _next_batch, _next_data, __next__, the loop.
 _USERS_LOOP = 5
 
 
@@ -19,14 +19,14 @@ class SamplerEpochs:
     """The ``epoch`` attributes of one loader's samplers.
 
     Args:
-        loader: Whose.
+        loader: The loader.
 
     Source:
         torch's ``DistributedSampler``: without ``set_epoch`` every epoch has the same order.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        # An iterator, which has this, may outlive the loader.
+        # Weak: an iterator holds this object, and may outlive the loader.
         self._loader = weakref.ref(loader)
         self._known: list[Any] = []
         self._finished: tuple[Any, ...] | None = None
@@ -34,7 +34,7 @@ class SamplerEpochs:
 
     @property
     def _samplers(self) -> list[Any]:
-        """The loader's samplers, which frameworks replace."""
+        """The loader's samplers, read at each use because frameworks replace them."""
         loader = self._loader()
         if loader is not None:
             inner = getattr(loader.batch_sampler, "sampler", None)
@@ -44,11 +44,11 @@ class SamplerEpochs:
 
     @property
     def now(self) -> tuple[Any, ...]:
-        """The epochs that the samplers say they are in."""
+        """The ``epoch`` of each sampler, or None for a sampler without one."""
         return tuple(getattr(sampler, "epoch", None) for sampler in self._samplers)
 
     def begin(self) -> None:
-        """Note the first ``next()`` of an epoch; warns once if ``set_epoch`` was forgotten."""
+        """Warn once if ``set_epoch`` was forgotten; called at the first ``next()`` of an epoch."""
         if self._finished != self.now or self._warned:
             return
         for sampler in self._samplers:
@@ -64,5 +64,5 @@ class SamplerEpochs:
                 return
 
     def end(self) -> None:
-        """Note that an epoch has been read to its end."""
+        """Record that an epoch has been read to its end."""
         self._finished = self.now

@@ -1,4 +1,4 @@
-"""Chunks on their way through the cluster, and what is to be sent again of them."""
+"""Chunks in flight, and which of their batches to resend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ChunkInFlight", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:
-    """Say which samples a batch of a chunk has."""
+    """Describe the samples of one batch of a chunk, for error messages."""
     if chunk.stream:
         workers = chunk.run.num_workers
         return f"batch {batch // workers} of worker {batch % workers}'s stream"
@@ -21,12 +21,12 @@ def described(chunk: Chunk, batch: int) -> str:
 
 
 def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
-    """Return what is raised in the place of a batch that no worker survives.
+    """Return the error to raise in place of a batch that killed every process that made it.
 
     Args:
-        chunk: What it was asked for with.
-        batch: Its number.
-        reason: What Ray says.
+        chunk: The chunk that holds the batch.
+        batch: Number of the batch.
+        reason: Ray's error text.
     """
     return ChunkLostError(
         f"DataLoader worker exited unexpectedly: every worker process that was given batch "
@@ -39,9 +39,9 @@ class ChunkInFlight:
     """A chunk in flight, and its batches that have not arrived.
 
     Attributes:
-        chunk: As it was sent.
-        alone: Whether to a task of its own, since one that was to make it has died.
-        tries: How often it was sent so.
+        chunk: The chunk as it was sent.
+        alone: Whether its task makes no other chunk, because a task that had it died.
+        tries: How often it was sent alone, if it was.
         missing: Numbers of the batches that have not arrived.
     """
 
@@ -54,14 +54,14 @@ class ChunkInFlight:
         self.missing = set(chunk.numbers)
 
     def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
-        """Yield chunks of what has not arrived.
+        """Yield chunks of the batches that have not arrived.
 
         Args:
-            most: Batches in each at the most.
+            most: Maximum number of batches in each chunk.
         """
         missing = sorted(self.missing)
         stride = self.chunk.stride
-        if self.chunk.stream:  # each begins where the one before it ended
+        if self.chunk.stream:  # each batch starts where the batch before it ended
             most = sys.maxsize
         while missing:
             first = missing[0]
@@ -79,7 +79,7 @@ class ChunkInFlight:
 
 
 def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
-    """Make one chunk of those that go on with the same stream."""
+    """Join the chunks of each stream into one chunk; other chunks stay as they are."""
     joined: list[ChunkInFlight] = []
     streams: dict[int, int] = {}
     for sent in lost:

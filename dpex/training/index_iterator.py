@@ -1,4 +1,4 @@
-"""The indices of a loader's epochs: drawn anew, or the rest of what was drawn before."""
+"""Indices of a loader's epochs: of a new epoch, or of the rest of a resumed epoch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from dpex.worker.stateful import has_state, state_of
 
 __all__ = ["IndexIterator", "Indices", "Source"]
 
-# Places in the epoch that a batch of unknown length takes.
+# Number of positions in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
-# From here to the load_state_dict() of the user: fitting, Progress's, ours.
+# stacklevel from fitting to the user's call: fitting, Progress.load_state_dict,
+# DpexDataLoader.load_state_dict, the call.
 _USERS_CALL = 4
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a loader draws indices from.
+    """Source of a loader's indices.
 
     Attributes:
-        index_sampler: Yields batches of indices, or single ones.
-        batched: Whether it yields batches.
-        generator: The loader's.
-        dataset: The loader's.
-        num_workers: The loader's.
+        index_sampler: Sampler that yields batches of indices, or single indices.
+        batched: Whether the sampler yields batches.
+        generator: The loader's ``generator``.
+        dataset: The loader's ``dataset``.
+        num_workers: The loader's ``num_workers``.
     """
 
     index_sampler: Any
@@ -47,37 +48,37 @@ class Source:
 
     @property
     def streams(self) -> bool:
-        """Whether indices say nothing about samples."""
+        """Whether the dataset is an ``IterableDataset``, so that indices select no samples."""
         return isinstance(self.dataset, IterableDataset)
 
     @property
     def in_process(self) -> bool:
-        """Whether the training process itself reads it."""
+        """Whether the training process itself reads the dataset."""
         return not self.num_workers
 
     @property
     def workers(self) -> int | None:
-        """How many streams there are, if any."""
+        """Number of streams; None for a map-style dataset."""
         return max(1, self.num_workers) if self.streams else None
 
     @property
     def length(self) -> int | None:
-        """How long the dataset is, where it is map-style and says so."""
+        """Length of the dataset, if it is map-style and has one."""
         if self.streams:
             return None
         try:
             return len(self.dataset)
-        except Exception:  # torch asks no dataset that has a sampler beside it
+        except Exception:  # torch needs no len(dataset) if the loader was given a sampler
             return None
 
     @property
     def dataset_state(self) -> Any:
-        """What a map-style dataset says of itself; a stream is asked where it is read."""
+        """State of a map-style dataset; None for a stream, whose reader has its state."""
         return None if self.streams else state_of(self.dataset)
 
     @property
     def dataset_state_between_epochs(self) -> Any:
-        """The dataset's state between two epochs, also of a stream that this process reads."""
+        """State of the dataset between two epochs, also of a stream that this process reads."""
         return None if self.streams and not self.in_process else state_of(self.dataset)
 
     @property
@@ -87,30 +88,30 @@ class Source:
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        """Generators besides the global ones, by what they belong to."""
+        """Generators of the loader and its samplers, keyed by their owner."""
         found = {"loader": self.generator}
         found |= {name: getattr(s, "generator", None) for name, s in self._samplers.items()}
         return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
 
     def sampler_states(self, iterator: Any) -> dict[str, Any] | None:
-        """Return the states of what has any: of the sampler's iterator, else of the samplers."""
+        """Return the state of the sampler's iterator if it has one, else the samplers' states."""
         if has_state(iterator):
             return {"iterator": state_of(iterator)}
         known = {name: state_of(sampler) for name, sampler in self._samplers.items()}
         return {name: state for name, state in known.items() if state is not None} or None
 
     def has_states(self, iterator: Any) -> bool:
-        """Tell whether ``sampler_states`` would return any."""
+        """Return whether ``sampler_states`` would return any state."""
         return any(map(has_state, (iterator, *self._samplers.values())))
 
     def load_sampler_states(
         self, states: Mapping[str, Any] | None, *, between_epochs: bool
     ) -> None:
-        """Give samplers their states back, before an iterator is made.
+        """Restore the samplers' states, before the sampler's iterator is created.
 
         Args:
-            states: What ``sampler_states`` returned.
-            between_epochs: Whether they are to begin an epoch.
+            states: Result of ``sampler_states``.
+            between_epochs: Whether the samplers must start an epoch next.
         """
         known = [
             (sampler, states[name])
@@ -124,8 +125,8 @@ class Source:
 
         load()
         if between_epochs and known:
-            # Some stand at the end of the epoch then, and their next pass yields the nothing that
-            # is left of it; others begin the next one, and are to begin it once more.
+            # A sampler may be at the end of an epoch now. Then its next pass is empty, and next()
+            # uses it up. Otherwise next() has started an epoch, so load() resets the sampler.
             with generators_kept():
                 if next(iter(self.index_sampler), None) is not None:
                     load()
@@ -138,12 +139,12 @@ class Source:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks that share an epoch, where a DistributedSampler deals it out."""
+        """Number of ranks that share an epoch; None without a DistributedSampler."""
         return None if self.distributed is None else self.distributed.num_replicas
 
     @property
     def epoch(self) -> int | None:
-        """What the samplers were told with ``set_epoch``."""
+        """Epoch number of the samplers that have ``set_epoch``; None without such a sampler."""
         for sampler in self._samplers.values():
             epoch = getattr(sampler, "epoch", None)
             if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)):
@@ -151,23 +152,23 @@ class Source:
         return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers which epoch it is, where they can be told."""
+        """Call ``set_epoch`` of each sampler that has it."""
         for sampler in self._samplers.values():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
 
     @property
     def by_samples(self) -> bool:
-        """Whether any number of samples can be left out, not just whole batches."""
+        """Whether a resumed epoch can skip any number of samples, not only whole batches."""
         return not self.batched or type(self.index_sampler) is BatchSampler
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples every batch has, but perhaps the last; None where they differ."""
+        """Number of samples in every batch except perhaps the last; None if it varies."""
         return self.index_sampler.batch_size if self.batched and self.by_samples else None
 
     def check(self, state: State) -> None:
-        """Raise ``ValueError`` unless an epoch of this loader can go on from a state."""
+        """Raise ``ValueError`` unless this loader can resume from a state."""
         told = [state.dataset, *(s and s.dataset for s in state.stream_states or ())]
         if any(each is not None for each in told) and not has_state(self.dataset):
             raise ValueError(
@@ -216,7 +217,7 @@ class Source:
             )
 
     def fitting(self, state: State) -> State:
-        """Return the state, without those of workers' datasets if there were other workers."""
+        """Return the state, without the workers' datasets' states if ``num_workers`` changed."""
         known = state.stream_states
         if known is None or state.batches or len(known) == self.workers:
             return state
@@ -229,10 +230,10 @@ class Source:
         return replace(state, stream_states=None)
 
     def rest(self, state: State) -> tuple[Any, int]:
-        """Return what is left of an epoch.
+        """Return a sampler for the rest of an epoch.
 
         Returns:
-            A sampler, and how many of the batches that it yields are to be left out.
+            The sampler, and the number of its first batches to skip.
         """
         outer = self.index_sampler
         if not self.by_samples:
@@ -247,11 +248,11 @@ class Source:
 
 
 class Indices:
-    """A loader's index sampler, every pass over which is one epoch of its progress.
+    """Index sampler of a loader. Each pass over it is one epoch of the loader.
 
     Args:
-        source: What it draws from.
-        progress: Whose epochs these are.
+        source: Source of the indices.
+        progress: Progress of the loader, which each pass updates.
     """
 
     def __init__(self, source: Source, progress: Progress) -> None:
@@ -269,9 +270,9 @@ class IndexIterator:
     """One pass over a loader's index sampler, from its beginning or from a state.
 
     Attributes:
-        epoch: How far it has been delivered.
-        position: Place in the epoch of the first sample of the last batch drawn.
-        unread: How many batches of a stream are to be read and thrown away.
+        epoch: How far the epoch has been delivered.
+        position: Position in the epoch of the first sample of the last drawn batch.
+        unread: Number of batches of a resumed stream to read and discard.
     """
 
     def __init__(self, source: Source, progress: Progress) -> None:
@@ -281,7 +282,7 @@ class IndexIterator:
         state = progress.pending
         begin = self._go_on(state) if progress.goes_on and state else self._begin(state)
         self.epoch = EpochProgress(progress, begin)
-        # Asked once, for it is every batch that would have to know.
+        # Computed once, because ``__next__`` needs it for every batch.
         self._stateful = source.has_states(self._inner)
         self._number = begin.batches
         self._end = begin.samples
@@ -291,10 +292,13 @@ class IndexIterator:
         progress.begin(self.epoch)
 
     def _begin(self, before: State | None) -> State:
-        """Begin an epoch.
+        """Start a new epoch.
 
         Args:
-            before: What was loaded, if that was a state between two epochs.
+            before: The loaded state, which is between two epochs; None if none is loaded.
+
+        Returns:
+            The state of the epoch at its start.
         """
         source = self._source
         begin = State(
@@ -315,7 +319,14 @@ class IndexIterator:
         return begin
 
     def _go_on(self, state: State) -> State:
-        """Go on with an epoch; returns where it stands, in terms of this loader."""
+        """Resume an epoch.
+
+        Args:
+            state: The loaded state.
+
+        Returns:
+            The same state in terms of this loader's batches, streams and ranks.
+        """
         source, sampler = self._source, self._source.index_sampler
         states = state.samplers or {}
         begin = state
@@ -332,7 +343,7 @@ class IndexIterator:
                 begin = replace(
                     state,
                     offset=state.global_samples,
-                    # Places that seeds have been made of already are not to be used again.
+                    # Positions that seeds were made of must not be used again.
                     place=state.place + state.samples,
                     world_size=source.world_size,
                     batches=0,
@@ -353,14 +364,14 @@ class IndexIterator:
 
     @property
     def whole_batches(self) -> bool:
-        """Whether the epoch has as many batches as its sampler says."""
+        """Whether the number of batches in the epoch is the length of the sampler."""
         begin = self.epoch.begin
         size = begin.batch_size
         return not begin.offset and (size is None or begin.samples == begin.batches * size)
 
     @property
     def request(self) -> Any:
-        """What a batch of a stream is asked for with: None for each sample that it is to have."""
+        """The request for one batch of a stream: None for each sample in the batch."""
         return next(self._inner)
 
     def __next__(self) -> Any:
@@ -403,23 +414,23 @@ class IndexIterator:
 
 
 class _After:
-    """What a sampler yields after its first so many indices."""
+    """The indices that a sampler yields after its first ``count`` indices."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler = sampler
         self._count = count
 
     def __iter__(self) -> Iterator[Any]:
-        # Some draw when their iterator is made, and are asked for it as early as without this.
+        # Some samplers draw when their iterator is created. This creates it as early as torch.
         return itertools.islice(iter(self._sampler), self._count, None)
 
 
 class _Redistributed:
-    """The rest of an epoch, dealt out to the ranks as torch's DistributedSampler deals out all.
+    """The rest of an epoch, divided among ranks as torch's DistributedSampler divides an epoch.
 
     Args:
-        sampler: With the number of ranks that there are now.
-        offset: Samples that all ranks have delivered before.
+        sampler: Sampler with the current number of ranks.
+        offset: Number of samples that all ranks have delivered before.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], offset: int) -> None:
@@ -441,8 +452,8 @@ class _Redistributed:
 
 
 def _count(indices: Any) -> int:
-    """Return how many places of the epoch a batch takes."""
+    """Return the number of positions in the epoch that a batch takes."""
     try:
         return len(indices)
-    except TypeError:  # torch only iterates a batch; places need not be dense
+    except TypeError:  # torch only iterates over a batch; positions need not be dense
         return _UNCOUNTED

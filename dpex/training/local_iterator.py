@@ -1,4 +1,4 @@
-"""torch's own iterators, which note how far they have got."""
+"""torch's own iterators, extended to record how far an epoch has been delivered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PlainIter", "plain_iterator"]
 
 
 def plain_iterator(loader: Any) -> PlainIter:
-    """Return what torch's loader would iterate with."""
+    """Return the iterator that torch's loader would create, extended by dpex."""
     if loader.num_workers == 0:
         return _SingleProcessDataLoaderIter(loader)
     loader.check_worker_number_rationality()
@@ -29,10 +29,10 @@ def plain_iterator(loader: Any) -> PlainIter:
 
 
 class PlainIter(BaseDataLoaderIter):
-    """What dpex adds to torch's iterators.
+    """Additions of dpex to torch's iterators.
 
     Attributes:
-        meter: Counts the epoch.
+        meter: Statistics of the epoch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -40,9 +40,9 @@ class PlainIter(BaseDataLoaderIter):
         super().__init__(loader)
 
     def read_on(self) -> None:
-        """Read what was delivered before, in an epoch of a stream that goes on."""
+        """Read and discard the batches of a resumed stream that were delivered before."""
         for _ in range(self._sampler_iter.unread):
-            with contextlib.suppress(Exception):  # StopIteration, or what was raised before too
+            with contextlib.suppress(Exception):  # StopIteration, or an error delivered before
                 next(self)
 
     def _next_data(self) -> Any:
@@ -56,7 +56,7 @@ class PlainIter(BaseDataLoaderIter):
                 epoch.finish()
                 raise
             except Exception:
-                # Its batch is used up, unless it is a timeout, or a worker that died.
+                # The error takes the place of a batch, unless it is a timeout or a worker's death.
                 if received is None or received != getattr(self, "_rcvd_idx", None):
                     epoch.deliver_next()
                 raise
@@ -66,12 +66,12 @@ class PlainIter(BaseDataLoaderIter):
 
 
 class _GoesOn(BaseDataLoaderIter):
-    """Loads a stream's state when torch's base class is set up, before the fetcher is made."""
+    """Base class that loads a stream's state before torch creates the fetcher."""
 
     stream_state: StreamState | None = None
 
     def __init__(self, loader: Any) -> None:
-        # What an epoch has drawn before is not drawn a second time.
+        # In a resumed epoch, torch's draws here must leave the generators unchanged.
         with generators_kept() if loader._progress.goes_on else contextlib.nullcontext():
             super().__init__(loader)
         if not self._num_workers and isinstance(self._dataset, IterableDataset):
@@ -80,7 +80,7 @@ class _GoesOn(BaseDataLoaderIter):
                 self.stream_state.give_dataset(self._dataset)
 
 
-# They have torch's names, which profiles show.
+# The names of these classes equal torch's, because profiles show them.
 class _SingleProcessDataLoaderIter(PlainIter, SingleProcessDataLoaderIter, _GoesOn):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)

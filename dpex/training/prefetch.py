@@ -1,8 +1,9 @@
-"""Which batches to ask the workers for, and which one the training loop gets next.
+"""Which batches to request from the logical workers, and which batch to deliver next.
 
-As in torch, batch ``k`` belongs to logical worker ``k % num_workers``, and a chunk holds batches of
-one logical worker. Of a dataset with indices the sampler gives the batches, in their order. Every
-logical worker reads a stream for itself, and the order passes over workers whose stream has ended.
+As in torch, batch ``k`` belongs to logical worker ``k % num_workers``. A chunk holds batches of one
+logical worker. For a map-style dataset, the sampler yields the batches in order. For an
+``IterableDataset``, each logical worker reads its own stream, and the order skips logical workers
+whose stream has ended.
 """
 
 from __future__ import annotations
@@ -23,59 +24,60 @@ __all__ = ["Demand", "IndexDemand", "StreamDemand"]
 
 
 class Demand(abc.ABC):
-    """What one epoch asks for.
+    """Requests for the batches of one epoch.
 
     Args:
-        indices: Yields what a batch is asked for with.
-        planner: Sizes the chunks.
+        indices: Iterator that yields the indices of each batch.
+        planner: Planner of the chunk sizes.
     """
 
     def __init__(self, indices: IndexIterator, planner: ChunkPlanner) -> None:
         self._indices = indices
         self._planner = planner
         self.delivered = 0
-        """Batches delivered in this process."""
+        """Number of batches of the epoch that this process has delivered."""
 
     @property
     @abc.abstractmethod
     def in_flight(self) -> int:
-        """Batches asked for and not yet delivered."""
+        """Number of batches that are requested but not delivered."""
 
     @property
     @abc.abstractmethod
     def next_batch(self) -> int | None:
-        """Number of the batch whose turn it is; None once there is none."""
+        """Number of the next batch to deliver, or None at the end of the epoch."""
 
     @abc.abstractmethod
     def fill(self, send: Callable[[Chunk], None]) -> None:
-        """Ask as far ahead as torch does.
+        """Request as many batches ahead as torch does.
 
         Args:
-            send: Takes the chunks.
+            send: Called with each chunk.
         """
 
     @abc.abstractmethod
     def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
-        """Ask for one chunk more than torch would, if costs allow it.
+        """Request one chunk more than torch would, if costs allow it.
 
         Args:
-            send: Takes the chunk.
-            enough: Asked after each batch; once it says so, nothing more is drawn now.
+            send: Called with the chunk.
+            enough: Called after each batch. If it returns True, this call draws nothing more.
 
         Returns:
-            Whether there is still something to ask for.
+            False if nothing more can be requested ahead now: at the end of the epoch, or if the
+            window of batches in flight is full.
         """
 
     @abc.abstractmethod
     def deliver(self, entry: Entry) -> None:
-        """Take note that a batch is handed out, or an error in its place."""
+        """Record that a batch, or an error in its place, is delivered."""
 
     def choose(self, made: Collection[int], *, in_order: bool) -> int | None:
-        """Return the batch to hand out now, if any of those made is one.
+        """Return the number of the batch to deliver now, or None if it has not arrived.
 
         Args:
-            made: Numbers of the batches that are there.
-            in_order: Whether it must be the next one.
+            made: Numbers of the batches that have arrived.
+            in_order: Whether only the next batch in order may be delivered.
         """
         if not made:
             return None
@@ -84,27 +86,27 @@ class Demand(abc.ABC):
         return min(made)
 
     def finish(self) -> None:
-        """Take note that the epoch has been delivered to its end."""
+        """Record that the epoch has been delivered to its end."""
         self._indices.epoch.finish()
 
     def end_stream(self, batch: int, state: bytes | None = None) -> None:
-        """Record a stream's end.
+        """Record the end of a stream.
 
         Args:
-            batch: The number that its next batch would have.
+            batch: Number that the next batch of the stream would have.
             state: The packed state of the stream, if it has one.
         """
         raise AssertionError(batch)
 
 
 class _OpenChunk:
-    """Batches of one logical worker that are drawn, and not sent yet.
+    """Batches of one logical worker that are drawn but not sent.
 
     Attributes:
-        size: With how many batches it is sent.
-        first_batch: The number of its first batch.
-        batches: The indices of each.
-        positions: The place in the epoch of each one's first sample.
+        size: Number of batches that complete the chunk.
+        first_batch: Number of the first batch.
+        batches: Indices of each batch.
+        positions: Position in the epoch of each batch's first sample.
     """
 
     __slots__ = ("batches", "first_batch", "positions", "size")
@@ -117,14 +119,15 @@ class _OpenChunk:
 
 
 class IndexDemand(Demand):
-    """The batches of a sampler.
+    """Requests for the batches of a sampler.
 
-    Invariant: after ``fill`` every batch within torch's run-ahead has been sent.
+    Invariant: after ``fill``, every batch that torch would have requested has been sent.
 
     Args:
-        run: What the chunks belong to.
-        length: How many batches the sampler yields, where it says so.
-        patient: Whether chunks' batches may come together, once all tasks have had one.
+        run: Iteration that the chunks belong to.
+        length: Number of batches that the sampler yields, or None if unknown.
+        patient: Whether the batches of a chunk may arrive together, once every logical worker has
+            had a chunk.
     """
 
     def __init__(
@@ -146,22 +149,22 @@ class IndexDemand(Demand):
 
     @property
     def in_flight(self) -> int:
-        """Batches asked for and not yet delivered."""
+        """Number of batches that are requested but not delivered."""
         return self._drawn - self._first - self.delivered
 
     @property
     def next_batch(self) -> int | None:
-        """Number of the batch whose turn it is; None once there is none."""
+        """Number of the next batch to deliver, or None at the end of the epoch."""
         over = self._exhausted and not self.in_flight
         return None if over else self._first + self.delivered
 
     @property
     def _remaining(self) -> int | None:
-        """How many batches the sampler has left, where it says so."""
+        """Number of batches that the sampler has left, or None if unknown."""
         return None if self._length is None else max(1, self._length - self._drawn)
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
-        """Draw as far ahead as torch does."""
+        """Draw and send as many batches ahead as torch does."""
         most = self._planner.guaranteed
         while not self._exhausted and self.in_flight < most:
             self._draw(send)
@@ -170,10 +173,11 @@ class IndexDemand(Demand):
             self._send_open(send)
 
     def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
-        """Draw a chunk's worth of batches more than torch would, if costs allow it."""
+        """Draw one chunk of batches more than torch would, if costs allow it."""
         sent = self._planner.chunks_issued
         while self._planner.chunks_issued == sent:
-            # The end of the epoch is reached no sooner than in torch: a sampler may draw there.
+            # Invariant: the sampler ends no sooner than in torch, because at its end it may draw
+            # from a generator.
             if self._exhausted or self._remaining == 1:
                 self._send_open(send)
                 return False
@@ -185,10 +189,10 @@ class IndexDemand(Demand):
         return True
 
     def _draw(self, send: Callable[[Chunk], None]) -> None:
-        """Draw the next batch's indices, and send its worker's chunk if that is whole then.
+        """Draw the indices of the next batch, and send its chunk if the chunk is complete.
 
         Args:
-            send: Takes the chunk.
+            send: Called with the chunk.
         """
         remaining = self._remaining
         try:
@@ -197,7 +201,7 @@ class IndexDemand(Demand):
             self._exhausted = True
             return
         except BaseException:
-            self._send_open(send)  # what was drawn before is delivered all the same
+            self._send_open(send)  # the batches drawn before the error are delivered
             raise
         worker = self._drawn % self._run.num_workers
         chunk = self._open.get(worker)
@@ -211,7 +215,7 @@ class IndexDemand(Demand):
             self._send(self._open.pop(worker), send)
 
     def _send_open(self, send: Callable[[Chunk], None]) -> None:
-        """Send what has been drawn."""
+        """Send all chunks that are not sent, in the order of their first batches."""
         while self._open:
             first = min(self._open, key=lambda worker: self._open[worker].first_batch)
             self._send(self._open.pop(first), send)
@@ -224,16 +228,16 @@ class IndexDemand(Demand):
         )
 
     def deliver(self, entry: Entry) -> None:
-        """Take note that a batch is handed out, or an error in its place."""
+        """Record that a batch, or an error in its place, is delivered."""
         self._indices.epoch.deliver(entry.batch - self._first)
         self.delivered += 1
 
 
 class StreamDemand(Demand):
-    """The batches of as many streams as there are workers.
+    """Requests for the batches of streams, one stream for each logical worker.
 
     Args:
-        run: What the chunks belong to.
+        run: Iteration that the chunks belong to.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class StreamDemand(Demand):
         super().__init__(indices, planner)
         self._run = run
         self._workers = run.num_workers
-        # One batch is asked for like the other: with as many indices as it is to have samples.
+        # Every batch has the same request: one None for each sample in the batch.
         self._request = indices.request
         epoch, workers = indices.epoch, run.num_workers
         self._handed_out, self._begins = epoch.begin_streams(workers, indices.unread)
@@ -255,7 +259,7 @@ class StreamDemand(Demand):
 
     @property
     def in_flight(self) -> int:
-        """Batches asked for and not yet delivered."""
+        """Number of batches that are requested but not delivered."""
         return sum(map(self._ahead, self._open))
 
     def _ahead(self, worker: int) -> int:
@@ -263,26 +267,26 @@ class StreamDemand(Demand):
 
     @property
     def _open(self) -> list[int]:
-        """The workers whose streams have more."""
+        """Logical workers whose streams may have further batches to deliver."""
         known = zip(self._ends, self._handed_out, strict=True)
         return [w for w, (end, done) in enumerate(known) if end is None or done < end]
 
     @property
     def next_batch(self) -> int | None:
-        """Number of the batch whose turn it is; None once there is none."""
+        """Number of the next batch to deliver, or None at the end of the epoch."""
         numbers = (self._handed_out[w] * self._workers + w for w in self._open)
         return min(numbers, default=None)
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
-        """Ask every worker for as many batches as torch does."""
+        """Request as many batches of every logical worker as torch does."""
         most = max(1, self._planner.guaranteed // self._workers)
         while (worker := self._least_asked(most, 1)) is not None:
             size = self._planner.size(remaining=None)
             self._ask(worker, min(size, most - self._ahead(worker)), send)
 
     def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
-        """Ask one worker for more than torch would, if costs allow it."""
-        del enough  # nothing is drawn here
+        """Request one chunk more of one logical worker than torch would, if costs allow it."""
+        del enough  # a request for a stream draws no indices
         size = self._planner.size(remaining=None)
         worker = self._least_asked(max(1, self._planner.window // self._workers), size)
         if worker is None:
@@ -291,7 +295,15 @@ class StreamDemand(Demand):
         return True
 
     def _least_asked(self, most: int, size: int) -> int | None:
-        """Return the worker whose turn comes first, of those that may be asked for a chunk."""
+        """Return the logical worker with the fewest requested batches, of those with capacity.
+
+        Args:
+            most: Maximum number of batches in flight for each logical worker.
+            size: Number of batches to request.
+
+        Returns:
+            The logical worker, or None if all streams have ended or none has the capacity.
+        """
         may = (
             (self._asked[w], w)
             for w, end in enumerate(self._ends)
@@ -307,17 +319,17 @@ class StreamDemand(Demand):
         send(Chunk(self._run, 0, first, requests, [0] * size, stream=True, begin=begin))
 
     def deliver(self, entry: Entry) -> None:
-        """Take note that a batch is handed out, or an error in its place."""
+        """Record that a batch, or an error in its place, is delivered."""
         worker = entry.batch % self._workers
         self._handed_out[worker] += 1
         self._indices.epoch.deliver_stream(worker, entry.samples, entry.state)
         self.delivered += 1
 
     def end_stream(self, batch: int, state: bytes | None = None) -> None:
-        """Record a stream's end.
+        """Record the end of a stream.
 
         Args:
-            batch: The number that its next batch would have.
+            batch: Number that the next batch of the stream would have.
             state: The packed state of the stream, if it has one.
         """
         end, worker = divmod(batch, self._workers)

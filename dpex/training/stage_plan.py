@@ -1,4 +1,4 @@
-"""A loader's work, divided into what each stage does."""
+"""Division of a loader's work into stages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["StagePlan", "divide"]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage after the one that reads.
+    """Plan of a stage after the first stage, which reads samples.
 
     Attributes:
-        job: What its workers do.
-        stage: What it asks of the cluster.
+        job: Work of the stage's workers.
+        stage: The user's ``Stage``, which requests CPUs, GPUs and other resources.
     """
 
     job: StageJob
@@ -38,13 +38,13 @@ def divide(
     skips_errors: bool,
     drop_last: bool,
 ) -> tuple[Job, list[StagePlan]]:
-    """Divide a loader's work at the stages of its dataset, if it has any.
+    """Divide a loader's work at the stages of its dataset, if the dataset has stages.
 
-    Samples become a batch in the last stage that gets samples.
+    The last stage that receives single samples collates them into a batch.
 
     Raises:
-        ValueError: A stage that asks for a GPU, or for resources, is in a dataset inside of another
-            one, where it would run with what reads.
+        ValueError: A stage requests a GPU or resources, but its ``MappedDataset`` is inside
+            another dataset. There it would run as part of the first stage, which reads samples.
     """
     for stage in stages_inside(dataset):
         if stage.num_gpus or stage.resources:

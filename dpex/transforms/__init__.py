@@ -1,4 +1,4 @@
-"""Transforms as stages: a chain over any map-style dataset, each stage where its work belongs.
+"""Transforms as stages: a chain over any map-style dataset, with resources for each stage.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Transforms one after the other, on one sample or on one batch."""
+"""A sequence of transforms for one sample or one batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """Applies transforms in order.
+    """A sequence of transforms.
 
-    A dataset's sample is, as torchvision's are, an input and what belongs to it: a tuple or a list
-    whose first item is the input. Any other sample is an input alone.
+    As in torchvision's datasets, a sample is a tuple or a list whose first item is the input. Any
+    other sample is the input itself.
 
     Args:
-        transforms: Each gets the input, or (``joint``) all items, each an argument of its own.
-            One of albumentations', or another that takes keywords only, gets ``image=`` and
-            returns a mapping with ``"image"``; where the sample is a mapping, it gets and returns
-            that. One with ``set_random_seed(seed)``, as theirs have it for the generators of their
-            own, is seeded from torch's generator before every call.
-        joint: Whether the transforms get all items and return all of them.
-        target_transform: Gets the second item, after the others, as in torchvision's datasets.
+        transforms: Transforms, called in order. Each gets the input, or, if ``joint``, all items
+            as separate arguments. An albumentations transform, or another that takes only
+            keyword arguments, gets ``image=`` and returns a mapping with ``"image"``. If the
+            sample is a mapping, such a transform gets its items as keywords and returns the new
+            sample. A transform with ``set_random_seed(seed)``, such as albumentations', has its
+            own generator, which is seeded from torch's generator before every call.
+        joint: Whether the transforms get all items and return all items.
+        target_transform: Gets the second item, after the other transforms, as in torchvision's
+            datasets.
     """
 
     def __init__(
@@ -44,11 +46,11 @@ class Chain:
         self._keywords_only = tuple(map(_takes_keywords_only, self.transforms))
 
     def __bool__(self) -> bool:
-        """Tell whether it does anything."""
+        """Return whether there is any transform."""
         return bool(self.transforms) or self.target_transform is not None
 
     def __call__(self, sample: Any) -> Any:
-        """Return the transformed sample, of the same structure unless a transform changes it."""
+        """Return the transformed sample, with the same structure unless a transform changes it."""
         started = time.perf_counter()
         try:
             return self._apply(sample)
@@ -57,7 +59,7 @@ class Chain:
 
     def _apply(self, sample: Any) -> Any:
         for transform, keywords_only in zip(self.transforms, self._keywords_only, strict=True):
-            # Copies of a generator of one's own all begin alike, in torch's workers too.
+            # All copies of a transform start with the same generator state, in torch's workers too.
             if hasattr(transform, "set_random_seed"):
                 transform.set_random_seed(own_seed())
             if keywords_only and isinstance(sample, Mapping):
@@ -79,17 +81,17 @@ def _call(transform: Callable[..., Any], value: Any, keywords_only: bool) -> Any
 
 
 def _like(sample: Any, items: list[Any]) -> Any:
-    """Put items into a sample of the same type."""
+    """Return a sample of the same type with these items."""
     return type(sample)(*items) if hasattr(sample, "_fields") else type(sample)(items)
 
 
 def _takes_keywords_only(transform: Callable[..., Any]) -> bool:
-    # albumentations' take *args too, to say that they want none.
+    # albumentations' transforms accept *args, but only to raise an error for them.
     if any(c.__module__.partition(".")[0] == "albumentations" for c in type(transform).__mro__):
         return True
     try:
         parameters = inspect.signature(transform).parameters.values()
-    except (TypeError, ValueError):  # what is written in C takes its argument by place
+    except (TypeError, ValueError):  # a C function without a signature: its argument is positional
         return False
     kinds = {parameter.kind for parameter in parameters}
     keyword_kinds = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}

@@ -1,4 +1,4 @@
-"""A map-style dataset with a chain of transforms, which may be several stages."""
+"""A map-style dataset with a chain of transforms, which may have several stages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Transforms = Transform | Stage | Sequence[Transform | Stage]
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage does.
+    """The part of a chain that one stage runs.
 
     Attributes:
         chain: Its transforms.
-        stage: What it asks of the cluster; None for the part that reads the source.
+        stage: The ``Stage`` that starts it; None for the part that reads the source.
     """
 
     chain: Chain
@@ -40,26 +40,28 @@ class Part:
 class MappedDataset(Dataset[Any]):
     """A map-style dataset whose samples go through a chain of transforms.
 
-    In torch's own loader it is a dataset like any other. In distribute mode every ``Stage`` of
-    the chain begins a ``map_batches`` of its own, with the CPUs, GPUs and resources that it asks
-    for; a plain transform belongs to the stage before it, the first ones to the reading of the
-    source. The arguments mean what they mean in torchvision's datasets: a sample's first item is
-    its input, the second its target.
+    In torch's own loader, it behaves like any other dataset. In distribute mode, every ``Stage``
+    in the chain starts a separate ``map_batches``, with the CPUs, GPUs and resources that the
+    stage asks for. A plain transform runs in the stage of the ``Stage`` before it. Transforms
+    before the first ``Stage`` run in the stage that reads the source. The arguments have the same
+    meaning as in torchvision's datasets: a sample's first item is its input, the second its target.
 
-    Generators are seeded for every sample, and again at every stage (batched: for every batch), so
-    that in distribute mode nothing but the loader's generator decides what transforms draw.
+    Generators are seeded for every sample, and again at every stage; a batched stage seeds them
+    for every batch. In distribute mode, the numbers that transforms draw therefore depend only on
+    the loader's generator.
 
     Args:
         source: A map-style dataset.
         transform: One transform or several for the input.
-        target_transform: One for the target; it runs in the first stage.
-        transforms: One or several for input and target together, in place of ``transform`` and
-            ``target_transform``. They get all items of the sample, each an argument of its own.
+        target_transform: One transform for the target; it runs in the first stage.
+        transforms: One transform or several for input and target together, in place of
+            ``transform`` and ``target_transform``. They get all items of the sample as separate
+            arguments.
 
     Raises:
-        TypeError: ``source`` is not map-style, or something in the chain cannot be called.
-        ValueError: ``transforms`` is given beside the others; a stage that gets samples comes
-            after one that gets batches; or ``source`` has stages.
+        TypeError: ``source`` is not map-style, or an element of the chain cannot be called.
+        ValueError: ``transforms`` is given with ``transform`` or ``target_transform``; a stage
+            that gets samples comes after a stage that gets batches; or ``source`` has stages.
 
     Source:
         ``torchvision.datasets.VisionDataset``.
@@ -95,8 +97,8 @@ class MappedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """Return one sample.
 
-        With stages that get batches, what it returns is for ``collate()`` alone; the sample, as
-        the last stage that gets samples leaves it, is its ``content``.
+        If the chain has stages that get batches, the result is only for ``collate()``. Its
+        ``content`` is the sample after the last stage that gets samples.
         """
         sample = self._through(self.source[index])
         return Uncollated(sample) if self.batched else sample
@@ -109,7 +111,7 @@ class MappedDataset(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], Any] | None:
-        """What torch asks for a batch's samples at once, where the source knows how."""
+        """The function that reads a whole batch; None if the source cannot read whole batches."""
         return self._samples if reads_batches(self.source) else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
@@ -127,10 +129,10 @@ class MappedDataset(Dataset[Any]):
         return self.parts[-1].batched
 
     def collate(self, collate_fn: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` for torch's own loader, which also runs the batched stages.
+        """Return a ``collate_fn`` for torch's own loader that also runs the batched stages.
 
         Args:
-            collate_fn: Makes the batch that they get; torch's default if None.
+            collate_fn: Makes the batch that the stages get; torch's default if None.
         """
         if isinstance(collate_fn, CollateAndTransform):
             return collate_fn
@@ -138,7 +140,7 @@ class MappedDataset(Dataset[Any]):
         return CollateAndTransform(collate_fn or default_collate, chains)
 
     def first_part(self) -> MappedDataset:
-        """Return the same dataset without all that begins with its first ``Stage``."""
+        """Return the dataset with only the transforms before the first ``Stage``."""
         first = MappedDataset(self.source)
         first.parts = self.parts[:1]
         return first
@@ -171,11 +173,11 @@ def _parts(transforms: list[Transform | Stage], joint: bool) -> Iterator[Part]:
 
 
 class CollateAndTransform:
-    """A ``collate_fn`` with batched stages behind it.
+    """A ``collate_fn`` followed by batched stages.
 
     Attributes:
         collate_fn: Makes the batch.
-        chains: What each stage does to it.
+        chains: The transforms of each stage.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], chains: list[Chain]) -> None:
@@ -183,7 +185,7 @@ class CollateAndTransform:
         self.chains = chains
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch that a list of samples becomes; without batching, that a sample is."""
+        """Return the transformed batch of a list of samples, or of one sample without batching."""
         several = isinstance(samples, list)
         content = [_content(sample) for sample in samples] if several else _content(samples)
         batch = self.collate_fn(content)
@@ -193,7 +195,7 @@ class CollateAndTransform:
 
 
 class Uncollated:
-    """A sample on its way to ``CollateAndTransform``; of no use to another ``collate_fn``.
+    """A sample that only ``CollateAndTransform`` can read.
 
     Attributes:
         content: The sample.
@@ -213,7 +215,7 @@ class Uncollated:
     __getitem__ = __iter__ = __len__ = _refuse
 
 
-# What default_collate takes apart, and so meets the refusal.
+# default_collate reads the items of a Sequence, so it gets the error of _refuse.
 Sequence.register(Uncollated)
 
 
@@ -222,7 +224,7 @@ def _content(sample: Any) -> Any:
 
 
 def stages_inside(dataset: Any) -> Iterator[Stage]:
-    """Yield the stages of the MappedDatasets that a dataset is made of, without its own."""
+    """Yield the stages of every ``MappedDataset`` inside a dataset, without the dataset's own."""
     seen: set[int] = set()
     waiting = [dataset]
     while waiting:

@@ -1,4 +1,4 @@
-"""Where a chain of transforms begins to be random."""
+"""Split of a chain of transforms before its first random transform."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["flattened", "is_deterministic", "is_random", "split"]
 
-# Of torchvision's transforms, v1, v2 and the presets of its weights. Any other may draw.
+# The torchvision transforms (v1, v2 and the presets of its weights) that never draw random numbers.
 _DETERMINISTIC = {
     "CenterCrop",
     "ClampBoundingBoxes",
@@ -41,27 +41,28 @@ _DETERMINISTIC = {
     "UniformTemporalSubsample",
     "VideoClassification",
 }
-# They do what somebody else's function does.
+# The torchvision transforms that run other functions, which may or may not draw.
 _UNKNOWN = {"Compose", "Lambda", "StandardTransform"}
 
 
 def split(
     transform: Callable[..., Any] | Iterable[Callable[..., Any]], *, at: int | None = None
 ) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Divide a chain into its deterministic beginning and the rest.
+    """Split a chain into its deterministic beginning and the rest.
 
     Args:
         transform: A ``Compose`` (torchvision's v1 or v2), an ``nn.Sequential``, a list, or one
-            transform. Those in one another are taken apart.
-        at: How many transforms the first part has. If None, it ends before the first one that is
-            not known to be deterministic: torchvision's own are, an own class or a lambda is not.
+            transform. Nested chains are flattened.
+        at: Number of transforms in the first part. If None, this part ends before the first
+            transform that dpex does not know to be deterministic. dpex knows torchvision's
+            deterministic transforms, but not a user's class or a lambda.
 
     Returns:
-        The transforms of either part, in order.
+        The transforms of both parts, in order.
 
     Raises:
-        IndexError: There are fewer than ``at`` transforms.
-        TypeError: Something in the chain cannot be called.
+        IndexError: ``at`` is negative, or the chain has fewer than ``at`` transforms.
+        TypeError: An element of the chain cannot be called.
     """
     transforms = flattened(transform)
     if at is None:
@@ -88,12 +89,12 @@ def flattened(transform: Any) -> list[Callable[..., Any]]:
 
 
 def is_deterministic(transform: Any) -> bool:
-    """Tell whether a transform is known to draw nothing; a subclass of a known one is not."""
+    """Return whether torchvision's class of a transform is deterministic; a user's class is not."""
     return _is_torchvisions(transform) and type(transform).__name__ in _DETERMINISTIC
 
 
 def is_random(transform: Any) -> bool:
-    """Tell whether a transform is known to draw."""
+    """Return whether a transform is known to draw random numbers."""
     known = _DETERMINISTIC | _UNKNOWN
     return _is_torchvisions(transform) and type(transform).__name__ not in known
 

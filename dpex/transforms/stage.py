@@ -1,4 +1,4 @@
-"""What one stage of a chain asks of the cluster."""
+"""A stage of a chain, and the resources that it asks for."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ __all__ = ["Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """A transform that begins a stage: in distribute mode a ``map_batches`` of its own.
+    """A transform that starts a stage: in distribute mode, a separate ``map_batches``.
 
-    In torch's own loader, and with ``distribute_mode=False``, it is ``fn`` and nothing else.
+    In torch's own loader, and with ``distribute_mode=False``, only ``fn`` has an effect.
 
     Args:
-        fn: The transform. It gets what the transform before it returned.
+        fn: The transform. It gets the result of the transform before it.
         batched: Whether it gets whole batches, after ``collate_fn``: tensors of shape (B, ...).
-        num_cpus: CPUs that one of its workers takes.
-        num_gpus: GPUs that one of its workers takes. A worker with a GPU keeps its process, so
-            what ``fn`` puts there stays; what it returns is moved to the CPU.
-        resources: Other resources that one of its workers takes, as ``ray start --resources``
-            names them.
-        max_workers: How many work at once; the loader's ``num_workers`` if None.
+        num_cpus: CPUs of each worker of the stage.
+        num_gpus: GPUs of each worker of the stage. A worker with a GPU keeps its process, so data
+            that ``fn`` puts on the GPU stays there. dpex moves the tensors that ``fn`` returns to
+            the CPU.
+        resources: Other resources of each worker of the stage, named as in
+            ``ray start --resources``.
+        max_workers: Maximum number of workers at once; the loader's ``num_workers`` if None.
 
     Raises:
-        TypeError: ``fn`` is not callable, or an argument is of another type.
-        ValueError: A number is out of its range.
+        TypeError: ``fn`` is not callable, or an argument has the wrong type.
+        ValueError: A number is out of range.
 
     Source:
         The arguments of ``ray.data.Dataset.map_batches``.

@@ -1,1 +1,1 @@
-"""Code for the bytes between processes: pickles, blocks, and shared memory."""
+"""Data transport between processes: pickles, blocks and shared memory."""

@@ -1,4 +1,4 @@
-"""Memory of batches that are gone, for those to come."""
+"""A pool that reuses the memory of released batches for later batches."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from dpex.wire.pickling import Bytes, own_copy
 
 __all__ = ["MemoryPool"]
 
-# malloc has lists of its own for what is smaller.
+# malloc itself keeps smaller pieces of memory for reuse.
 _LEAST_BYTES = 1 << 20
-# Memory may be larger than what is put there, by this factor.
+# Reused memory may be larger than the array in it by at most this factor.
 _MOST_SPARE = 1.25
 
 
 class MemoryPool:
-    """Lends memory to arrays, and has it back when nobody holds them any more.
+    """A pool of memory for large arrays.
 
-    Without it a large array's memory goes back to the kernel with its batch, and the next batch
-    waits until as much has been filled with zeros, page by page. Torch's allocator of pinned memory
-    keeps what it has for the same reason.
+    Without the pool, the memory of a large array returns to the kernel when its batch is freed. The
+    next batch then waits until the kernel has zeroed the same amount, page by page. Torch's
+    allocator of pinned memory keeps freed memory for the same reason.
 
     Args:
-        most_bytes: How much it keeps that nobody uses; one piece of any size it always keeps.
+        most_bytes: Maximum number of idle bytes. The pool always keeps one piece of memory, even
+            if that piece is larger.
     """
 
     def __init__(self, most_bytes: int = 128 << 20) -> None:
         self._most_bytes = most_bytes
         self._idle: list[Bytes] = []
-        # Nobody waits for it: an array may go wherever the garbage collector runs, in here as well,
-        # and a fork may find it taken for good. Memory is fresh then, or goes back to the kernel.
+        # Never block on this lock: a finalizer may run while this thread holds it, and a fork may
+        # inherit it locked. If it is locked, memory is allocated or freed outside the pool.
         self._lock = threading.Lock()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that nobody uses."""
+        """Number of bytes that no array uses."""
         return sum(memory.nbytes for memory in self._idle)
 
     def copy(self, buffer: Bytes) -> Bytes:
-        """Copy an array.
+        """Return a copy of a flat array.
 
         Args:
-            buffer: The array, flat.
+            buffer: The array.
 
         Returns:
-            The copy. Once neither it nor a view of it is left, its memory serves again.
+            The copy. The pool can reuse its memory when neither the copy nor a view of it exists.
         """
         if buffer.nbytes < _LEAST_BYTES:
             return own_copy(buffer)
@@ -56,7 +57,7 @@ class MemoryPool:
             memory = own_copy(buffer)
         else:
             np.copyto(memory[: buffer.nbytes], buffer)
-        # Not a slice: a view of a slice holds, in numpy, what was sliced and not the slice.
+        # Not a slice: in numpy, a view of a slice keeps the sliced array alive and not the slice.
         lent = np.frombuffer(memory.data[: buffer.nbytes], dtype=np.uint8)
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent

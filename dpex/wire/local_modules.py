@@ -1,6 +1,6 @@
-"""The user's own modules, which belong to no installed distribution.
+"""The user's own modules: modules that belong to no installed distribution.
 
-A process that lacks them, or has another version of them, gets them by value.
+A process that lacks such a module, or has another version of it, gets its code by value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import cloudpickle
 
 __all__ = ["by_value", "changed", "installed_roots"]
 
-# The code in each module, and when its file was written, as an iteration that began first saw them.
+# Modification time of each module's file and the code in it, when ``changed`` first saw the module.
 _seen: dict[str, tuple[float, dict[str, Any]]] = {}
-# Modules that are not the user's own.
+# Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
 
 
 def changed() -> bool:
-    """Return whether a module's code has changed since a worker may have imported it.
+    """Return whether a module's code has changed since a worker process may have imported it.
 
-    The user has reloaded the module, edited it in a notebook, or given a name in it another
-    function or class. Or its file is another one, which a worker that starts later would import.
+    The code changes if the user reloads the module, edits it in a notebook, or assigns another
+    function or class to a name in it. A rewritten file also counts, because a worker process that
+    starts later imports the new file.
     """
     found = False
     for name, module in _modules():
@@ -49,7 +50,7 @@ def _written(file: str | None) -> float:
 def _modules() -> Iterator[tuple[str, ModuleType]]:
     for name, module in list(sys.modules.items()):
         if _others.get(name) is module:
-            continue  # as nearly all are, at every iter()
+            continue  # nearly every module; each iter() runs this loop
         file = getattr(module, "__file__", None)
         if not (file and isinstance(module, ModuleType)) or name in ("__main__", "__mp_main__"):
             continue
@@ -60,11 +61,13 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def _code_in(names: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the code of functions and classes; equal if another function has the same code.
+    """Return the code of the functions and classes in a namespace.
+
+    Two results are equal if the code is equal, even if the function objects differ.
 
     Args:
-        names: Of a module or a class.
-        place: What the full names of its own classes begin with.
+        names: The namespace of a module or a class.
+        place: Prefix of the full names of the classes that this module or class defines.
     """
     code = {name: _code_of(value, place) for name, value in list(names.items())}
     return {name: value for name, value in code.items() if value is not None}
@@ -86,9 +89,9 @@ def _code_of(value: Any, place: str) -> Any:
 
 @contextmanager
 def by_value() -> Iterator[None]:
-    """Pickle the user's own modules by value inside this block.
+    """Pickle functions and classes of the user's own modules by value in this context.
 
-    Every imported one goes with the objects that need it.
+    This applies to the modules that are imported when the context begins.
     """
     known = cloudpickle.list_registry_pickle_by_value()
     modules = [module for name, module in _modules() if name not in known]
@@ -103,14 +106,14 @@ def by_value() -> Iterator[None]:
 
 @functools.cache
 def _is_local(file: str) -> bool:
-    # Without a look at every file, which takes 0.1 s for all that torch imports.
+    # Compare names first: to resolve the path of every file that torch imports takes 0.1 s.
     for root in _named_roots():
         if file.startswith(root):
             if _is_link(root + file[len(root) :].partition(os.sep)[0]):
                 break
             return False
     path = Path(file).resolve()
-    # Some modules name a file that is none, such as torch.ops.
+    # The __file__ of some modules, such as torch.ops, is not a file.
     source = path.suffix == ".py" and path.is_file()
     return source and not any(root in path.parents for root in _roots())
 
@@ -127,7 +130,7 @@ def _roots() -> list[Path]:
 
 @functools.cache
 def _named_roots() -> list[str]:
-    """The same directories as the files of modules name them, longest first."""
+    """Return the roots as paths of modules spell them, resolved or not, longest first."""
     names = {str(path) for path in _directories()} | {str(path) for path in _roots()}
     return [name + os.sep for name in sorted(names, key=len, reverse=True)]
 

@@ -1,4 +1,4 @@
-"""Open in this process what another process has mapped: its files, and memory that it shares."""
+"""Files and shared memory that another process has mapped, mapped again in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "rebuild_typed_storage",
 ]
 
-# From Linux' mman.h.
+# From mman.h of Linux.
 _MREMAP_MAYMOVE = 1
 
 _semaphores: dict[tuple[str, int], MappedFile] = {}
@@ -47,29 +47,30 @@ _inherited: dict[tuple[str, int], tuple[Any, int, int]] = {}
 
 @functools.cache
 def host_identity() -> str:
-    """Return an identity of the running kernel and of this process's mount namespace."""
+    """Return an identifier of the running kernel and of this process's mount namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     mounts = Path("/proc/self/ns/mnt")
     try:
         return f"{boot.read_text().strip()}/{mounts.stat().st_ino}"
-    except OSError:  # a sandbox: other processes count as those of another host
+    except OSError:  # a sandbox: treat other processes as processes of other machines
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
 class MappedFile:
-    """A file that a process has mapped; the process that unpickles it maps it too.
+    """A file that one process has mapped, and that the unpickling process maps too.
 
-    All views in one pickle share one mapping, because a pickle has one object for each file.
+    A pickle holds one ``MappedFile`` for each file and kind of mapping (shared, writable). All
+    views of the file share its mapping.
 
     Args:
         path: The file's path; None if it has no name.
-        pid: The process that has mapped it.
-        descriptor: A descriptor of it in that process, if it has one.
+        pid: ID of the process that has mapped it.
+        descriptor: A descriptor of the file in that process; None if it has none.
         status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
-        file: Device and inode as ``/proc/self/maps`` has them.
+        file: Device and inode as in ``/proc/self/maps``.
         size: The file's size in bytes.
-        shared: Whether all processes see what one of them writes.
-        writable: Whether the process may write to it.
+        shared: Whether other processes see writes to the mapping.
+        writable: Whether the process may write to the mapping.
         host: ``host_identity()`` of that process.
     """
 
@@ -95,7 +96,7 @@ class MappedFile:
         self.shared = shared
         self.writable = writable
         self.host = host
-        # The memory, where it begins, and which byte of the file that is.
+        # The mapping, its start address, and its offset in the file.
         self._mapped: tuple[Any, int, int] | None = None
 
     def __reduce__(self) -> Any:
@@ -104,13 +105,13 @@ class MappedFile:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Open the file, and close it at the end.
+        """Open the file, and close it when the context ends.
 
         Yields:
-            Its descriptor.
+            A descriptor of the file.
 
         Raises:
-            NodeDataError: The file is not here, or another file has its path.
+            NodeDataError: The file cannot be opened here, or another file has its path.
         """
         descriptor = self._open()
         try:
@@ -163,28 +164,28 @@ class MappedFile:
         return self._mapped
 
     def map_part(self, offset: int, size: int) -> mmap.mmap:
-        """Map a part of the file once more.
+        """Return a new mapping of a part of the file.
 
         Args:
-            offset: Where it begins, at the beginning of a page.
-            size: Its size in bytes; 0 for the rest of the file.
+            offset: Offset of the part in the file; a multiple of the page size.
+            size: Size of the part in bytes; 0 for the rest of the file.
         """
         options: dict[str, Any] = {"offset": offset}
         if sys.version_info >= (3, 13):
-            options["trackfd"] = False  # or every mapping keeps a descriptor
+            options["trackfd"] = False  # otherwise every mapping keeps a descriptor open
         if not self.writable:
             options["access"] = mmap.ACCESS_READ
         elif self.shared:
             options["access"] = mmap.ACCESS_WRITE
         else:
-            # A private mapping of a large file must not count as memory that is in use.
+            # The kernel must not reserve memory for a private mapping of a large file.
             options["flags"] = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             options["prot"] = mmap.PROT_READ | mmap.PROT_WRITE
         with self.opened() as descriptor:
             return mmap.mmap(descriptor, size, **options)
 
     def _map_inherited(self) -> tuple[Any, int, int] | None:
-        """Map once more what this process has inherited from the one that has mapped it."""
+        """Return a second mapping of memory that this process inherited at its fork, or None."""
         if not self.shared:
             return None
         if self.file in _inherited:
@@ -196,33 +197,34 @@ class MappedFile:
         remap = ctypes.CDLL(None, use_errno=True).mremap
         remap.restype = ctypes.c_void_p
         remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-        # With the length 0, mremap() makes a second mapping of the same pages.
+        # With an old length of 0, mremap() creates a second mapping of the same pages.
         address = remap(span.start, 0, size, _MREMAP_MAYMOVE)
         if address in {None, ctypes.c_void_p(-1).value}:
             return None
-        # It stays mapped until the process ends.
+        # The mapping stays until the process ends.
         memory = (ctypes.c_uint8 * size).from_address(address)
         _inherited[self.file] = memory, address, span.offset
         return _inherited[self.file]
 
     def buffer(self) -> tuple[Any, int]:
-        """Map the file.
+        """Map the file, unless it is mapped already.
 
         Returns:
-            The mapping, as an object with a buffer, and the byte of the file where it begins.
+            The mapping, as an object that supports the buffer protocol, and its offset in the file.
         """
         memory, _, begin = self._map()
         return memory, begin
 
     def address(self, offset: int) -> int:
-        """Return the address of a byte of the file."""
+        """Return the address of the byte at an offset in the file."""
         _, start, begin = self._map()
         return start + offset - begin
 
     def memory(self, offset: int, size: int) -> Any:
-        """Return a part of the file as a buffer that keeps the mapping.
+        """Return a part of the file as a buffer that keeps the mapping alive.
 
-        The buffer claims to be writable even if the memory is not: torch has no read-only tensors.
+        The buffer is marked as writable even if the memory is read-only, because torch has no
+        read-only tensors.
         """
         part: Any = (ctypes.c_uint8 * size).from_address(self.address(offset))
         part.mapping = self._map()[0]
@@ -234,11 +236,11 @@ def _mapped_file(fields: dict[str, Any]) -> MappedFile:
 
 
 class MappedStorage:
-    """A torch storage in mapped memory; all tensors of one pickle that view it share it.
+    """A torch storage in mapped memory, which its tensors in one pickle share.
 
     Args:
-        file: Where its bytes are.
-        offset: Its first byte in the file.
+        file: The file that holds its bytes.
+        offset: Its offset in the file.
         size: Its size in bytes.
         by_torch: Whether torch has mapped it, as ``share_memory_()`` does.
     """
@@ -257,7 +259,8 @@ class MappedStorage:
         if self._storage is None:
             file, offset, size = self._arguments
             if self._by_torch and file.shared and file.writable and offset == 0:
-                # is_shared() is True for such a storage, so share_memory_() does not copy it.
+                # is_shared() is True for a storage that torch maps. Thus share_memory_() does not
+                # copy it.
                 with contextlib.suppress(AttributeError, NodeDataError), file.opened() as opened:
                     storage: Any = torch.UntypedStorage
                     self._storage = storage._new_shared_fd_cpu(opened, size)
@@ -268,12 +271,12 @@ class MappedStorage:
 
 
 def rebuild_storage(mapped: MappedStorage) -> torch.UntypedStorage:
-    """Return the storage itself."""
+    """Return the storage as an ``UntypedStorage``."""
     return mapped.storage
 
 
 def rebuild_typed_storage(mapped: MappedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Return the storage as torch pickles it."""
+    """Return the storage as a ``TypedStorage``."""
     return torch.TypedStorage(wrap_storage=mapped.storage, dtype=dtype, _internal=True)
 
 
@@ -301,20 +304,20 @@ def rebuild_array(
     writeable: bool,
     attributes: dict[str, Any],
 ) -> np.ndarray[Any, Any]:
-    """Return an array on mapped memory.
+    """Return a numpy array in mapped memory.
 
     Args:
         kind: The name of its type in ``numpy``.
-        file: Where its elements are.
-        offset: Where its first element is.
+        file: The file that holds its elements.
+        offset: Offset of its first element in the file.
         dtype: Its dtype.
         shape: Its shape.
         strides: Its strides.
         writeable: Whether it is writeable.
-        attributes: Of a ``numpy.memmap``.
+        attributes: Attributes of a ``numpy.memmap``; empty for other types.
     """
     memory, begin = file.buffer()
-    # By its name: cloudpickle would send numpy.recarray by value.
+    # ``kind`` is a name because cloudpickle pickles the class numpy.recarray by value.
     array: Any = np.ndarray.__new__(
         getattr(np, kind), shape, dtype, memory, offset - begin, strides
     )
@@ -326,20 +329,20 @@ def rebuild_array(
 
 
 def rebuild_arrow_buffer(file: MappedFile, offset: int, size: int) -> Any:
-    """Return a buffer of Arrow's on mapped memory."""
+    """Return a ``pyarrow.Buffer`` in mapped memory."""
     import pyarrow as pa
 
     return pa.foreign_buffer(file.address(offset), size, base=file.memory(offset, size))
 
 
 def rebuild_ctypes(element: type, lengths: tuple[int, ...], file: MappedFile, offset: int) -> Any:
-    """Return an object of ctypes on mapped memory.
+    """Return a ctypes object in mapped memory.
 
     Args:
-        element: Its type, or that of an array's elements.
-        lengths: An array's lengths, the innermost one first.
-        file: Where it is.
-        offset: Where it begins.
+        element: Its type, or the type of an array's elements.
+        lengths: Lengths of an array's dimensions, innermost first; empty for other objects.
+        file: The file that holds it.
+        offset: Its offset in the file.
     """
     kind: Any = element
     for length in lengths:
@@ -349,7 +352,7 @@ def rebuild_ctypes(element: type, lengths: tuple[int, ...], file: MappedFile, of
 
 
 def rebuild_mmap(file: MappedFile, offset: int, size: int, position: int) -> mmap.mmap:
-    """Return a ``mmap.mmap`` of the same part of a file."""
+    """Return a ``mmap.mmap`` of a part of a file, with a file position."""
     mapping = file.map_part(offset, size)
     mapping.seek(position)
     return mapping
@@ -366,7 +369,7 @@ def rebuild_shared_memory(cls: type, name: str, file: MappedFile, size: int) -> 
 
 
 def rebuild_arena(kind: type, file: MappedFile, offset: int, size: int) -> Any:
-    """Return an arena of multiprocessing's heap on mapped memory."""
+    """Return a ``multiprocessing.heap.Arena`` in mapped memory."""
     arena: Any = object.__new__(kind)
     arena.size, arena.fd = size, -1
     arena.buffer = np.frombuffer(file.memory(offset, size), np.uint8).data
@@ -374,21 +377,21 @@ def rebuild_arena(kind: type, file: MappedFile, offset: int, size: int) -> Any:
 
 
 def rebuild_semaphore(cls: type, file: MappedFile, offset: int, kind: int, maxvalue: int) -> Any:
-    """Return a lock or semaphore of multiprocessing's on mapped memory."""
+    """Return a ``multiprocessing`` lock or semaphore in mapped memory."""
     from multiprocessing import synchronize
 
-    # The C object does not keep the memory: it stays mapped until the process ends.
+    # The C object does not keep the mapping alive, so _semaphores keeps it until the process ends.
     file = _semaphores.setdefault(file.file, file)
     lock: Any = object.__new__(cls)
     semlock: Any = synchronize._multiprocessing.SemLock  # type: ignore[attr-defined]
     lock._semlock = semlock._rebuild(file.address(offset), kind, maxvalue, None)
     lock._make_methods()
-    lock._is_fork_ctx = True  # it can be inherited, not pickled
+    lock._is_fork_ctx = True  # forks inherit it; multiprocessing does not pickle it
     return lock
 
 
 def rebuild_condition(cls: type, state: Any) -> Any:
-    """Return a condition variable of multiprocessing's."""
+    """Return a ``multiprocessing`` condition variable."""
     condition: Any = object.__new__(cls)
     condition.__setstate__(state)
     return condition

@@ -1,11 +1,11 @@
-"""Pickle mapped memory as a reference to its file, not by content.
+"""Pickles that refer to the file of mapped memory and do not hold the memory's content.
 
 If the memory of a tensor or array is mapped from a file, or shared by processes, the pickle holds
 the file's identity and the memory's offset in it. The process that unpickles maps the same file.
 
 - ``Readers`` describes the processes that unpickle.
-- ``Mappings.reduce`` returns the reduction of an object, or None: the pickle holds its content.
-- ``Mappings.copied`` lists the objects in shared memory of which the readers get a copy.
+- ``Mappings.reduce`` returns the reduction of an object, or None if the pickle holds its content.
+- ``Mappings.copied`` lists the objects in shared memory that the readers get as copies.
 
 On a system without ``/proc`` the pickle holds the content of all memory.
 """
@@ -49,21 +49,22 @@ from dpex.wire.semaphores import move_to_memory_file
 
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
 
-# The content of a smaller mapping is sent if no process writes to it.
+# The pickle holds the content of a smaller mapping if it is private. If readers may run on other
+# nodes, this also applies to a smaller mapping that is read-only.
 _LARGE_BYTES = 1 << 20
 _DELETED = " (deleted)"
-# Memory that has a name, which no other node has: torch's, multiprocessing's, semaphores.
+# Paths of named shared memory, which only this node has: torch, multiprocessing, semaphores.
 _NAMED_MEMORY = ("/dev/shm/torch_", "/dev/shm/psm_", "/dev/shm/pym-", "/dev/shm/sem.")
-# Ray's object store, whose objects never change: in memory, and on disk without a name.
+# The files of Ray's object store, whose objects never change: in memory, or unlinked on disk.
 _OBJECT_STORE = "plasma"
 _SEMAPHORE_BYTES = ctypes.sizeof(ctypes.c_void_p) * 4
 
-# Descriptors that this process has opened so that others can open the same memory.
+# Descriptors that this process keeps open so that other processes can map the same memory.
 _opened: dict[tuple[str, int], int] = {}
 
 
 class UnsharedMemoryError(RuntimeError):
-    """The readers cannot share memory that this process shares for writing."""
+    """Raised if the readers cannot share memory that this process shares for writing."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Readers:
     """The processes that will unpickle.
 
     Attributes:
-        same_host: Whether all of them run on this host.
-        fork_parent: The process that they are forked from, if they may be forks.
+        same_host: Whether all of them run on this node.
+        fork_parent: ID of the process that they may be forks of; None if they are not forks.
         read_once: Whether they unpickle again for every iteration.
     """
 
@@ -83,14 +84,14 @@ class Readers:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where other processes find a file that this one has mapped.
+    """The location of a file that this process has mapped, for other processes.
 
     Attributes:
-        path: Its path; None if it has none.
-        descriptor: A descriptor of it in this process, if it has one.
-        status: Device and inode, as ``stat`` returns them; None if it cannot be opened.
-        size: Its size in bytes.
-        inherited: Whether the process that the readers are forked from has mapped it.
+        path: The file's path; None if it has no name.
+        descriptor: A descriptor of the file in this process; None if it has none.
+        status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
+        size: The file's size in bytes.
+        inherited: Whether the readers' fork parent has mapped the file.
     """
 
     path: str | None
@@ -101,18 +102,18 @@ class _Place:
 
     @property
     def reachable(self) -> bool:
-        """Whether readers on this host can map the file."""
+        """Whether readers on this node can map the file."""
         return self.path is not None or self.descriptor is not None or self.inherited
 
 
 class Mappings:
-    """The mappings of this process, as one pickle refers to them.
+    """The mappings of this process that one pickle refers to.
 
     Args:
         readers: The processes that will unpickle.
 
     Attributes:
-        copied: Objects in shared memory of which the readers get a copy.
+        copied: Objects in shared memory that the readers get as copies.
     """
 
     def __init__(self, readers: Readers) -> None:
@@ -123,12 +124,12 @@ class Mappings:
         self._files: dict[tuple[Any, ...], MappedFile] = {}
         self._storages: dict[tuple[int, int], MappedStorage] = {}
         self._anonymous: dict[int, int] | None = None
-        # Shared tensors that only the training process writes to, between iterations.
+        # Shared epoch tensors. Only the training process writes to them, between iterations.
         self._epochs: list[Any] = []
         self._reducers: dict[type, Callable[[Any], Any] | None] = {}
 
     def reduce(self, obj: Any) -> Any:
-        """Return an object's reduction, as ``__reduce__`` does, or None.
+        """Return an object's reduction as ``__reduce__`` does, or None to pickle its content.
 
         Raises:
             UnsharedMemoryError: The object is writable, and the readers would get a copy.
@@ -190,16 +191,16 @@ class Mappings:
     def _find(
         self, obj: Any, address: int, size: int, *, writeable: bool
     ) -> tuple[MappedFile, int] | None:
-        """Return the file that memory is mapped from, and the offset in it.
+        """Return the file that memory is mapped from, and the memory's offset in the file.
 
         Args:
-            obj: What has the memory.
-            address: Where the memory begins.
+            obj: The object that uses the memory.
+            address: Start address of the memory.
             size: Its size in bytes.
-            writeable: Whether ``obj`` lets the user write to it.
+            writeable: Whether the user can write to the memory through ``obj``.
 
         Returns:
-            None if dpex has to send the content of ``obj``.
+            None if the pickle must hold the content of ``obj``.
 
         Raises:
             UnsharedMemoryError: The readers can neither map the memory nor use a copy.
@@ -270,7 +271,7 @@ class Mappings:
         if self._anonymous is None:
             try:
                 self._anonymous = _anonymous_bytes()
-            except OSError:  # unknown: the content is sent
+            except OSError:  # unknown: pickle the content
                 return True
         return any(
             size and span.start <= start < span.end for start, size in self._anonymous.items()
@@ -286,7 +287,7 @@ class Mappings:
         found = _status_of(path, span) if path else None
         if found is not None:
             status = found.st_dev, found.st_ino
-            # Another file may have the path when a worker opens it.
+            # Include a descriptor: another file may have the path when a reader opens it.
             return _Place(path, self._open_files.get(status), status, found.st_size)
         descriptor = self._descriptor_of(span)
         if descriptor is not None:
@@ -303,13 +304,13 @@ class Mappings:
         return _open_files()
 
     def _descriptor_of(self, span: Span) -> int | None:
-        """Return a descriptor of a file without a name that this process has mapped."""
+        """Return a descriptor of an unnamed file that this process has mapped, or None."""
         if span.file in _opened:
             return _opened[span.file]
         descriptor = self._open_files.get(_as_stat(span))
         if descriptor is not None or not span.shared:
             return descriptor
-        with contextlib.suppress(OSError):  # which needs a privilege
+        with contextlib.suppress(OSError):  # map_files needs a privilege
             name = f"/proc/self/map_files/{span.start:x}-{span.end:x}"
             descriptor = os.open(name, os.O_RDWR if span.writable else os.O_RDONLY)
             found = os.fstat(descriptor)
@@ -367,7 +368,7 @@ class Mappings:
             return self._storages[address, size]
         by_torch = storage.is_shared()
         if by_torch and self._span(address, size) is None:
-            self._forget_spans()  # share_memory_() was called after the first look
+            self._forget_spans()  # share_memory_() was called after _spans was read
         found = self._find(obj, address, size, writeable=True)
         if found is None:
             return None
@@ -419,7 +420,7 @@ class Mappings:
         found = self._find(shared, address, shared.size, writeable=True)
         if found is None or found[1]:
             return None
-        # The name includes the leading slash that the property omits.
+        # _name includes the leading slash, which the property ``name`` omits.
         return rebuild_shared_memory, (type(shared), shared._name, found[0], shared.size)
 
     def _reduce_arena(self, arena: Any) -> Any:
@@ -464,7 +465,7 @@ class Mappings:
         return sharedctypes.synchronized, (synchronized.get_obj(), synchronized.get_lock())
 
     def _note_epoch(self, stream: Any) -> None:
-        """Note the epoch of a Hugging Face stream, which is shared memory."""
+        """Record the epoch of a Hugging Face stream, which is in shared memory."""
         self._epochs.append(getattr(stream, "_epoch", None))
 
 
@@ -486,7 +487,7 @@ _REDUCERS: dict[str, Callable[[Mappings, Any], Any]] = {
 def _is_foreign(span: Span) -> bool:
     """Return whether a mapping belongs to Ray's object store, or to a device such as a GPU."""
     if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
-        # CUDA's page-locked memory cannot be told from anonymous memory that processes share.
+        # CUDA's pinned memory and anonymous shared memory have the same path, /dev/zero.
         return not span.path.startswith("/dev/zero") or torch.cuda.is_initialized()
     return Path(span.path).name.startswith(_OBJECT_STORE) and (
         span.path.startswith("/dev/shm/") or span.path.endswith(_DELETED)
@@ -494,7 +495,7 @@ def _is_foreign(span: Span) -> bool:
 
 
 def _merged(found: list[Span]) -> list[Span]:
-    """Join neighbouring mappings of one file; leave out memory without a file."""
+    """Join adjacent mappings of one file, and omit memory without a file."""
     merged: list[Span] = []
     for span in found:
         if not span.inode:
@@ -513,7 +514,7 @@ def _merged(found: list[Span]) -> list[Span]:
 
 
 def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return an array's first address, and the one behind its last."""
+    """Return the lowest address of an array's memory, and the address after its last byte."""
     low = high = address_of(array)
     for length, stride in zip(array.shape, array.strides, strict=True):
         low += min(0, (length - 1) * stride)
@@ -522,7 +523,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def _anonymous_bytes() -> dict[int, int]:
-    """Return how many bytes of each mapping, by its address, belong to no file."""
+    """Return the number of anonymous bytes, in memory or swapped, of each mapping by address."""
     sizes: dict[int, int] = {}
     start = 0
     for line in Path("/proc/self/smaps").read_bytes().splitlines():
@@ -535,14 +536,14 @@ def _anonymous_bytes() -> dict[int, int]:
 
 
 def _status_of(path: str, span: Span) -> os.stat_result | None:
-    """Return the status of the file with this path if it is the mapped one."""
+    """Return the status of the file at a path, or None if it is not the mapped file."""
     try:
         found = Path(path).stat()
         if not stat.S_ISREG(found.st_mode):
             return None
         if (found.st_dev, found.st_ino) == _as_stat(span):
             return found
-        # On some file systems /proc/self/maps and stat() have different devices.
+        # On some file systems /proc/self/maps and stat() report different devices.
         with (
             Path(path).open("rb") as file,
             mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ) as mapping,
@@ -555,13 +556,13 @@ def _status_of(path: str, span: Span) -> os.stat_result | None:
 
 
 def _as_stat(span: Span) -> tuple[int, int]:
-    """Return a file's device and inode as ``stat`` has them, on most file systems."""
+    """Return a file's device and inode as ``stat`` returns them on most file systems."""
     major, minor = (int(number, 16) for number in span.device.split(":"))
     return os.makedev(major, minor), span.inode
 
 
 def _open_files() -> dict[tuple[int, int], int]:
-    """Return this process's descriptors, by device and inode; the lowest one of each file."""
+    """Return this process's lowest descriptor of each file, by device and inode."""
     found: dict[tuple[int, int], int] = {}
     for name in sorted(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - only names
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What this process's memory is mapped from, as Linux tells it."""
+"""The memory mappings of a process, as Linux lists them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 __all__ = ["Span", "address_of", "from_files", "shared_memory", "spans"]
 
-# Bounds, permissions, offset, device, inode and path.
+# Fields of a line: bounds, permissions, offset, device, inode and path.
 _LINE = re.compile(r"^(\w+)-(\w+) .(.).(.) (\w+) ([\w:]+) (\d+) *(.*)$", re.ASCII | re.MULTILINE)
 
 
 class Span(NamedTuple):
-    """One mapping: a line of ``/proc/self/maps``.
+    """One mapping: a line of ``/proc/<pid>/maps``.
 
     Attributes:
         start: Its first address.
-        end: The address behind its last.
+        end: The address after its last byte.
         writable: Whether the process may write to it.
-        shared: Whether what is written to it is seen by whoever else maps it.
-        offset: Where in the file it begins, in bytes.
-        device: Of the file, ``"major:minor"``, both hexadecimal.
-        inode: Of the file; 0 if there is none.
-        path: Of the file, with ``" (deleted)"`` behind it if it has no name any more.
+        shared: Whether other processes that map the same memory see writes to it.
+        offset: Its offset in the file, in bytes.
+        device: Device of the file, as ``"major:minor"``, both hexadecimal.
+        inode: Inode of the file; 0 if there is no file.
+        path: Path of the file, followed by ``" (deleted)"`` if the file is unlinked.
     """
 
     start: int
@@ -39,18 +39,19 @@ class Span(NamedTuple):
 
     @property
     def file(self) -> tuple[str, int]:
-        """The file's identity."""
+        """The identity of the file: its device and inode."""
         return self.device, self.inode
 
 
 def spans(pid: int | None = None) -> list[Span]:
-    """Read the mappings of a process, in the order of their addresses.
+    """Return the mappings of a process, in the order of their addresses.
 
     Args:
-        pid: The process; by default this one.
+        pid: ID of the process; by default of this process.
 
     Raises:
-        OSError: There is no ``/proc``, or no such process, or it belongs to another user.
+        OSError: The system has no ``/proc``, or the process does not exist, or it belongs to
+            another user.
     """
     text = os.fsdecode(Path("/proc", str(pid or "self"), "maps").read_bytes())
     return [
@@ -69,25 +70,27 @@ def spans(pid: int | None = None) -> list[Span]:
 
 
 def address_of(array: Any) -> int:
-    """Return where a numpy array's memory begins."""
+    """Return the address of a numpy array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
 def from_files() -> Callable[[int, int], bool]:
-    """Read which memory of this process is mapped from files, or from other shared memory.
+    """Return a test for memory of this process that is mapped from a file or shared memory.
 
     Returns:
-        A function that tells it of a place: its address, and its size in bytes.
+        A function of an address and a size in bytes. It returns whether any byte of this memory
+        was in such a mapping when ``from_files`` was called.
     """
     mapped = [span for span in spans() if span.inode]
     return lambda start, size: any(s.start < start + size and start < s.end for s in mapped)
 
 
 def shared_memory() -> Callable[[Any], bool]:
-    """Read which memory this process shares with whom it was forked from, also for writing.
+    """Return a test for arrays in memory that a fork and its parent share, even after a write.
 
     Returns:
-        A function that tells it of an array.
+        A function of an array. It returns whether any byte of the array was in a shared mapping
+        when ``shared_memory`` was called.
     """
     shared = [span for span in spans() if span.shared]
 

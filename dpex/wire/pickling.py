@@ -1,8 +1,8 @@
-"""Pickles whose arrays travel beside them, not inside.
+"""Pickles with large buffers out of band.
 
-Pickle protocol 5 hands large buffers out of band. This pickler does so for torch tensors too,
-which torch's own reducers would copy into the stream. Both directions use it: the dataset on its
-way to the workers, and batches on their way back.
+Pickle protocol 5 can pass large buffers outside the stream. The pickler of this module also does
+this for torch tensors, which torch's own reducers copy into the stream. dpex uses it to send the
+dataset to worker processes, and to send batches back.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = [
     "own_copy",
 ]
 
-# A smaller buffer stays in the stream: one more out-of-band buffer costs more than its copy.
+# A smaller buffer stays in the stream: an out-of-band buffer would cost more than the copy.
 _OUT_OF_BAND_BYTES = 2048
-# Of a list of a million small objects, about.
+# About the size of the stream of a list of a million small objects.
 _LARGE_STREAM_BYTES = 16 << 20
 _ADVICE = {
     "batch": "Have the dataset, or collate_fn, return something that can be pickled",
@@ -60,11 +60,11 @@ class Pickled:
         head: The pickle stream.
         buffers: Its out-of-band buffers, as flat uint8 arrays, in the stream's order. They are
             views of the pickled object's memory until they are copied.
-        tensor_slots: The positions in ``buffers`` that hold tensors; the others hold whatever
-            else offers out-of-band buffers (numpy arrays, mostly).
-        image_slots: The positions of PIL's images, which keep their pixels in another form, and
-            so need no copy of the buffer.
-        object_refs: The Ray object references in it, in the stream's order.
+        tensor_slots: The positions of tensors in ``buffers``. Other positions hold other objects
+            with out-of-band buffers, mostly numpy arrays.
+        image_slots: The positions of PIL images in ``buffers``. PIL keeps pixels in another form,
+            so these buffers need no copy.
+        object_refs: The Ray object references in the object, in the stream's order.
     """
 
     head: bytes
@@ -75,12 +75,12 @@ class Pickled:
 
     @property
     def slots(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Both kinds of slots, in the order of the constructor's arguments."""
+        """``tensor_slots`` and ``image_slots``, in the order of the constructor's arguments."""
         return self.tensor_slots, self.image_slots
 
     @property
     def digest(self) -> str:
-        """128 bits (XXH3) that stand for the contents: equal where those are."""
+        """The 128-bit XXH3 hash of stream and buffers, in hexadecimal."""
         digest = xxhash.xxh3_128(self.head)
         for buffer in self.buffers:
             digest.update(buffer.data)
@@ -88,7 +88,7 @@ class Pickled:
 
     @property
     def size_bytes(self) -> int:
-        """Size of stream and buffers together, in bytes."""
+        """Total size of stream and buffers in bytes."""
         return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
 
 
@@ -99,7 +99,7 @@ def _rebuild_tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Give a flat uint8 tensor its dtype, shape and strides back."""
+    """Return a tensor with a dtype, shape and strides in the memory of a flat buffer."""
     if isinstance(buffer, torch.Tensor):
         tensor = buffer.view(dtype).as_strided(size, stride)
     elif len(buffer):
@@ -110,13 +110,13 @@ def _rebuild_tensor(
 
 
 def _rebuild_memmap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Give what was mapped from a file its type back; its memory is that of other arrays."""
+    """Return an array as a ``numpy.memmap``, although its memory is not mapped from a file."""
     return array.view(np.memmap)
 
 
 def _rebuild_image(pixels: Any, *state: Any) -> Any:
-    """Make an image of PIL's from its state and its pixels, as it pickles them."""
-    from PIL import Image  # who reads it may not have loaded it yet
+    """Return a PIL image from the pixels and the state that PIL pickles."""
+    from PIL import Image  # this process may not have imported PIL yet
 
     image = Image.Image.__new__(Image.Image)
     image.__setstate__([*state, pixels])
@@ -124,10 +124,10 @@ def _rebuild_image(pixels: Any, *state: Any) -> Any:
 
 
 class _Unpickling(threading.local):
-    """What a thread is unpickling.
+    """The state of a thread that unpickles.
 
     Attributes:
-        object_refs: The Ray object references in it.
+        object_refs: The Ray object references of the ``Pickled`` that the thread unpickles.
     """
 
     object_refs: Sequence[Any] = ()
@@ -141,12 +141,12 @@ def _is_rays(kind: type) -> bool:
 
 
 def _object_ref(place: int, _: str) -> Any:
-    """Return the Ray object reference at a place in the pickle that this thread reads."""
+    """Return an object reference of the pickle that this thread reads, by its position."""
     return _unpickling.object_refs[place]
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its elements side by side in memory, keeping channels-last order."""
+    """Return ``tensor`` contiguous in memory; a channels-last tensor keeps its order."""
     if tensor.is_contiguous():
         return tensor
     if tensor.dim() in (4, 5) and tensor.is_contiguous(
@@ -159,8 +159,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 class _Buffers:
     """The large buffers of one pickle.
 
-    Apart from the pickler, which would refer to itself through its callback and so keep a batch's
-    memory until the next garbage collection.
+    They are separate from the pickler. If the callback were a method of the pickler, a reference
+    cycle would keep a batch's memory until the next garbage collection.
     """
 
     def __init__(self, out_of_band_bytes: float) -> None:
@@ -168,11 +168,11 @@ class _Buffers:
         self.kept: list[np.ndarray[Any, Any]] = []
         self.slots: dict[str, set[int]] = {"tensor": set(), "image": set()}
         self.object_refs: list[Any] = []
-        # The buffer that comes next, if it is of a kind.
+        # Kind and buffer of the last tensor or image, until the pickler passes the buffer on.
         self.expected: tuple[str, pickle.PickleBuffer] | None = None
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a large buffer; send a small one with the stream (says so by True)."""
+        """Keep a large buffer out of band, or return True to leave a small one in the stream."""
         raw = buffer.raw()
         if raw.nbytes < self._out_of_band_bytes:
             return True
@@ -184,7 +184,7 @@ class _Buffers:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the bytes of plain CPU tensors and of PIL's images out of band."""
+    """cloudpickle's pickler, with the bytes of plain CPU tensors and PIL images out of band."""
 
     def __init__(
         self, file: io.BytesIO, buffers: _Buffers, mappings: Mappings | None = None
@@ -194,7 +194,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce exact, strided CPU tensors, mapped arrays, images and code; leave the rest."""
+        """Reduce the objects that dpex pickles in a special way; leave all others to cloudpickle.
+
+        These objects are strided CPU tensors (not subclasses), mapped memory, caches and locks,
+        read-only arrays of batches, object references, PIL images and code.
+        """
         if self._mappings is not None:
             reduced = self._mappings.reduce(obj) or reduce(obj)
             if reduced is not None:
@@ -207,10 +211,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is np.memmap:
             return _rebuild_memmap, (obj.view(np.ndarray),)
         if self._mappings is None and kind is np.ndarray and not obj.flags.writeable:
-            # A batch may be written to, but pickle keeps what it finds read-only so.
+            # The arrays of a batch must be writable, but pickle restores a read-only array as such.
             return obj.copy(order="K").__reduce_ex__(5)
         if self._mappings is not None and kind.__name__ == "ObjectRef" and _is_rays(kind):
-            # Ray counts who refers to an object only if Ray itself pickles the reference.
+            # Ray counts a reference to an object only if Ray itself pickles the reference.
             self._buffers.object_refs.append(obj)
             return _object_ref, (len(self._buffers.object_refs) - 1, obj.hex())
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
@@ -219,8 +223,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_code(self, code: CodeType) -> Any:
         build, parts = self.dispatch_table[CodeType](code)
-        # From 3.1.3 on cloudpickle leaves it out, and so the source lines of tracebacks. It is
-        # copied, as other names are: interned or not, the pickle is the same.
+        # Since 3.1.3 cloudpickle omits the file name, without which tracebacks show no source
+        # lines. Like cloudpickle, copy the string: string interning must not change the pickle.
         return _rebuild_code, (build, parts, "".join(code.co_filename))
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -232,13 +236,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "not cross processes. Call detach() on it first"
             )
         data = tensor.detach()
-        # Of what expand() repeats, one is enough.
+        # Pickle the elements that expand() repeats only once.
         repeats = [step == 0 for step in data.stride()]
         once = _dense(data[tuple(slice(1) if again else slice(None) for again in repeats)])
         stride = tuple(
             0 if again else step for again, step in zip(repeats, once.stride(), strict=True)
         )
-        # as_strided and not reshape: the bytes in the order in which they lie in memory.
+        # as_strided, not reshape: it keeps the bytes in the order of memory.
         flat = once.as_strided((once.numel(),), (1,)) if once.numel() else once.reshape(-1)
         view = pickle.PickleBuffer(cast(Any, flat.view(torch.uint8).numpy()))
         arguments = (
@@ -253,7 +257,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_image(self, image: Any) -> Any:
         *state, pixels = image.__getstate__()
-        if len(state) != 4 or not isinstance(pixels, bytes):  # another PIL than we know
+        if len(state) != 4 or not isinstance(pixels, bytes):  # an unknown version of PIL
             return NotImplemented
         view = pickle.PickleBuffer(pixels)
         self._buffers.expected = ("image", view)
@@ -265,16 +269,18 @@ def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename
 
 
 def dump(obj: Any, what: str, readers: Readers | None = None) -> Pickled:
-    """Pickle ``obj``, its arrays out of band.
+    """Pickle ``obj``, with its large buffers out of band.
 
     Args:
-        obj: Anything cloudpickle takes; classes and functions of ``__main__`` go by value.
-        what: What ``obj`` is to the user (``"dataset"``); the root of the path in an error.
-        readers: The processes that will unpickle it. Given them, the pickle refers to mapped files
-            and shared memory; by default it holds all content.
+        obj: Any object that cloudpickle can pickle. It pickles classes and functions of
+            ``__main__`` by value.
+        what: The role of ``obj``, such as ``"dataset"``; the root of the path in an error.
+        readers: The processes that will unpickle it. With them, the pickle refers to mapped files
+            and shared memory. By default it holds all content.
 
     Raises:
-        SerializationError: Something in ``obj`` cannot be pickled; names its path.
+        SerializationError: A part of ``obj`` cannot be pickled, or its memory cannot be shared with
+            the readers. The message names the part's path.
 
     Source:
         PEP 574 (pickle protocol 5, out-of-band data).
@@ -283,7 +289,7 @@ def dump(obj: Any, what: str, readers: Readers | None = None) -> Pickled:
 
 
 def dump_in_band(obj: Any, what: str) -> bytes:
-    """Pickle ``obj`` in one piece, as ``dump`` does otherwise; ``pickle.loads`` reads it."""
+    """Pickle ``obj`` as ``dump`` does, but with all buffers in the stream, for ``pickle.loads``."""
     return _dump_or_explain(obj, what, float("inf"), None).head
 
 
@@ -294,7 +300,7 @@ def _dump_or_explain(
     try:
         pickled = _dump(obj, out_of_band_bytes, mappings)
         if mappings is not None and not mappings.hold:
-            # Another thread has unmapped a file, and its addresses may have been reused.
+            # Another thread has unmapped a file. Other memory may have its addresses now.
             mappings = Mappings(cast(Readers, readers))
             pickled = _dump(obj, out_of_band_bytes, mappings)
     except Exception as error:
@@ -322,7 +328,8 @@ def _dump(
 ) -> Pickled:
     script = sys.modules.get("__mp_main__")
     if script is not None and script.__name__ == "__mp_main__":
-        # So multiprocessing calls the script in a process that it has spawned. Others have not.
+        # multiprocessing gives the script this name in a process that it spawns. Other processes
+        # have no module of this name.
         cloudpickle.register_pickle_by_value(script)
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
@@ -340,19 +347,20 @@ def _dump(
 
 
 Bytes = np.ndarray[Any, Any]
-"""Memory, as a flat uint8 array."""
+"""Memory as a flat uint8 array."""
 
 
 def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None = None) -> Any:
-    """Unpickle an object into memory of its own.
+    """Unpickle an object, by default into new memory.
 
     Args:
-        pickled: What ``dump`` returned; its buffers may be read-only views.
-        take: Returns one buffer's bytes in memory for the object to keep; by default a copy.
-            Pinned memory is made here, so that pinning costs no copy of its own.
+        pickled: The result of ``dump``. Its buffers may be read-only views.
+        take: Function that returns memory with a buffer's bytes, which the object keeps. The
+            default copies the buffer. A copy to pinned memory makes a second copy unnecessary.
 
     Returns:
-        The object; by default its arrays and tensors are writable and share memory with nothing.
+        The object. By default its arrays and tensors are writable, and no other object shares
+        their memory.
     """
     buffers: list[Any] = []
     for slot, buffer in enumerate(pickled.buffers):
@@ -375,10 +383,10 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
 
 
 def give_back_memory() -> None:
-    """Return the memory that the C library has free to the kernel.
+    """Return the free memory of the C library to the kernel.
 
-    Pickling and unpickling millions of objects take a table of them all, which is larger than
-    anything that comes after it.
+    To pickle or unpickle millions of objects, pickle builds a table of all of them. This table is
+    larger than any later allocation.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
@@ -386,10 +394,10 @@ def give_back_memory() -> None:
 
 
 def own_copy(buffer: Bytes) -> Bytes:
-    """Copy memory.
+    """Return a copy of a buffer, in memory that numpy allocates.
 
-    numpy asks the kernel for huge pages where torch does not: with small ones, a fresh batch of
-    38 MB costs four times its copy in page faults.
+    numpy asks the kernel for huge pages, and torch does not. With small pages, the page faults of a
+    new 38 MB batch take four times as long as the copy.
     """
     own = np.empty(buffer.nbytes, dtype=np.uint8)
     np.copyto(own, buffer)
@@ -399,10 +407,10 @@ def own_copy(buffer: Bytes) -> Bytes:
 def _unpicklable(
     obj: Any, path: str, mappings: Mappings | None, error: Exception, depth: int = 0
 ) -> tuple[str, Exception]:
-    """Follow attributes and items down to the smallest part that cannot be pickled.
+    """Find the smallest part of ``obj`` that cannot be pickled, in its attributes and items.
 
     Returns:
-        Its path and type, and its error.
+        The path and type of the part, and the error from pickling it.
     """
     if depth < 8:
         for step, part in _parts(obj):
@@ -414,7 +422,7 @@ def _unpicklable(
 
 
 def _path_to(wanted: Any, obj: Any, path: str, depth: int = 0) -> str | None:
-    """Return the path of an object inside of another one, if it is found."""
+    """Return the path of ``wanted`` in ``obj``, or None if the search does not find it."""
     if obj is wanted:
         return path
     if depth >= 8:
@@ -435,12 +443,12 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         for position, value in enumerate(obj):
             yield f"[{position}]", value
     elif type(obj).__module__.startswith(("ctypes", "multiprocessing.")):
-        return  # its parts are not the user's
+        return  # the user did not define its parts
     elif hasattr(obj, "__dict__") and not isinstance(obj, (type, ModuleType)):
-        # An object that says itself what travels is taken at its word.
+        # If an object defines __getstate__, its pickle holds only that state.
         try:
             state = obj.__getstate__() if hasattr(type(obj), "__getstate__") else obj.__dict__
-        except Exception:  # which is the error that is looked for
+        except Exception:  # __getstate__ of ``obj`` itself is what fails
             return
         if isinstance(state, dict):
             for name, value in state.items():

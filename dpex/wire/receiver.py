@@ -1,4 +1,4 @@
-"""Blocks on their way into the trainer: from the actor's references to batches in own memory."""
+"""The reader of blocks in the training process: from object references to decoded batches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _FETCHES = 4
 
 @dataclass(frozen=True)
 class Arrival:
-    """One block, decoded.
+    """One decoded block.
 
     Attributes:
-        block: Its header.
-        decode_s: Seconds it took to decode it.
-        transfer_s: Seconds it took to get it, once it was known that it is there.
-        batches: Its batches.
+        block: The block without its entries.
+        batches: Its decoded batches.
+        decode_s: Seconds to decode it.
+        transfer_s: Seconds to fetch it, from the arrival of its reference or of the block before
+            it, whichever is later.
     """
 
     block: Block
@@ -46,24 +47,24 @@ class Arrival:
 
 
 class BlockSource(Protocol):
-    """The actor that says where the blocks are.
+    """The pipeline actor, which hands out references to blocks.
 
     Attributes:
-        actor: Its handle.
+        handle: Ray's handle of the actor.
     """
 
     handle: Any
 
     @property
     def connected(self) -> bool:
-        """Whether this process is still connected to the actor's Ray."""
+        """Whether this process is still connected to the Ray cluster of the actor."""
 
 
 class _Decode(ArrowBatchCollateFn):
-    """The collate_fn of ``iter_torch_batches``: one block in, its batches out.
+    """The ``collate_fn`` of ``iter_torch_batches``, which decodes one block into its batches.
 
     Attributes:
-        failure: Exception that it has raised.
+        failure: The last exception that it raised; None if it raised none.
     """
 
     def __init__(self, run: str, pool: MemoryPool, *, pin_memory: bool, device_index: int) -> None:
@@ -74,7 +75,7 @@ class _Decode(ArrowBatchCollateFn):
         self.failure: BaseException | None = None
 
     def __call__(self, table: pa.Table) -> Arrival:
-        """Copy a block's batches into memory of their own."""
+        """Decode a block: copy its batches to memory that belongs to them."""
         try:
             return self._decode(table)
         except BaseException as error:
@@ -84,18 +85,18 @@ class _Decode(ArrowBatchCollateFn):
     def _decode(self, table: pa.Table) -> Arrival:
         started = time.perf_counter()
         block = read_block(table)
-        if block.run != self._run:  # a chunk of an iteration that was given up
+        if block.run != self._run:  # a chunk of a cancelled iteration
             return Arrival(replace(block, entries=[]), [])
         if self._pin_memory:
             torch.accelerator.set_device_index(self._device_index)
         batches = list(decode(block, self._pool, pin_memory=self._pin_memory))
-        # The entries are views of the block, which is to be freed.
+        # Drop the entries: they are views that would keep the block in the object store.
         block = replace(block, entries=[])
         return Arrival(block, batches, time.perf_counter() - started)
 
 
 def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
-    """Fetch the blocks of each reply, some at a time; yields their tables in order."""
+    """Fetch the blocks of each reply in several threads, and yield their tables in order."""
     with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
         for blocks in replies:
             refs = [ref for ref, _ in blocks]
@@ -105,18 +106,18 @@ def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
 
 
 class Receiver:
-    """Reads one run's blocks in a thread and keeps the decoded batches for the training loop.
+    """A thread that decodes one run's blocks, and its queue of batches for the training loop.
 
     Args:
-        host: The pipeline actor.
-        pipeline_key: The pipeline that serves the run.
-        run: The run.
-        pool: Where the batches' memory is from, unless it is page-locked.
-        pin_memory: Whether batches go to page-locked memory.
+        actor: The pipeline actor.
+        pipeline_key: Key of the pipeline that serves the run.
+        run: Key of the run.
+        pool: Source of the batches' memory, unless it is pinned.
+        pin_memory: Whether to copy batches to pinned memory.
         through_client: Whether this process is a Ray Client.
 
     Attributes:
-        arrived_at: When the last block did, by the monotonic clock.
+        arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
     """
 
     def __init__(
@@ -151,7 +152,8 @@ class Receiver:
         replies = self._replies()
 
         def arrivals() -> Iterator[Arrival]:
-            # Through a client Ray Data does not work; elsewhere it may have other names.
+            # Ray Data does not work through a Ray Client. Some versions of Ray lack the private
+            # names that data_iterator needs.
             blocks = None if through_client else data_iterator(replies)
             self._through_data = blocks is not None
             if blocks is None:
@@ -168,11 +170,11 @@ class Receiver:
         self._thread.start()
 
     def _replies(self) -> Iterator[list[StoredBlock]]:
-        """Ask the actor for news until there is no more; yields the blocks of each reply."""
+        """Request replies from the actor until the run ends, and yield the blocks of each."""
         request = self._ask()
         while request is not None:
             reply = ray.get(request)
-            # Asked ahead, so that the answer is on its way while these blocks are read.
+            # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._handed += len(reply.blocks)
             self._note(self._handed, reply.quiet_at, reply.errors)
@@ -184,29 +186,29 @@ class Receiver:
                 else:
                     self._take_in(self._decode(block))
             ended = reply.ended
-            reply = block = None  # whoever waits for the next reply keeps no block
+            reply = block = None  # while it waits, this frame must keep no block alive
             if not self._may_call:
                 return
             yield stored
             self._all_told = ended
 
     def _ask(self) -> ray.ObjectRef | None:
-        """Ask the pipeline actor for the next reply; returns None where Ray may not be called."""
+        """Request the pipeline actor's next reply, or return None if Ray must not be called."""
         if not self._may_call:
             return None
         return self._actor.handle.take.remote(self._pipeline_key, self._run)
 
     @property
     def _may_call(self) -> bool:
-        """Whether Ray may be called: once it was shut down, a call would start another one."""
+        """Whether Ray may be called. After a shutdown, a call would start Ray again."""
         return not self._stopped and ray.is_initialized()
 
     def stop(self) -> None:
-        """Read nothing more: the run was given up."""
+        """Stop reading, because the run is finished or cancelled."""
         self._stopped = True
 
     def join(self, timeout: float) -> None:
-        """Wait until the reading thread has ended."""
+        """Wait until the reading thread ends, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
     def _receive(self, arrivals: Callable[[], Iterator[Arrival]]) -> None:
@@ -226,12 +228,13 @@ class Receiver:
                     if error is self._decode.failure or not self._through_data:
                         raise
                     if self._stopped or not self._actor.connected:
-                        raise  # Ray was shut down, which ends blocks as well
+                        raise  # a shutdown of Ray ends the blocks too
                     DATA_ITERATOR.fail(error)
                     self._lose(error)
         except BaseException as error:
             logger.debug("nothing more can be read", exc_info=True)
-            # Its frames hold this object, which would wait for the garbage collector then.
+            # Drop the traceback. Its frames refer to this object, and only the garbage collector
+            # would free that reference cycle.
             self._failure = error.with_traceback(None)
         finally:
             with self._changed:
@@ -239,7 +242,7 @@ class Receiver:
                 self._changed.notify_all()
 
     def _take_in(self, arrival: Arrival) -> None:
-        """Keep a block that has arrived for the training loop."""
+        """Add a decoded block to the queue of the training loop."""
         settled.set()
         now = time.perf_counter()
         transfer_s = now - max(self._last_at, self._known_at) - arrival.decode_s
@@ -252,7 +255,7 @@ class Receiver:
             self._changed.notify_all()
 
     def _lose(self, error: Exception) -> None:
-        """Report the blocks of the last reply as lost: their batches are made again."""
+        """Report the blocks of the last reply as lost, so that their batches are recomputed."""
         if self._may_call:
             self._actor.handle.release.remote(self._pipeline_key, self._run)
         with self._changed:
@@ -262,12 +265,12 @@ class Receiver:
             self._changed.notify_all()
 
     def _note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
-        """Take what the pipeline actor says beside the blocks.
+        """Record the contents of a reply, apart from its blocks.
 
         Args:
-            blocks: Number of blocks up to and with this reply.
-            quiet_at: Number of chunks that are surely done once those blocks are read.
-            errors: What lost something that was in flight.
+            blocks: Number of blocks up to and including this reply.
+            quiet_at: Number of chunks that are finished once all these blocks are read.
+            errors: Reasons why blocks or chunks in flight were lost.
         """
         with self._changed:
             self._notes.append((blocks, quiet_at))
@@ -280,7 +283,11 @@ class Receiver:
             self._quiet_at = self._notes.popleft()[1]
 
     def wait(self, timeout: float | None, quiet_above: int) -> bool:
-        """Wait for a block, an error, the end, or for more than ``quiet_above`` chunks done."""
+        """Wait for a block, an error, the end, or more than ``quiet_above`` finished chunks.
+
+        Returns:
+            Whether there was such an event before the timeout.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self._has_news(quiet_above), timeout)
 
@@ -288,29 +295,29 @@ class Receiver:
         return bool(self._arrivals or self._errors or self._ended or self._quiet_at > quiet_above)
 
     def take(self) -> Arrival | None:
-        """Return the next decoded block, if there is one."""
+        """Return the next decoded block, or None if none has arrived."""
         with self._changed:
             return self._arrivals.popleft() if self._arrivals else None
 
     def take_errors(self) -> list[str]:
-        """Return what has lost something that was in flight, since the last call."""
+        """Return the reasons for losses in flight since the last call."""
         with self._changed:
             errors, self._errors = self._errors, []
             return errors
 
     @property
     def quiet_at(self) -> int:
-        """Number of chunks all of whose blocks have been taken or wait to be."""
+        """Number of finished chunks: each of their blocks has arrived or is lost."""
         with self._changed:
             return self._quiet_at
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the reading, if it was an error."""
+        """The error that ended the reading; None if there was no error."""
         return self._failure
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether ``take`` can return no more blocks."""
         with self._changed:
             return self._ended and not self._arrivals

@@ -1,6 +1,7 @@
-"""Pickle what a fork would copy and pickle refuses: caches, locks, data of a thread.
+"""Reductions of objects that a fork copies but pickle refuses: caches, locks, thread-local data.
 
-Each process then has one of its own, as after a fork: a cache is empty, a lock is free.
+As after a fork, each process has a separate object. An unpickled cache is empty, and an unpickled
+lock is free.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ import cloudpickle
 
 __all__ = ["reduce"]
 
-# What a cache's attributes are beside the user's own: the new one has them by itself.
+# Attributes that every cache has. The pickle holds only the attributes that the user added.
 _NOT_SENT = {"cached", "cache_parameters", *functools.WRAPPER_ASSIGNMENTS, "__wrapped__"}
 _SINGLE_DISPATCH = cast(FunctionType, functools.singledispatch(lambda _: None)).__code__
 
 
 def reduce(obj: Any) -> Any:
-    """Return the reduction of an object, as ``__reduce__`` does, or None: it needs no other.
+    """Return an object's reduction as ``__reduce__`` does, or None if pickle needs no help.
 
-    Functions that the reader can import are left to pickle, which sends their names.
+    None is the result for functions that the reader can import, because pickle sends their names.
     """
     reducer = _REDUCERS.get(type(obj))
     return None if reducer is None else reducer(obj)
 
 
 def _goes_by_value(function: Any) -> bool:
-    """Return whether a function is pickled by value: the reader may lack its module."""
+    """Return whether a function is pickled by value, because the reader may lack its module."""
     module = getattr(function, "__module__", None) or "__main__"
     parents = module.split(".")
     names = {".".join(parents[: n + 1]) for n in range(len(parents))}
@@ -39,11 +40,11 @@ def _goes_by_value(function: Any) -> bool:
     return "<locals>" in function.__qualname__ or not by_value.isdisjoint(names)
 
 
-# --- caches: made empty, then filled, for a function may refer to its own cache ------------------
+# --- caches: created empty, then filled, because a function may refer to its own cache -----------
 
 
 class _Empty:
-    """The function that a cache calls; the cache is pickled before it."""
+    """Holder of the function that a cache calls, which is unpickled after the cache."""
 
     function: Callable[..., Any]
 
@@ -103,7 +104,7 @@ def _reduce_cached_property(found: Any) -> Any:
     return _cached_property, (found.func, found.attrname)
 
 
-# --- what belongs to a process or a thread -------------------------------------------------------
+# --- objects that belong to one process or thread ------------------------------------------------
 
 
 def _reduce_lock(_: Any) -> Any:

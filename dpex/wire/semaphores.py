@@ -1,8 +1,8 @@
-"""Give a semaphore of this process a descriptor, so that processes that are not forks can map it.
+"""Descriptors for semaphores, so that processes that are not forks can map them.
 
 Under the start method ``fork``, multiprocessing unlinks a semaphore when it creates it. Children
 inherit the memory, and no other process can open it. As long as no other process maps the memory,
-this module can replace it by the memory of a file that has a descriptor.
+this module can replace it with the memory of a file that has a descriptor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpex.wire.memory_map import Span, spans
 
 __all__ = ["move_to_memory_file"]
 
-# From Linux' mman.h.
+# From mman.h of Linux.
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MAP_FIXED = 0x10
@@ -29,7 +29,7 @@ _NO_SWITCH_S = 60.0
 
 
 def move_to_memory_file(span: Span) -> int | None:
-    """Replace the memory of a semaphore by that of a file without a name.
+    """Replace the memory of a semaphore with the memory of an unnamed file.
 
     The address does not change, so all references in this process stay valid.
 
@@ -58,13 +58,13 @@ def move_to_memory_file(span: Span) -> int | None:
     try:
         os.ftruncate(descriptor, size)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        # The old page, under a second address.
+        # A second mapping of the old page.
         old = libc.mremap(span.start, 0, size, _MREMAP_MAYMOVE, None)
         if old in {None, _FAILED}:
             return None
         with mmap.mmap(descriptor, size) as new:
-            # Other Python threads hardly run until the memory is replaced, and the comparison
-            # below notices what they do. The semaphore counts threads that wait without the GIL.
+            # Another Python thread hardly ever runs before the memory is replaced. The comparison
+            # below detects its changes. The semaphore counts threads that wait without the GIL.
             sys.setswitchinterval(_NO_SWITCH_S)
             content = ctypes.string_at(span.start, size)
             if not _waiters(content):
@@ -87,21 +87,21 @@ def move_to_memory_file(span: Span) -> int | None:
 
 
 def _layout_is_known() -> bool:
-    """Return whether this is glibc with 64-bit semaphores, and Python with a GIL."""
+    """Return whether this is glibc with 64-bit semaphores, and Python with the GIL."""
     has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
     wide = sys.maxsize > 1 << 32 and sys.byteorder == "little"
     return has_gil and wide and platform.libc_ver()[0] == "glibc"
 
 
 def _waiters(content: bytes) -> int:
-    """Return how many threads wait, as glibc counts them in a semaphore."""
+    """Return the number of waiting threads, as a semaphore of glibc counts them."""
     return int.from_bytes(content[4:8], sys.byteorder)
 
 
 def _others_map(span: Span) -> bool:
-    """Return whether another process maps the same memory, or cannot be read.
+    """Return whether another process maps the same memory, or its mappings cannot be read.
 
-    Only forks of this process can map it. They started later, and belong to the same user.
+    Only forks of this process can map it. They start later, and belong to the same user.
     """
     own = Path("/proc/self").resolve()
     born = _start_time(own)
@@ -120,6 +120,6 @@ def _others_map(span: Span) -> bool:
 
 
 def _start_time(process: Path) -> int:
-    """Return when a process started, in clock ticks since the host booted."""
-    # "pid (name) state ...": the name may hold spaces and brackets.
+    """Return the start time of a process, in clock ticks since the machine booted."""
+    # "pid (name) state ...": the name may contain spaces and brackets.
     return int((process / "stat").read_text().rpartition(")")[2].split()[19])

@@ -1,7 +1,7 @@
-"""What batches cost: noted where it is spent, summed by who asks.
+"""Costs of batches: wall time, CPU time and counts.
 
-Module-level state on purpose, as in ``worker``: what is spent in a dataset of the user's, or in a
-cache below it, has no other way to the task that makes a batch of it.
+The state is at module level on purpose, as in ``worker/logical_worker.py``. The user's dataset, or
+a cache below it, has no other way to report costs to the task that makes the batch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["Costs", "count", "noted", "spent"]
 
 @dataclass(slots=True)
 class Costs:
-    """What some batches took.
+    """The costs of some batches.
 
     Attributes:
-        seconds: Wall time in the first stage, by which chunks are sized.
-        cpu_seconds: Processor time of the worker process in that time.
-        read_s: Wall time in the dataset, less its ``MappedDataset``'s transforms.
-        transform_s: Wall time in those, in all stages.
+        seconds: Wall time in the first stage. dpex sizes chunks by it.
+        cpu_seconds: CPU time of the worker process during ``seconds``.
+        read_s: Wall time in the dataset, without the transforms of a ``MappedDataset``.
+        transform_s: Wall time in the transforms of a ``MappedDataset``, in all stages.
         collate_s: Wall time in ``collate_fn``.
-        encode_s: Wall time to pickle, and to unpickle between stages.
-        samples: How many samples were read of a stream.
-        cache_hits: Samples that were found in a cache.
-        cache_misses: Samples that were made for one.
-        retries: Chunks that were given to a second process, because the first one died.
-        after_restart: Batches of a logical worker whose first process has ended.
-        late_changes: Copies that a batch changed after dpex had released their loader.
+        encode_s: Wall time to pickle batches, and to unpickle them between stages.
+        samples: Number of samples read from a stream.
+        cache_hits: Number of samples found in a cache.
+        cache_misses: Number of samples computed for a cache.
+        retries: Number of chunks given to a second process because the first process died.
+        after_restart: Number of batches of logical workers whose first process has ended.
+        late_changes: Number of dataset copies that a batch changed under ``Binding.RELEASED``.
     """
 
     seconds: float = 0.0
@@ -47,17 +47,17 @@ class Costs:
     late_changes: int = 0
 
     def add(self, other: Costs) -> None:
-        """Take other batches' costs into the sum."""
+        """Add the costs of other batches."""
         for name in _NAMES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def settle(self) -> None:
-        """Take what is left of a batch's wall time for reading."""
+        """Set ``read_s`` to the wall time of the batch that no other cost accounts for."""
         others = self.transform_s + self.collate_s + self.encode_s
         self.read_s = max(0.0, self.seconds - others)
 
     def plain(self) -> tuple[float, ...]:
-        """Return the numbers, for ``Costs(*numbers)``."""
+        """Return the values as a tuple, for ``Costs(*values)``."""
         return astuple(self)
 
 
@@ -67,7 +67,11 @@ _noted = Costs()
 
 @contextlib.contextmanager
 def noted() -> Iterator[Costs]:
-    """Note what is spent from here on; complete at the end."""
+    """Record the costs of the code in this context.
+
+    Yields:
+        The costs. They are complete when the context ends.
+    """
     global _noted
     outer, _noted = _noted, Costs()
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -81,10 +85,10 @@ def noted() -> Iterator[Costs]:
 
 
 def spent(name: str, since: float) -> None:
-    """Note the seconds from ``since``, a ``time.perf_counter()``, until now."""
+    """Add the seconds since ``since``, a ``time.perf_counter()`` value, to the cost ``name``."""
     setattr(_noted, name, getattr(_noted, name) + time.perf_counter() - since)
 
 
 def count(name: str, number: int = 1) -> None:
-    """Note that something happened so many times."""
+    """Add ``number`` to the count ``name``."""
     setattr(_noted, name, getattr(_noted, name) + number)

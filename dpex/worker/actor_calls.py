@@ -1,8 +1,9 @@
-"""Calls from workers to the pipeline actor, which get there although a connection breaks.
+"""Calls from worker processes to the pipeline actor that survive a broken connection.
 
-Ray ends a call whose connection breaks with ``ActorUnavailableError``, whether or not the actor has
-had it. So every call can be made twice: it asks for the same again, or the pipeline actor
-knows it by its number.
+If the connection breaks during a call, Ray raises ``ActorUnavailableError``, whether or not the
+actor has received the call. dpex then repeats the call, so the actor may receive it twice.
+Invariant: either a call is harmless when repeated, or it has a number by which the pipeline actor
+recognizes the repetition.
 """
 
 from __future__ import annotations
@@ -38,28 +39,31 @@ NAMESPACE = "dpex"
 """Ray namespace of the pipeline actors."""
 
 ACTOR_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
-"""What Ray says of a actor that is no more; the latter where it was killed for want of memory."""
+"""Errors that Ray raises for calls to a dead actor.
+
+``OutOfMemoryError`` means that Ray killed the actor because the node ran out of memory.
+"""
 
 _PAUSE_S = 0.02
 _ACTOR_AWAY_S = 30.0
-# A task that waits in ``ray.get`` gives its CPU back, and Ray may start another process in its
-# place: not while it is to have an answer soon.
+# A task that waits in ``ray.get`` releases its CPU, and Ray may start another process on it. A task
+# that expects an answer soon keeps its CPU for this long.
 _KEEP_CPU_S = 1.0
-# How many messages of a sender may have no answer yet. The actor remembers four times as many.
+# Maximum number of unanswered messages of a sender. The actor remembers four times as many.
 _MOST_UNDER_WAY = 16
 
 
 @dataclass(frozen=True)
 class AssignedChunk:
-    """A chunk to make.
+    """A chunk that the pipeline actor assigns to a task.
 
     Attributes:
         payload: The pickled chunk.
-        place: How many chunks come before it in the turn.
-        binding: Whether its logical worker lives in this process.
-        again: Whether the task has been given it before, and died.
-        skipped_blocks: How many blocks the chunks made that the task need not make again.
-        restarted: Whether its logical worker begins again, because it had another task before.
+        place: Number of chunks that come before it in the task lease.
+        binding: The binding of its logical worker.
+        again: Whether an earlier attempt of the task had the chunk and died.
+        restarted: Whether its logical worker restarts here because it was bound to another task.
+        skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
     """
 
     payload: bytes
@@ -78,32 +82,36 @@ def pipeline_actor(name: str) -> Any:
         name: Name of the actor.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No actor has this name.
     """
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def get_soon(answer: ray.ObjectRef) -> Any:
-    """Return an answer that is expected soon: the task keeps its CPU for a second meanwhile."""
+    """Return an answer that is expected soon; keep the task's CPU for the first second."""
     with contextlib.suppress(TimeoutError):
         return answer.future().result(_KEEP_CPU_S)
     return ray.get(answer)
 
 
 class Patience:
-    """How long a worker goes on to call a pipeline actor that it cannot reach."""
+    """A time limit for repeating a call to a pipeline actor that cannot be reached."""
 
     def __init__(self) -> None:
         self._first = self._last = -math.inf
 
     def wait(self, error: ray.exceptions.ActorUnavailableError) -> None:
-        """Wait before the call is made again.
+        """Wait before the call is repeated.
+
+        Args:
+            error: The error of the last call.
 
         Raises:
-            ActorUnavailableError: The one that is given; the actor has been away for too long.
+            ActorUnavailableError: ``error``, if the actor has been unreachable for 30 seconds.
         """
         now = time.monotonic()
-        if now - self._last > _ACTOR_AWAY_S:  # it could be reached meanwhile, and the call waited
+        if now - self._last > _ACTOR_AWAY_S:
+            # The actor was reachable in between: the last call waited there for its answer.
             self._first = now
         self._last = now
         if now - self._first > _ACTOR_AWAY_S:
@@ -112,16 +120,16 @@ class Patience:
 
 
 def ask_actor(name: str, method: str, *arguments: Any) -> Any:
-    """Call a method that can be called twice, and return its answer.
+    """Call a method of the pipeline actor that may safely run twice, and return its answer.
 
     Args:
         name: Name of the pipeline actor.
-        method: Its method.
-        *arguments: What to call it with.
+        method: Name of the method.
+        *arguments: Arguments of the call.
 
     Raises:
         ActorUnavailableError: The pipeline actor cannot be reached.
-        ActorDiedError, OutOfMemoryError, ValueError: There is no host any more.
+        ActorDiedError, OutOfMemoryError, ValueError: The pipeline actor no longer exists.
     """
     patience = Patience()
     while True:
@@ -133,7 +141,7 @@ def ask_actor(name: str, method: str, *arguments: Any) -> Any:
 
 @dataclass
 class _Message:
-    """A call; its answer is None if there is no host any more."""
+    """A call to the pipeline actor; ``answer`` is None if the actor no longer exists."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -141,13 +149,13 @@ class _Message:
 
 
 class Messages:
-    """Calls of a task that must arrive, but whose answers say nothing.
+    """Calls of a task that must arrive, and whose answers carry no data.
 
-    Invariant: a call is made again until the pipeline actor has answered it, or is no more.
+    Invariant: a call is repeated until the pipeline actor has answered it or has died.
 
     Args:
         actor_name: Name of the pipeline actor.
-        pipeline_key: The pipeline that all of them are about.
+        pipeline_key: The pipeline that all calls concern.
     """
 
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
@@ -157,7 +165,7 @@ class Messages:
         self._earlier = 0
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the actor, with the pipeline and a number of this message.
+        """Call a method of the actor with the pipeline's key, this message's number and arguments.
 
         Raises:
             ActorUnavailableError: An earlier message cannot be sent.
@@ -167,20 +175,20 @@ class Messages:
         self._confirm(_MOST_UNDER_WAY)
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> ray.ObjectRef | None:
-        """Call a method; returns None if there is no host any more."""
+        """Call a method; return None if the pipeline actor no longer exists."""
         with contextlib.suppress(ValueError, *ACTOR_DIED):
             return getattr(pipeline_actor(self._actor_name), method).remote(*arguments)
         return None
 
     def begin_chunk(self) -> None:
-        """Tell the messages that were sent up to now from later ones."""
+        """Mark the start of a chunk: ``confirm_earlier`` covers the messages sent before it."""
         self._earlier = len(self._sent)
 
     def confirm_earlier(self) -> None:
-        """Wait until the messages have arrived that were sent before the chunk began.
+        """Wait until all messages that were sent before ``begin_chunk`` have arrived.
 
         Raises:
-            ActorUnavailableError: They cannot be sent.
+            ActorUnavailableError: A message cannot be sent.
         """
         self._confirm(len(self._sent) - self._earlier)
 
@@ -188,7 +196,7 @@ class Messages:
         """Wait until all messages have arrived.
 
         Raises:
-            ActorUnavailableError: They cannot be sent.
+            ActorUnavailableError: A message cannot be sent.
         """
         self._confirm(0)
 
@@ -213,19 +221,19 @@ class Messages:
 
 
 class Arrived:
-    """The messages that a pipeline actor has had lately, one of which may come again.
+    """The messages that a pipeline actor has received recently, to recognize repetitions.
 
-    A sender has no more than a few in flight, so as many of each sender are enough.
+    A sender has only a few messages in flight, so the last numbers of each sender are enough.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[str, deque[int]] = {}
 
     def add(self, message: tuple[str, int]) -> bool:
-        """Note a message; returns whether it has not come before.
+        """Record a message, and return whether it is new.
 
         Args:
-            message: Its sender and number.
+            message: The sender and number of the message.
         """
         sender, number = message
         if sender not in self._numbers:
@@ -241,7 +249,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def _sender() -> str:
-    """Return the name of this process."""
+    """Return a unique name for this process."""
     return uuid.uuid4().hex
 
 

@@ -1,4 +1,4 @@
-"""How torch reads a batch: at once, where a dataset knows a way, or one sample after the other."""
+"""Batched reads: torch calls ``__getitems__`` where a dataset defines it, else ``__getitem__``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["read_at_once", "reads_batches"]
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Tell whether a dataset has a way of its own to read a batch.
+    """Return whether a dataset reads a whole batch in one call.
 
-    torch's ``Subset`` always offers one, but may ask what it is of for one sample after the other.
+    torch's ``Subset`` always defines ``__getitems__``, but reads sample by sample if the dataset
+    that it wraps does not define it.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -21,10 +22,10 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def read_at_once(dataset: Any, indices: list[Any]) -> Sequence[Any]:
-    """Return what a dataset's ``__getitems__`` gives for some indices.
+    """Return the samples that a dataset's ``__getitems__`` reads for a list of indices.
 
     Raises:
-        TypeError: It is not a list of one sample for each.
+        TypeError: ``__getitems__`` did not return a sequence with one sample for each index.
     """
     samples = dataset.__getitems__(indices)
     if not isinstance(samples, Sequence) or len(samples) != len(indices):

@@ -1,13 +1,14 @@
-"""When a logical worker needs a worker process of its own.
+"""The binding of logical workers to worker processes.
 
-torch makes all batches of a logical worker in one process, on one copy of the dataset. That matters
+torch makes all batches of a logical worker in one process, on one copy of the dataset. This matters
 only if the copy changes: a counter, a generator, an open file. An unchanged copy serves any logical
-worker as well as a new one does.
+worker as well as a new copy does.
 
-The rule: a loader with a ``worker_init_fn`` is bound. Any other is watched: dataset and
-``collate_fn`` are pickled after each batch. It is released if the first batch of each logical
-worker has left the bytes as they were, and bound as soon as one has not. So no number of
-processors, and no time, decides which.
+A loader with a ``worker_init_fn`` or an ``IterableDataset`` has bound logical workers. Any other
+loader starts with watched logical workers: dpex pickles the dataset and the ``collate_fn`` after
+each batch. dpex releases the logical workers if the first batch of each leaves the pickled bytes
+unchanged. dpex binds them as soon as a batch changes the bytes. So the binding depends neither on
+the number of processors nor on timing.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class Binding(enum.Enum):
     """Which worker processes may make a logical worker's batches."""
 
     ALWAYS = "always"
-    """The one that made its first batch."""
+    """Only the process that made its first batch."""
 
     WATCHED = "watched"
-    """The one that made the batch before; any process, if that has left its copy unchanged."""
+    """The process of the previous batch, or any process if that batch left its copy unchanged."""
 
     RELEASED = "released"
-    """Any process, on a copy that all logical workers share there."""
+    """Any process, on a copy that all logical workers share in that process."""
 
     @property
     def bound(self) -> bool:
-        """Whether each logical worker has a process and a copy of its own."""
+        """Whether each logical worker has its own process and copy."""
         return self is not Binding.RELEASED

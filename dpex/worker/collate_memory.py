@@ -1,4 +1,4 @@
-"""A batch's memory, filled while its samples come."""
+"""Memory of a batch that is filled while its samples are read."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ from dpex.compat.torch_names import (
 
 __all__ = ["BatchMemory"]
 
-# A smaller one is read from memory in less time than it takes to be put there alone.
+# A separate copy of a smaller tensor takes more time than reading it from memory once more.
 _LARGE_BYTES = 1 << 17
 
 
 class BatchMemory:
-    """Copies the large tensors of a batch's samples to where ``default_collate`` would stack them.
+    """Memory into which the large tensors of a batch's samples are copied, one sample at a time.
 
-    A sample of half a megabyte is in the processor's cache when it has been made, but not any more
-    when the whole batch has been. Copied at once it is not read from memory again, and the next
-    sample can take its place, which is in the cache too. Where samples are small, or another
-    function collates them, nothing is done.
+    The result is the batch that ``default_collate`` makes. A new sample of half a megabyte is in
+    the processor's cache, but no longer once the whole batch has been read. An immediate copy
+    therefore saves a second read from memory. The next sample can then reuse the sample's memory,
+    which is cached too. ``BatchMemory`` copies nothing if samples are small or another function
+    collates them.
 
     Args:
-        collate_fn: Makes the batch of its samples; None where a later stage does.
-        samples: How many there are, at most.
+        collate_fn: Function that makes the batch of its samples; None if a later stage calls it.
+        samples: Maximum number of samples.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any] | None, samples: int) -> None:
         self._samples = samples
-        # One for each tensor of a sample; None where it is small.
+        # One entry for each tensor of a sample; None for a small tensor.
         self._stacks: list[_Stack | None] = []
-        # A user may put another way to stack tensors into torch's map, as its documentation says.
+        # torch documents that users may replace the function that collates tensors in this map.
         self._torchs_own = default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
         self._used = collate_fn is default_collate and self._torchs_own
 
     def take(self, sample: Any) -> Any:
-        """Take the batch's next sample.
+        """Copy the large tensors of the next sample into the batch's memory.
 
         Args:
-            sample: A tensor, or tuples, lists and dicts of tensors and other things.
+            sample: A tensor, or tuples, lists and dicts of tensors and other values.
 
         Returns:
-            The same, with its large tensors in the batch's memory.
+            The sample with the copies in place of its large tensors.
         """
         if self._used and not self._stacks:
             tensors: list[torch.Tensor] = []
@@ -68,10 +69,10 @@ class BatchMemory:
         return _map_tensors(put, sample)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Do what ``default_collate`` does.
+        """Collate the samples as ``default_collate`` does.
 
         Args:
-            samples: What ``take`` returned for each.
+            samples: The return values of ``take``.
         """
         if not self._torchs_own:
             return default_collate(samples)
@@ -87,11 +88,11 @@ class BatchMemory:
 
 
 class _Stack:
-    """One tensor of a batch, and those of its samples that have been put there.
+    """Memory for one tensor of a batch, and its parts that already hold a sample's tensor.
 
     Args:
-        first: The first sample's.
-        samples: How many there are, at most.
+        first: The tensor of the first sample.
+        samples: Maximum number of samples.
     """
 
     def __init__(self, first: torch.Tensor, samples: int) -> None:
@@ -101,12 +102,12 @@ class _Stack:
 
     @classmethod
     def like(cls, tensor: torch.Tensor, samples: int) -> _Stack | None:
-        """Return one for tensors like this one, if that is of use."""
+        """Return a stack for tensors like ``tensor``, or None if it is small or not plain."""
         is_large = _is_plain(tensor) and tensor.nbytes >= _LARGE_BYTES
         return cls(tensor, samples) if is_large else None
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy the next sample's there, and return the copy; or what does not fit as it is."""
+        """Copy the next sample's tensor and return the copy; return an unfit tensor unchanged."""
         alike = tensor.shape == self._shape and tensor.dtype == self._dtype
         if not alike or not _is_plain(tensor) or tensor.requires_grad:
             return tensor
@@ -115,17 +116,18 @@ class _Stack:
         return part
 
     def whole(self, tensors: Sequence[Any]) -> torch.Tensor | None:
-        """Return the batch's tensor, if it is made of these and no others."""
+        """Return the batch's tensor if its parts are exactly ``tensors``, else None."""
         parts = self._parts
         same = len(tensors) == len(parts) and all(map(operator.is_, tensors, parts))
         return self._memory[: len(parts)] if same else None
 
 
 def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
-    """Do what torch's ``collate_tensor_fn`` does in a worker, not in a shared memory file.
+    """Stack tensors as torch's ``collate_tensor_fn`` does in a worker, but not in shared memory.
 
-    There the first tensor has the memory made that the others are copied to. So the batch has its
-    dtype, and an error says if another tensor cannot be cast to it or requires a gradient.
+    In a worker, torch stacks into memory that it allocates like the first tensor. So the batch has
+    the first tensor's dtype. torch raises an error if a tensor cannot be cast to it or requires a
+    gradient.
     """
     info = set_worker_info(None)
     try:
@@ -139,7 +141,7 @@ def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is its elements, which ``torch.stack`` would lay side by side."""
+    """Return whether a tensor is dense, on the CPU, and neither quantized nor nested."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -148,9 +150,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return a sample with what a function returns for each of its tensors, in order.
+    """Return a sample with the results of ``function`` in place of its tensors.
 
-    Containers of the user's own classes are left as they are.
+    The function is called in the order of the tensors. Containers of user-defined classes stay
+    unchanged.
     """
     kind = type(value)
     if kind is torch.Tensor:

@@ -1,7 +1,7 @@
-"""The copies of datasets that a worker process keeps, each as long as its pipeline.
+"""The dataset copies that a worker process keeps, each for as long as its pipeline exists.
 
-A Ray worker process keeps this module over all tasks that it runs, so copies live here and never in
-a task's closure.
+A Ray worker process keeps this module across all tasks that it runs. So this module holds the
+copies, and no closure of a task does.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ __all__ = [
 JobT = TypeVar("JobT")
 
 Slot = tuple[str, int, int]
-"""Loader, generation, and logical worker, or ``SHARED``."""
+"""Loader, dataset version, and logical worker or ``SHARED``."""
 
 SHARED = -1
-"""In a slot: whatever logical worker it is, as long as none changes the copy."""
+"""Stands for all logical workers in a slot; they share its copy until one of them changes it."""
 
 _copies: dict[Slot, Copy[Any]] = {}
-# Of the copies: a thread of its own releases them, at any time.
+# Guards `_copies`: another thread may release copies at any time.
 _lock = threading.RLock()
 _pipeline = ""
 
 
 @dataclass
 class Copy(Generic[JobT]):
-    """This process's copy of what a loader sent.
+    """This process's copy of a loader's job.
 
     Attributes:
         job: The copy itself.
-        pipeline: The pipeline that the process keeps it for.
-        habits: Which generators its samples draw from.
+        pipeline: The pipeline for which the process keeps the copy.
+        habits: The generators that its samples draw from.
         generators: The global generators that belong to its logical worker.
-        watch: Looks whether batches change it, where that matters.
-        initialised: Whether ``worker_init_fn`` has been called for it.
-        init_error: What ``worker_init_fn`` raised.
-        init_traceback: Its traceback at that time, which grows with every ``raise``.
+        watch: Detects whether batches change the copy; None if this does not matter.
+        initialised: Whether ``worker_init_fn``, if any, has been called for the copy.
+        init_error: The error that ``worker_init_fn`` raised.
+        init_traceback: The traceback of that error when it was raised. Every further ``raise``
+            would extend it.
         restarted: Whether its logical worker was bound to another task before.
         stream: The stream that its logical worker reads in this epoch, if any.
     """
@@ -77,7 +78,7 @@ class Copy(Generic[JobT]):
 
 @contextlib.contextmanager
 def kept_for(pipeline: str) -> Iterator[None]:
-    """Keep the copies that the block uses until ``release_copies`` names their pipeline."""
+    """Keep the copies that the block uses until ``release_copies`` is called for ``pipeline``."""
     global _pipeline
     outer, _pipeline = _pipeline, pipeline
     try:
@@ -87,14 +88,14 @@ def kept_for(pipeline: str) -> Iterator[None]:
 
 
 def copy_of(slot: Slot, read_job: Callable[[], JobT]) -> Copy[JobT]:
-    """Return this process's copy in a slot, made on first use.
+    """Return this process's copy in a slot, created on first use.
 
-    A pipeline serves one iteration at a time. Those of its copies that belong to an earlier one go
-    before a new copy is made.
+    A pipeline serves one iteration at a time. So before the function creates a copy, it drops the
+    pipeline's copies of the loader's other dataset versions.
 
     Args:
-        slot: The loader, the generation and the logical worker that the copy belongs to.
-        read_job: Makes one more copy, which nobody else has.
+        slot: The loader, dataset version and logical worker of the copy.
+        read_job: Function that returns a new copy, which nothing else uses.
     """
     copy = _copies.get(slot)
     if copy is None:
@@ -105,19 +106,19 @@ def copy_of(slot: Slot, read_job: Callable[[], JobT]) -> Copy[JobT]:
                     del _copies[stale]
         copy = Copy(read_job(), _pipeline, habits or Habits())
         if "cv2" in sys.modules:
-            # OpenCV's own pool would start a thread per core in every worker.
+            # OpenCV's thread pool would start one thread per core in every worker process.
             sys.modules["cv2"].setNumThreads(0)
     keep_copy(slot, copy)
     return copy
 
 
 def find_copy(slot: Slot) -> Copy[Any] | None:
-    """Return this process's copy in a slot, if there is one."""
+    """Return this process's copy in a slot, or None."""
     return _copies.get(slot)
 
 
 def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
-    """Put a copy into a slot, and into no other, for the pipeline at work."""
+    """Move a copy into a slot, out of any other slot, and keep it for the current pipeline."""
     with _lock:
         if _copies.get(slot) is not copy:
             for other in [k for k, c in _copies.items() if c is copy]:
@@ -127,11 +128,12 @@ def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
 
 
 def hand_over(slot: Slot, *, watched: bool = False) -> None:
-    """Give an empty slot a copy of the same iteration that no batch has changed, if there is one.
+    """Move an unchanged copy of the same dataset version into an empty slot, if there is one.
 
     Args:
-        slot: ``SHARED``, or a logical worker's.
-        watched: Whether a logical worker may get another one's; else it gets none but the shared.
+        slot: The slot of a logical worker, or a ``SHARED`` slot.
+        watched: Whether a logical worker may take the copy of another logical worker; if not, it
+            may take only the shared copy.
     """
     if slot in _copies:
         return
@@ -148,13 +150,13 @@ def hand_over(slot: Slot, *, watched: bool = False) -> None:
 
 
 def forget_copy(slot: Slot) -> None:
-    """Drop the copy in a slot, so that the next one there is a new one."""
+    """Drop the copy in a slot, so that ``copy_of`` creates a new one."""
     with _lock:
         _copies.pop(slot, None)
 
 
 def release_copies(pipeline: str) -> None:
-    """Drop the copies that this process keeps for a pipeline."""
+    """Drop all copies that this process keeps for a pipeline."""
     with _lock:
         for slot, copy in list(_copies.items()):
             if copy.pipeline == pipeline:

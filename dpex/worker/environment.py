@@ -1,4 +1,4 @@
-"""Variables of the environment, and the umask, that change while workers live."""
+"""Environment variables and the umask, which may change after worker processes have started."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 __all__ = ["Changes", "changes", "remember", "take_over"]
 
 Changes = tuple[tuple[tuple[str, str | None], ...], int | None]
-"""Names and values of variables, None of one that has gone; and the umask, if it is known."""
+"""Names and values of variables, with None for a deleted variable; and the umask, if known."""
 
-# Ray's own variables, and ours, are not the user's. Each process has its own.
+# Prefixes of the variables that Ray and dpex set for each process. dpex does not transfer them.
 _OURS = ("RAY_", "DPEX_")
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
-# In the training process: the environment that the processes of its Ray have inherited.
+# In the training process: the environment that the processes of its local Ray have inherited.
 _inherited: dict[str, str] | None = None
-# In a worker process: what the variables were that an iteration has changed.
+# In a worker process: the original values of all variables that an iteration has changed.
 _original: dict[str, str | None] = {}
 
 
 def remember() -> None:
-    """Note that processes start now which inherit this process's environment."""
+    """Record the environment of this process, which the processes that start now inherit."""
     global _inherited
     _inherited = dict(os.environ)
 
 
 def changes() -> Changes:
-    """Return what has changed since ``remember`` was called; nothing if it never was."""
+    """Return the changes since the last call of ``remember``, or no changes without a call."""
     if _inherited is None:
         return (), None
     names = {n for n in {*_inherited, *os.environ} if _inherited.get(n) != os.environ.get(n)}
@@ -38,7 +38,7 @@ def changes() -> Changes:
 
 
 def take_over(changes: Changes) -> None:
-    """Make changes of the training process in this worker, and undo those of another iteration."""
+    """Apply the training process's changes to this process, and undo an earlier iteration's."""
     variables, umask = dict(changes[0]), changes[1]
     if umask is not None:
         os.umask(umask)
@@ -55,7 +55,7 @@ def _set(name: str, value: str | None) -> None:
 
 
 def _umask() -> int | None:
-    with contextlib.suppress(OSError):  # os.umask() tells it only when it sets it
+    with contextlib.suppress(OSError):  # os.umask() cannot read the umask without setting it
         found = _UMASK.search(Path("/proc/self/status").read_text())
         return int(found[1], 8) if found else None
     return None

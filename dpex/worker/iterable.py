@@ -1,12 +1,12 @@
-"""The first stage for an ``IterableDataset``: every logical worker reads a stream of its own.
+"""The first stage for an ``IterableDataset``: every logical worker reads its own stream.
 
-A stream can only go on where it stands, which is in one process. A chunk says which of a stream's
-batches it is to have; a process that does not have the stream, or has it too far on, begins it anew
-and reads up to there. So a chunk has the same batches whoever makes it.
+A stream lives in one process and only moves forward. A chunk names the batches of a stream by
+number. A process that does not have the stream, or has read past those batches, restarts the stream
+and reads up to them. So a chunk has the same batches in every process.
 
-Where a dataset or its iterator can say where it stands, every batch comes with that, and an epoch
-that goes on in another process is begun there. A worker that dies is not: not every state is exact
-(those of shuffled streams often forget their buffer), and reading again is.
+If the dataset or its iterator has a ``state_dict()``, every batch carries the state after it. A
+resumed epoch starts from such a state. The replacement of a dead worker process rereads the stream
+instead, because a state may be inexact: shuffled streams often omit their buffer.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ __all__ = ["stream_chunk"]
 
 
 class _Stream:
-    """What one logical worker reads in one epoch.
+    """The batches that one logical worker reads in one epoch.
 
     Attributes:
-        dataset: The worker's copy of the dataset.
-        epoch: Of which epoch it is: its number, and its base_seed.
-        made: How many batches have been read.
-        is_fresh: Whether it was begun at its beginning, and not from a state.
-        owns_generator: Whether ``worker_init_fn`` has seeded torch's generator.
-        generators: What the global generators are about to draw, while it is not read.
+        dataset: The logical worker's copy of the dataset.
+        epoch: Number and ``base_seed`` of the epoch.
+        made: Number of batches that have been read in the epoch.
+        is_fresh: Whether the stream started at its beginning, and not from a state.
+        owns_generator: Whether torch's generator belongs to the logical worker because its
+            ``worker_init_fn`` seeded it or drew from it.
+        generators: States of the global generators after the last chunk, to restore before the
+            next chunk.
 
     Args:
-        copy: The worker's copy of the dataset.
-        epoch: Of which epoch it is.
-        others: Copies to read instead while they yield nothing.
+        copy: The logical worker's copy of the dataset.
+        epoch: Number and ``base_seed`` of the epoch.
+        others: Copies to read in turn as long as no copy has yielded a batch.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class _Stream:
         """Return the next batch.
 
         Args:
-            request: As many indices as it is to have samples; None without batching.
+            request: A list with one entry for each sample to read; None without batching.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: The stream has ended.
         """
         self.made += 1
         while True:
@@ -100,30 +102,33 @@ class _Stream:
                 return batch
 
     def comes_to(self, chunk: Chunk) -> bool:
-        """Tell whether it had better read on to a chunk than be begun again."""
+        """Return whether this stream can read forward to a chunk, without a restart."""
         begin = chunk.begin[0] if chunk.begin else 0
         return begin <= self.made <= chunk.first_batch // chunk.run.num_workers
 
     @property
     def state(self) -> bytes | None:
-        """Where it stands, packed, if it can say so."""
+        """The packed state of the stream, or None if it has no state."""
         return StreamState.of(self._fetcher, self.made)
 
     def state_at_end(self) -> bytes | None:
-        """Return the state once, when the stream has ended."""
+        """Return the state of the ended stream on the first call, and None on later calls."""
         if self._end_told:
             return None
-        self._end_told = True  # also if state_dict() raises, so that its error comes once
+        self._end_told = True  # before state_dict(), so that an error of it is raised only once
         return self.state
 
     @property
     def over_state(self) -> StreamState | None:
-        """The state with which its dataset begins the next epoch, if this one is over."""
+        """The state from which the dataset starts the next epoch.
+
+        None if this epoch has not ended, or if the stream has no state.
+        """
         state = self.state if self._end_told else None
         return None if state is None else StreamState.unpacked(state).at_end_of_epoch()
 
     def stand_at(self, state: StreamState) -> None:
-        """Stand where another process stood; the dataset has been told already."""
+        """Resume from a state, of which the dataset has loaded its part already."""
         state.give_iterator(self._fetcher)
         state.generators.give_global()
         self.made = state.batches
@@ -131,7 +136,7 @@ class _Stream:
 
 
 class _NeverBegun(_Stream):
-    """A stream whose beginning failed: it has ended, as torch's has."""
+    """A stream that failed to start, and therefore has ended, as in torch."""
 
     def __init__(self, epoch: tuple[int, int]) -> None:
         self.dataset = None
@@ -144,14 +149,14 @@ class _NeverBegun(_Stream):
     state = over_state = None
 
     def state_at_end(self) -> None:
-        """Return nothing."""
+        """Return None: there is no state."""
 
     def comes_to(self, chunk: Chunk) -> bool:
-        """Tell that it is not begun again."""
+        """Return True: the stream is not restarted."""
         return True
 
     def read(self, request: Any) -> Any:
-        """Return nothing."""
+        """Raise ``StopIteration``."""
         raise StopIteration
 
 
@@ -164,14 +169,14 @@ def stream_chunk(
     """Read the batches of one chunk of a stream.
 
     Args:
-        chunk: Which ones.
-        read_job: Makes one more copy of the ``Job``, which nobody else has.
+        chunk: The chunk.
+        read_job: Function that returns a new copy of the ``Job``, which nothing else uses.
         where: Node and process, for error messages.
-        cancelled: Asked between batches; once it says so, nothing more is read.
+        cancelled: Called between batches; when it returns True, reading stops.
 
     Yields:
-        The batch, the error in its place, or the stream's end, after which nothing comes; and what
-        it cost.
+        An entry and its costs. The entry is a batch, the error in its place, or the end of the
+        stream. No entry follows the end.
 
     Source:
         torch's ``_worker_loop`` with an ``IterableDataset``.
@@ -224,10 +229,10 @@ def _read(
     cancelled: Callable[[], bool],
     costs: Costs,
 ) -> Entry:
-    """Read one batch, or find the stream's end."""
+    """Return the entry of one batch, or of the stream's end."""
     try:
         _read_up_to(number // run.num_workers, stream, request, cancelled)
-        before = costs.samples  # of batches that nobody gets
+        before = costs.samples  # samples of the batches that were read only to skip them
         value = encode(stream.read(request))
     except StopIteration:
         return Entry(number, encode(None), "end", state=stream.state_at_end())
@@ -235,7 +240,7 @@ def _read(
 
 
 def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[], bool]) -> None:
-    """Read the batches that come before one in a stream, which nobody gets."""
+    """Read a stream up to the batch at ``place``, and drop the batches before it."""
     while stream.made < place:
         if cancelled():
             raise Cancelled
@@ -243,7 +248,7 @@ def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[
             stream.read(request)
         except StopIteration:
             raise
-        except (Exception, SystemExit):  # which was raised where this batch was delivered
+        except (Exception, SystemExit):  # the error was delivered in place of this batch
             continue
 
 
@@ -255,16 +260,17 @@ def _stream_in(slot: Slot) -> _Stream | None:
 def _begin(
     slot: Slot, run: Run, read_job: Callable[[], Job], begin: tuple[int, bytes] | None
 ) -> _Stream:
-    """Begin a worker's stream of an epoch, or go on with it from a state.
+    """Start a logical worker's stream of an epoch, or resume it from a state.
 
-    What it draws in the first epoch is what torch's worker draws. torch's goes on from there in the
-    next one if workers are persistent; here each epoch is seeded, so that a stream which is begun
-    again, in another process, is the same. Generators that ``worker_init_fn`` seeded go on.
+    In the first epoch the stream draws the same random numbers as torch's worker. In later epochs
+    torch's persistent workers do not reseed their generators. dpex seeds each epoch, so that a
+    restarted stream is the same in another process. Generators that ``worker_init_fn`` seeded or
+    drew from keep their states.
 
-    A dataset that has loaded a state may begin every later epoch at that state. So after such an
-    epoch the worker makes a new copy, and loads the state of the epoch's end into it. Some datasets
-    then begin the next epoch. Some yield nothing, and begin it at their second pass. Some yield
-    nothing again, and are replaced by a copy without a state.
+    A dataset that has loaded a state may start every later epoch from that state. So after such an
+    epoch the process makes a new copy and loads the state of the epoch's end into it. Some datasets
+    then start the next epoch. Some yield nothing at first, and start it in their second pass. If
+    the second pass yields nothing either, a copy without a state replaces the dataset.
     """
     before = _stream_in(slot)
     if before is not None and before.epoch != (run.epoch - 1, run.base_seed):
@@ -295,7 +301,7 @@ def _begin(
 def _others(
     copy: Copy[Job], slot: Slot, run: Run, read_job: Callable[[], Job]
 ) -> Iterator[Copy[Job]]:
-    """Yield what to read when a copy with the state of an epoch's end yields nothing."""
+    """Yield the copies to read if a copy with the state of an epoch's end yields nothing."""
     yield copy
     new = _new_copy(slot, run, read_job)
     new.stream = copy.stream

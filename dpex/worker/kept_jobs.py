@@ -1,4 +1,4 @@
-"""What a worker process keeps for a pipeline: its jobs, until the pipeline is closed."""
+"""The jobs that a worker process keeps for a pipeline, until the pipeline is closed."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ if TYPE_CHECKING:
 
 __all__ = ["read_job", "release_when_closed", "working"]
 
-# Until a pipeline actor that could not be reached is asked again when a pipeline is closed.
+# Delay before the process repeats its call to a pipeline actor that could not be reached.
 _ASK_AGAIN_S = 2.0
-# As long as torch gives its workers to end.
+# Time that a task has to end after its pipeline is closed; torch gives its workers the same time.
 _MOST_END_S = 5.0
-# Which copy of an inherited job uses the very memory that was inherited.
+# For each inherited job: the copy that uses the inherited memory itself.
 _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
-# The pipelines that this process keeps something for, each with the jobs that it reads.
+# The open pipelines that this process keeps jobs for, each with the keys of these jobs.
 _jobs_of: dict[str, set[str]] = {}
-# The pipelines that a task is at work for.
+# The pipelines for which a task in this process is making batches.
 _at_work: set[str] = set()
 _keeping = threading.Lock()
 
 
 def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
-    """Make one more copy of a job; large arrays are copied where and when they are written to."""
+    """Return a new copy of a job; large arrays are copied on write where possible."""
     from dpex.wire.pickling import Pickled, load, own_copy
 
     inherited = inheritance.get(job_key)
     if inherited is not None:
         borrower = _borrowers.get(job_key)
-        # Once the last copy has gone its memory serves again, if it was left as it is.
+        # Invariant: at most one live copy uses the inherited memory. A later copy may use it only
+        # if the earlier ones left its contents unchanged.
         if borrower is None or (borrower() is None and inherited.digest == job_key):
             shared = shared_memory()
 
             def own(buffer: Any) -> Any:
-                # Memory that the trainer shares on purpose, with a file or with other processes,
-                # is not copied by writing to it.
+                # A write to a shared mapping would reach the file or the other processes with
+                # which the training process shares it, so such memory is copied now.
                 return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
 
             copy = _with_size(load(inherited, own), inherited)
@@ -65,10 +66,11 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
             return copy
     pickled = _stored_jobs.get(job_key)
     if pickled is None:
-        if not job:  # one more copy, in a process that inherited the first
+        if not job:  # this process has inherited the job, and needs a second copy
             job = ask_actor(actor_name, "stored_job", job_key)
         search_path, *content = ray.get(job[0])
-        # What the script can import a worker of its host can, as with torch's spawned workers.
+        # A worker process can import the script's modules, as torch's spawned workers can, if its
+        # node has the directories.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
         pickled = _stored_jobs[job_key] = Pickled(*content)
     buffers = pickled.buffers
@@ -82,16 +84,17 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
 
 
 def _with_size(job: Any, pickled: Pickled) -> Any:
-    """Tell a ``Job`` how large its pickle was."""
+    """Return a job with the sizes of its pickle, if it is a ``Job``."""
     if hasattr(job, "pickled_bytes"):
         return replace(job, pickled_bytes=(len(pickled.head), pickled.size_bytes))
     return job
 
 
 def release_when_closed(actor_name: str, pipeline_key: str, job_key: str) -> None:
-    """Drop what this process keeps for a pipeline as soon as the actor has closed it, or has died.
+    """Drop a pipeline's jobs and copies as soon as the actor has closed the pipeline or has died.
 
-    The process may have no task then. So a call waits at the pipeline actor, one for each pipeline.
+    The process may have no task at that time. So one pending call for each pipeline waits at the
+    pipeline actor.
     """
     with _keeping:
         known = pipeline_key in _jobs_of
@@ -105,14 +108,14 @@ def _ask_for_the_end(actor_name: str, pipeline_key: str) -> None:
     def answered(closed: Future[None]) -> None:
         error = closed.exception()
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ACTOR_DIED):
-            # The pipeline actor cannot be reached at this moment.
+            # The pipeline actor is temporarily unreachable.
             _later(_ASK_AGAIN_S, _ask_for_the_end, actor_name, pipeline_key)
         else:
             release_later(functools.partial(_release, pipeline_key))
             if error is None:
                 _later(_MOST_END_S, _end_work, pipeline_key)
 
-    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is no host any more
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
         closed = pipeline_actor(actor_name).closed.remote(pipeline_key).future()
         closed.add_done_callback(answered)
         return
@@ -126,9 +129,9 @@ def _later(seconds: float, function: Callable[..., None], *args: Any) -> None:
 
 
 def _end_work(pipeline_key: str) -> None:
-    """End this process if it is still at work for a pipeline that was closed.
+    """End this process if a task is still making batches for a closed pipeline.
 
-    torch terminates its workers then. Ray starts the task again, and that one ends at once.
+    torch terminates its workers in the same case. Ray restarts the task, which then ends at once.
     """
     with _keeping:
         at_work = pipeline_key in _at_work
@@ -137,7 +140,7 @@ def _end_work(pipeline_key: str) -> None:
 
 
 def _release(pipeline_key: str) -> None:
-    """Drop what this process keeps for a pipeline; a task at work for it does that at its end."""
+    """Drop a pipeline's jobs and copies; while a task uses them, ``working`` does so at its end."""
     from dpex.wire.pickling import give_back_memory
     from dpex.worker.dataset_copies import release_copies
 
@@ -151,14 +154,14 @@ def _release(pipeline_key: str) -> None:
     gc.collect()
     with _keeping:
         if not (_jobs_of or _at_work):
-            # Every object that is left belongs to a module. Later collections skip all of them.
+            # Only objects that belong to modules are left. Later collections skip all of them.
             gc.freeze()
     give_back_memory()
 
 
 @contextlib.contextmanager
 def working(pipeline_key: str) -> Iterator[None]:
-    """Use what this process keeps for a pipeline: it is not released inside the block."""
+    """Keep a pipeline's jobs and copies at least until the end of the block."""
     from dpex.worker.dataset_copies import kept_for
 
     with _keeping:
@@ -171,7 +174,7 @@ def working(pipeline_key: str) -> Iterator[None]:
         with _keeping:
             if not outer:
                 _at_work.discard(pipeline_key)
-            # The pipeline actor has closed the pipeline since, or before the task began its chunk.
+            # The pipeline was closed during the block, or before the task began its chunk.
             released = not outer and pipeline_key not in _jobs_of
         if released:
             _release(pipeline_key)

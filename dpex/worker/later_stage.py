@@ -1,4 +1,4 @@
-"""The later stages: what a worker does to batches that come from the stage before."""
+"""The later stages, which transform the batches of the previous stage."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["StageJob", "apply_stage"]
 
 @dataclass(frozen=True)
 class StageJob:
-    """What every worker of a later stage needs.
+    """The job of a later stage, of which each of its worker processes has a copy.
 
     Attributes:
-        transform: What it does to a sample, or to a batch.
-        batched: Whether it gets batches.
-        collate_fn: Makes a batch when the stage has done with its samples; None where the stage
-            before or after does.
+        transform: Function that transforms a sample or a batch.
+        batched: Whether ``transform`` gets batches.
+        collate_fn: Function that makes a batch of the transformed samples; None if an earlier or
+            later stage collates.
         auto_collation: Whether a batch's samples come in a list.
-        finishes: Whether there is no later stage.
-        skips_errors: Whether a sample that cannot be transformed is left out.
+        finishes: Whether this is the last stage.
+        skips_errors: Whether a sample that cannot be transformed is skipped.
     """
 
     transform: Callable[[Any], Any]
@@ -62,19 +62,21 @@ def apply_stage(
     *,
     kept: bool = False,
 ) -> Iterator[tuple[Entry, Costs]]:
-    """Do a stage's part of the batches of one block.
+    """Apply a stage to the batches of one block.
 
     Args:
-        stage: The stage's number; 0 is the one that fetches.
-        entries: Each an ``Unfinished``, or the error in its place, which is passed on.
-        read_job: Makes one more copy of the ``StageJob``, which nobody else has.
+        stage: Number of the stage; the first stage, which reads the dataset, has number 0.
+        entries: Entries with a pickled ``StageInput`` each. Other entries, such as errors, are
+            yielded unchanged.
+        read_job: Function that returns a new copy of the ``StageJob``, which nothing else uses.
         where: Node and process, for error messages.
-        cancelled: Asked between samples; once it says so, nothing more is made.
-        kept: Whether this process's copy of the stage serves all iterations, whatever torch's
-            workers would do: what it has put on a GPU stays there. What it draws there is seeded.
+        cancelled: Called between samples; when it returns True, the stage stops.
+        kept: Whether this process's copy of the stage serves all iterations, unlike the copies of
+            torch's workers. Objects that the copy has put on a GPU stay there, and CUDA's
+            generators are seeded too.
 
     Yields:
-        The batch, or the error in its place, and what the stage's part of it cost.
+        An entry with the batch, or with the error in its place, and the costs of this stage.
     """
     for entry in entries:
         content, left_out = entry.value, entry.left_out
@@ -118,7 +120,7 @@ def apply_stage(
                 done = Entry(entry.batch, error, "error")
             finally:
                 leave_worker()
-        # Chunks are sized by what the first stage takes for them.
+        # The sizes of chunks depend on the times of the first stage alone.
         costs.seconds = costs.cpu_seconds = 0.0
         yield done, costs
         if cancelled():
@@ -126,7 +128,7 @@ def apply_stage(
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu")  # cpu() would make a plain tensor of torchvision's
+    return tensor.to("cpu")  # cpu() would turn a torchvision TVTensor into a plain tensor
 
 
 def _apply(
@@ -140,16 +142,17 @@ def _apply(
     *,
     on_gpu: bool,
 ) -> Any:
-    """Transform a batch or its samples, each seeded.
+    """Transform a batch or each of its samples, and seed the generators before each call.
 
     Args:
-        copy: The stage.
+        copy: This process's copy of the stage.
         came: The batch.
-        load_again: Makes it anew: what was transformed once may have been changed.
+        load_again: Function that unpickles the batch again, because the first attempt may have
+            changed it.
         key: Key of the stage's seeds in this epoch.
-        cancelled: Asked between samples.
-        at: Kept at the index being worked on, for error messages.
-        failures: Takes the samples that fail, if they are to be left out.
+        cancelled: Called between samples.
+        at: Set to the index of the current sample, for error messages.
+        failures: Records the samples that fail, if they are skipped.
         on_gpu: Whether CUDA's generators are seeded too.
     """
     job = copy.job
@@ -194,7 +197,7 @@ def _apply(
 
 
 def _placed(came: StageInput) -> list[tuple[int, Any]]:
-    """Return place and index of a batch's samples."""
+    """Return the place in the batch and the dataset index of each sample."""
     indices = list(came.indices)
     places = range(len(indices)) if came.places is None else came.places
     return [(place, indices[place]) for place in places]

@@ -1,6 +1,7 @@
-"""A worker process: what it must be for the user's code to find what torch's workers offer.
+"""State of a worker process that torch and the user's code expect in a DataLoader worker.
 
-Module-level state on purpose: torch and the user's code look for it where torch's workers have it.
+The state is module-level on purpose: torch and the user's code look for it where torch's worker
+processes keep it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
     "wrap_error",
 ]
 
-# From glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 1 << 29
@@ -46,17 +47,17 @@ _initial_seed: int | None = None
 
 @dataclass(frozen=True)
 class Run:
-    """One iteration over a loader: what all its chunks have in common.
+    """One iteration over a loader; all its chunks share these values.
 
     Attributes:
         key: Identity of the iteration.
         loader: Identity of the loader.
-        base_seed: What torch draws for its workers' seeds.
-        epoch: How many iterations with this base_seed came before.
+        base_seed: The number that torch draws to seed its workers.
+        epoch: Number of earlier iterations with this base_seed.
         num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
-        generation: Which copy of the dataset it reads: a new one for every iteration unless
-            workers are persistent.
-        settings: The training process's, which the workers take over.
+        generation: Number of the dataset version that it reads. Every iteration reads a new
+            version unless workers are persistent.
+        settings: Settings of the training process, which the worker processes apply.
     """
 
     key: str
@@ -69,11 +70,11 @@ class Run:
 
 
 class Cancelled(BaseException):
-    """The consumer has gone."""
+    """Signal that nothing waits for the batch any more."""
 
 
 def settle_process(run: Run) -> None:
-    """Make this process like one that torch would have forked: on one thread, in its place."""
+    """Apply the run's settings, and set up this process like a worker that torch forked."""
     run.settings.take_over()
     if torch.initial_seed is not _worker_initial_seed:
         torch.set_num_threads(1)
@@ -83,10 +84,10 @@ def settle_process(run: Run) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep what a batch frees for the next batch.
+    """Make the C library keep the memory that a batch frees, for the next batch.
 
-    It would give every large block back to the kernel and fault it in again page by page, which
-    for a batch of 38 MB takes ten times as long as filling it.
+    By default, glibc returns every large block to the kernel, which maps it again page by page.
+    For a batch of 38 MB, the page faults take ten times as long as filling it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
@@ -100,20 +101,20 @@ _process_initial_seed = torch.initial_seed
 def _worker_initial_seed() -> int:
     """Return the logical worker's seed, as torch's workers see it.
 
-    dpex seeds the generator itself again for every sample, which would show here.
+    dpex reseeds torch's generator for every sample. torch's function would return that seed.
     """
     return _initial_seed if _initial_seed is not None else _process_initial_seed()
 
 
 def show_worker(worker_id: int, run: Run, dataset: Any, *, owns_generator: bool = False) -> None:
-    """Set what torch and the user's code see of a logical worker.
+    """Set ``get_worker_info()`` and ``torch.initial_seed()`` for a logical worker.
 
     Args:
-        worker_id: Which one.
+        worker_id: Number of the logical worker.
         run: The iteration.
-        dataset: Its copy.
-        owns_generator: Whether torch's generator is the worker's own, so that ``initial_seed`` is
-            what its ``worker_init_fn`` seeded it with.
+        dataset: The logical worker's copy of the dataset.
+        owns_generator: Whether torch's generator belongs to the logical worker. If it does,
+            ``initial_seed`` returns the seed that ``worker_init_fn`` gave the generator.
     """
     global _initial_seed
     seed = run.base_seed + worker_id
@@ -132,10 +133,10 @@ def initialise(
     """Seed the global generators as torch's worker does, then call ``worker_init_fn``.
 
     Args:
-        worker_id: Which logical worker.
-        base_seed: What torch draws for its workers' seeds.
-        worker_init_fn: The loader's.
-        generators: Takes those that ``worker_init_fn`` seeds or draws from.
+        worker_id: Number of the logical worker.
+        base_seed: The number that torch draws to seed its workers.
+        worker_init_fn: The loader's ``worker_init_fn``.
+        generators: Takes over the generators that ``worker_init_fn`` seeds or draws from.
     """
     global _initial_seed
     seed = base_seed + worker_id
@@ -143,20 +144,20 @@ def initialise(
     random.seed(seed)
     np.random.seed(numpy_seed(base_seed, worker_id))
     if worker_init_fn is not None:
-        _initial_seed = None  # it may seed torch's generator, and ask for its seed then
+        _initial_seed = None  # worker_init_fn may seed torch's generator and read that seed
         with generators.taken():
             worker_init_fn(worker_id)
 
 
 def leave_worker() -> None:
-    """Be no logical worker any more."""
+    """Reset ``get_worker_info()`` and ``torch.initial_seed()`` after ``show_worker``."""
     global _initial_seed
     _initial_seed = None
     set_worker_info(None)
 
 
 class At:
-    """The index or indices at work, for error messages."""
+    """The index or indices being processed, for error messages."""
 
     __slots__ = ("name", "value")
 
@@ -164,7 +165,7 @@ class At:
         self.set(name, value)
 
     def set(self, name: str, value: Any) -> None:
-        """Note what is at work now."""
+        """Replace the name and the value."""
         self.name = name
         self.value = value
 
@@ -174,7 +175,7 @@ class At:
 
 
 def wrap_error(where: str) -> Pickled:
-    """Pickle the exception being handled as torch wraps it, with the place it came from."""
+    """Pickle the exception being handled, wrapped as torch wraps it, with its origin ``where``."""
     kind, error, traceback = sys.exc_info()
     assert kind is not None
     if isinstance(error, SystemExit):

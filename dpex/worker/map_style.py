@@ -1,4 +1,4 @@
-"""The first stage: what torch's worker loop does, one chunk at a time."""
+"""The first stage of a map-style dataset: torch's worker loop, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -32,24 +32,27 @@ from dpex.worker.state_watch import StateWatch
 
 __all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk"]
 
-# An answer takes some milliseconds where all workers ask at once, and for no longer than this is a
-# chunk to wait for a task that still makes another.
+# The pipeline actor answers within some milliseconds when all tasks ask at once. A chunk must not
+# wait longer than this for a task that is still making another chunk.
 _NEARLY_S = 0.01
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a loader needs; pickled once, while its bytes stay the same.
+    """The parts of a loader that every worker process needs.
+
+    dpex pickles the job for every new iterator, and stores it again only if its bytes differ.
 
     Attributes:
         dataset: The dataset.
-        collate_fn: Makes a batch from a list of samples; None where a later stage does.
+        collate_fn: Makes a batch from a list of samples; None if a later stage makes it.
         worker_init_fn: Called with the worker id before a logical worker's first sample.
         auto_collation: Whether indices come in lists (torch's automatic batching).
         finishes: Whether there is no later stage.
         skips_errors: Whether a sample that cannot be read is left out.
         drop_last: Whether a stream's incomplete last batch is left out.
-        pickled_bytes: In a worker: sizes of its pickle's stream, and of stream and buffers.
+        pickled_bytes: Size of the pickle stream, and of the stream with its buffers. Set only in
+            worker processes.
     """
 
     dataset: Any
@@ -71,10 +74,12 @@ class Chunk:
         number: Its number in the iteration.
         first_batch: Number of its first batch in the epoch.
         batches: The indices of each batch, as the sampler gave them.
-        positions: Place in the epoch of each batch's first sample.
-        patient: Whether so much is in flight before it that its batches may come together.
-        stream: Whether its batches are of an ``IterableDataset``.
-        begin: What that stream goes on from in this epoch: how many batches, and the packed state.
+        positions: Position in the epoch of each batch's first sample.
+        patient: Whether its batches may share longer blocks, because enough batches are in flight
+            before it.
+        stream: Whether its batches belong to an ``IterableDataset``.
+        begin: Where the stream resumes in this epoch: the number of batches already read, and
+            the packed state.
     """
 
     run: Run
@@ -88,18 +93,18 @@ class Chunk:
 
     @property
     def stride(self) -> int:
-        """How far its batches' numbers are apart."""
+        """Difference between the numbers of successive batches."""
         return self.run.num_workers
 
     @property
     def numbers(self) -> range:
-        """The numbers of its batches in the epoch."""
+        """Numbers of its batches in the epoch."""
         end = self.first_batch + len(self.batches) * self.stride
         return range(self.first_batch, end, self.stride)
 
     @property
     def worker(self) -> int:
-        """The logical worker whose batches they are."""
+        """Number of the logical worker that its batches belong to."""
         return self.first_batch % self.run.num_workers
 
 
@@ -110,9 +115,9 @@ class StageInput:
     Attributes:
         run: The iteration that it belongs to.
         indices: Its dataset indices, as the sampler gave them.
-        position: Place in the epoch of its first sample.
-        value: Its samples in a list, or what ``collate_fn`` made of them.
-        places: The samples' places in the batch, where some were left out.
+        position: Position in the epoch of its first sample.
+        value: A list of its samples, or the batch that ``collate_fn`` made of them.
+        places: Places in the batch of the samples in ``value``; None if no sample was left out.
     """
 
     run: Run
@@ -136,20 +141,21 @@ def fetch_chunk(
     """Make the batches of one chunk.
 
     Args:
-        chunk: What to make.
-        read_job: Makes one more copy of the ``Job``, which nobody else has.
+        chunk: The chunk to make.
+        read_job: Makes a new copy of the ``Job``, which nothing else refers to.
         where: Node and process, for error messages.
-        cancelled: Asked between samples; once it says so, nothing more is made.
-        binding: Whether the chunk's logical worker has a copy of its own here.
-        restarted: Whether that worker begins again, since the task that it was bound to has ended.
-        nearly_made: Called between samples of the last batch when the rest of them will take some
-            milliseconds, most likely: more than once, or never.
-        seen_unchanged: Called after a batch with whether its copy is as it was made, if that has
-            been looked at.
+        cancelled: Called between samples; once it returns True, no more samples are made.
+        binding: Which worker processes may make batches of the chunk's logical worker.
+        restarted: Whether the logical worker starts again, because the task that it was bound to
+            has ended.
+        nearly_made: Called between samples of the chunk's last batch, once the remaining samples
+            should take only milliseconds. It may be called several times or never.
+        seen_unchanged: Called after a batch if its copy was compared; gets whether the copy is
+            unchanged.
 
     Yields:
-        The batch, or the error in its place, and what it cost. A batch that a later stage finishes
-        is an ``Unfinished``.
+        The batch, or the error in its place, and its costs. The value is a ``StageInput`` if a
+        later stage finishes the batch.
     """
     run = chunk.run
     settle_process(run)
@@ -188,23 +194,23 @@ def fetch_chunk(
             unchanged = copy.watch.look()
             seen_unchanged(unchanged)
             if not unchanged:
-                # From here on the copy has the state of this worker, and of no other.
+                # The copy has changed: from here on it serves this logical worker and no other.
                 keep_copy((run.loader, run.generation, worker_id), copy)
                 costs.late_changes += binding is Binding.RELEASED
                 binding = Binding.ALWAYS
         yield entry, costs
         value = None
-        del entry  # whoever has it may let its memory go
+        del entry  # the consumer alone decides how long the batch stays in memory
         if cancelled():
             return
 
 
 class _BetweenSamples:
-    """What is to be done between a batch's samples.
+    """Checks between the samples of a batch.
 
     Args:
-        cancelled: Asked each time.
-        nearly_made: Called when few are left, if there is anybody to call.
+        cancelled: Called after each sample; returns whether nothing waits for the batch any more.
+        nearly_made: Called when the remaining samples should take at most ``_NEARLY_S``; or None.
     """
 
     def __init__(
@@ -214,15 +220,15 @@ class _BetweenSamples:
         self._nearly_made = nearly_made
 
     def begin(self, samples: int) -> None:
-        """Note that the first of them is about to be read."""
+        """Start the clock of a batch with this many samples."""
         self._samples = samples
         self._began = time.monotonic()
 
     def made(self, samples: int) -> None:
-        """Note how many have been read.
+        """Run the checks after this many samples of the batch.
 
         Raises:
-            Cancelled: Nobody wants the batch any more.
+            Cancelled: Nothing waits for the batch any more.
         """
         if self._cancelled():
             raise Cancelled
@@ -245,7 +251,7 @@ def _enter_worker(
         copy.initialised = True
         if binding is Binding.ALWAYS:
             copy.restarted = restarted
-        else:  # there was no state to lose
+        else:  # no batch had changed the copy, so a restart has lost no state
             copy.watch = StateWatch(job.dataset, job.collate_fn, *job.pickled_bytes)
         if job.worker_init_fn is not None:
             show_worker(worker_id, run, job.dataset)
@@ -278,17 +284,17 @@ def _fetch(
     *,
     once: bool,
 ) -> Any:
-    """Do what torch's ``_MapDatasetFetcher.fetch`` does, each sample seeded.
+    """Fetch a batch as torch's ``_MapDatasetFetcher.fetch`` does, with a seed for each sample.
 
     Args:
-        copy: Dataset and collate_fn.
-        indices: One batch of indices; a single index without automatic batching.
+        copy: The copy that has the dataset and ``collate_fn``.
+        indices: The indices of one batch; a single index without automatic batching.
         key: Key of the epoch's seeds.
-        position: Place of the first sample in the epoch.
+        position: Position of the first sample in the epoch.
         between: Called between samples.
-        at: Kept at the index being read, for error messages.
-        failures: Takes what fails, if that is to be left out.
-        once: Whether to read no sample a second time.
+        at: Updated to the index being read, for error messages.
+        failures: Records the samples that fail, if they are to be left out.
+        once: Whether no sample may be read twice.
     """
     job, dataset = copy.job, copy.job.dataset
     if not job.auto_collation:
@@ -305,7 +311,7 @@ def _fetch(
         samples = _read_at_once(dataset, indices, key, position, failures)
         at.set("indices", indices)
         return collate(job.collate_fn, failures.rest(samples))
-    indices = list(indices)  # they may be read twice
+    indices = list(indices)  # ``attempt`` may iterate over them twice
 
     def attempt(before_sample: Callable[[int], None]) -> Any:
         at.set("index", None)
@@ -333,7 +339,7 @@ def _fetch(
 def _read_at_once(
     dataset: Any, indices: Any, key: int, position: int, failures: Failures
 ) -> list[Any]:
-    """Read a batch's samples in one call; one by one if that fails and failures are left out."""
+    """Read a batch's samples in one call, or one by one if that fails and failures are left out."""
     seed_generators(sample_seed(key, position))
     try:
         with seeds_offered(key, position):
@@ -356,12 +362,12 @@ def _read_at_once(
 def collate(
     collate_fn: Callable[[Any], Any] | None, samples: Any, memory: BatchMemory | None = None
 ) -> Any:
-    """Make a batch, where that is to be done here, as a worker of torch's would.
+    """Collate samples as torch's worker does.
 
     Args:
-        collate_fn: Makes it.
-        samples: Of what.
-        memory: What has taken each of them.
+        collate_fn: Makes the batch. If None, the samples are returned as they are.
+        samples: The samples of the batch.
+        memory: The memory that has taken each sample, if any.
     """
     if collate_fn is None:
         return samples

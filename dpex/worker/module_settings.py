@@ -1,6 +1,6 @@
-"""Settings that are values in modules, and change while workers live.
+"""Settings that are values in modules, and change while worker processes live.
 
-``PIL.ImageFile.LOAD_TRUNCATED_IMAGES`` is one, and so is every number in a user's ``config.py``.
+Examples are ``PIL.ImageFile.LOAD_TRUNCATED_IMAGES`` and the numbers in a user's ``config.py``.
 torch forks its workers at ``iter()``, so they have the values of that moment.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["Changes", "changes", "remember", "take_over"]
 
 Changes = tuple[tuple[str, str, Any], ...]
-"""Modules, names in them, and values; ``GONE`` of one that has been deleted."""
+"""Tuples of module, name in the module, and value; the value of a deleted name is ``GONE``."""
 
 GONE = ("dpex", "no such name")
 
 _TYPES = (bool, int, float, complex, str, bytes, type(None))
-# Values in these modules belong to one process, such as what it has initialised.
+# Values in these modules describe one process, such as whether a library has been initialised.
 _OF_PROCESSES = {
     *sys.stdlib_module_names,
     "dpex",
@@ -28,14 +28,14 @@ _OF_PROCESSES = {
     "__mp_main__",
 }
 
-# In the training process: names in modules, and their values, that its forks have inherited.
+# In the training process: for each module, the names and the settings that its forks inherit.
 _inherited: dict[str, tuple[set[str], dict[str, Any]]] = {}
-# In a worker process: what the values were that an iteration has changed.
+# In a worker process: original values of the settings that an iteration has changed.
 _original: dict[tuple[str, str], Any] = {}
 
 
 def remember() -> None:
-    """Note that workers are forks of this process as it is now."""
+    """Record the settings that worker processes inherit when this process is forked now."""
     global _inherited
     _inherited = {
         name: (set(vars(module)), _settings(vars(module)))
@@ -49,10 +49,10 @@ def _settings(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes() -> Changes:
-    """Return what has changed since ``remember`` was called; nothing if it never was."""
+    """Return the changes since ``remember`` was called; no changes if it never was."""
     found = []
     for module, (names, then) in _inherited.items():
-        # Asked for at every iter(), and nearly always there is no change.
+        # This runs at every iter(), nearly always without a change: identity is compared first.
         now = getattr(sys.modules.get(module), "__dict__", {})
         for name, value in then.items():
             new = now.get(name, GONE)
@@ -64,7 +64,7 @@ def changes() -> Changes:
 
 
 def take_over(changes: Changes) -> None:
-    """Make changes of the training process in this worker, and undo those of another iteration."""
+    """Apply the training process's changes here, and undo the changes of another iteration."""
     if not changes and not _original:
         return
     values = {(module, name): value for module, name, value in changes}

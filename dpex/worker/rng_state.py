@@ -1,4 +1,4 @@
-"""What random number generators are about to draw, as plain data, so that it is drawn again."""
+"""States of random number generators, as plain data, from which their draws can be repeated."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Draws"]
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """The states of generators at one moment.
+    """States of generators at one moment.
 
     Attributes:
-        torchs: Of torch's global CPU generator.
-        numpys: Of numpy's global one, as ``np.random.get_state`` gives it.
-        pythons: Of ``random``.
-        own: Of generators that a loader or its samplers were given, by what they belong to.
+        torchs: State of torch's global CPU generator.
+        numpys: State of numpy's global generator, as ``np.random.get_state`` returns it.
+        pythons: State of ``random``.
+        own: States of the generators that a loader or its samplers were given, by owner.
     """
 
     torchs: torch.Tensor
@@ -35,28 +35,28 @@ class Draws:
 
     @classmethod
     def now(cls, own: Mapping[str, torch.Generator]) -> Draws:
-        """Take the states as they are.
+        """Return the current states.
 
         Args:
-            own: Generators besides the global ones.
+            own: Generators besides the global ones, by owner.
         """
         own_states = {name: generator.get_state() for name, generator in own.items()}
         torchs, numpys, pythons = global_states()
         return cls(torchs, numpys, pythons, own_states)
 
     def give(self, own: Mapping[str, torch.Generator]) -> None:
-        """Put the states of the generators that are not global back."""
+        """Restore the states of the generators that are not global."""
         for name, generator in own.items():
             if name in self.own:
                 generator.set_state(self.own[name])
 
     def give_global(self) -> None:
-        """Put the states of the global generators back."""
+        """Restore the states of the global generators."""
         set_global_states((self.torchs, self.numpys, self.pythons))
 
     @contextlib.contextmanager
     def repeated(self, own: Mapping[str, torch.Generator]) -> Iterator[None]:
-        """Draw as it was drawn then; the global generators are left as they are found."""
+        """Restore all states for the block, then return the global generators to theirs."""
         with generators_kept():
             self.give_global()
             self.give(own)
@@ -75,7 +75,7 @@ class Draws:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Draws:
-        """Make it from what ``plain`` returned."""
+        """Return the states from the result of ``plain``."""
         keys, place, has_gauss, gauss = plain["numpy"]
         version, words, next_gauss = plain["python"]
         return cls(

@@ -1,16 +1,17 @@
-"""One seed per sample, whoever computes it.
+"""One seed per sample, the same in every process.
 
-torch seeds a worker process once, so what a random transform draws depends on which samples the
-worker saw before. Here every sample is seeded from (base_seed, epoch, place in the epoch): the
-result depends neither on num_workers nor on chunks, nodes, retries or the order of tasks.
+torch seeds a worker process once. The numbers that a random transform draws then depend on the
+samples that the process made before. dpex seeds every sample from (base_seed, epoch, position in
+the epoch). The result depends neither on num_workers nor on chunks, nodes, retries or the order of
+tasks.
 
-Seeding happens before every sample, so it has to be cheap. ``torch.manual_seed`` also walks the
-accelerator back ends; seeding the CPU generator alone does what a worker needs, unless it has a
-GPU (``seed_cuda``). And a generator
-that samples do not draw from need not be seeded: ``Habits`` finds out which, and keeps watch.
+Seeding runs before every sample, so it must be fast. ``torch.manual_seed`` also visits the
+accelerator back ends. A worker process needs only the CPU generator seeded, unless it has a GPU
+(``seed_cuda``). A generator that samples do not draw from needs no seed per sample. ``Habits``
+finds these generators, and checks them after every batch.
 
-A generator that ``worker_init_fn`` seeded, or drew from, belongs to the logical worker: dpex leaves
-it alone, and it gives what torch's worker would draw (``WorkerGenerators``).
+A generator that ``worker_init_fn`` seeded or drew from belongs to the logical worker. dpex does not
+seed it, so it draws the same numbers as in torch's worker (``WorkerGenerators``).
 """
 
 from __future__ import annotations
@@ -60,24 +61,24 @@ def _mix(value: int) -> int:
 
 
 def stream_key(base_seed: int, epoch: int) -> int:
-    """Return the 64-bit key of one epoch's stream of sample seeds."""
+    """Return the 64-bit key of the sample seeds of one epoch."""
     return _mix((base_seed ^ _mix((epoch * _GOLDEN) & _MASK64)) & _MASK64)
 
 
 def stage_key(key: int, stage: int) -> int:
-    """Return the key of the seeds in a later stage of an epoch: each stage has a stream."""
+    """Return the key of the sample seeds of a later stage, given the key of the epoch."""
     return _mix(key ^ _mix((stage * _GOLDEN) & _MASK64))
 
 
 def sample_seed(key: int, position: int) -> int:
-    """Return the seed of the sample at ``position`` (0-based place in the epoch)."""
+    """Return the seed of the sample at ``position`` in the epoch, which starts at 0."""
     return _mix((key + (position + 1) * _GOLDEN) & _MASK64)
 
 
 def seed_generators(seed: int) -> None:
     """Seed torch's CPU generator, numpy's global generator and ``random`` with 64 bits.
 
-    Generators that belong to the logical worker at work stay as they are.
+    Generators that belong to the current logical worker keep their states.
     """
     for generator, owned in zip(_GENERATORS, _owned, strict=True):
         if not owned:
@@ -85,26 +86,26 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_cuda(seed: int) -> None:
-    """Seed the generators of all CUDA devices of this process, for what has a GPU.
+    """Seed the generators of all CUDA devices of this process, for a stage with a GPU.
 
-    CUDA is not begun for it: torch keeps the last seed until somebody does that.
+    The call does not initialise CUDA: torch keeps the last seed until CUDA is initialised.
     """
     torch.cuda.manual_seed_all(seed)
 
 
 _seed_place: Callable[[int, int], None] | None = None
-# Of the stages' keys, these are for what is in one another in the first stage.
+# Stage numbers from here on are keys of nested datasets, which all run in the first stage.
 _NESTED = 1 << 32
 _depth = 0
 
 
 @contextlib.contextmanager
 def seeds_offered(key: int, position: int) -> Iterator[None]:
-    """Let ``begin_sample`` seed the samples of a batch that are made in one call.
+    """Make ``begin_sample`` seed each sample of a batch that one call makes inside the block.
 
     Args:
         key: Key of the seeds.
-        position: Place in the epoch of the batch's first sample.
+        position: Position in the epoch of the batch's first sample.
     """
     global _seed_place
 
@@ -119,11 +120,11 @@ def seeds_offered(key: int, position: int) -> Iterator[None]:
 
 
 def begin_sample(place: int, depth: int) -> None:
-    """Seed the generators for a sample, where dpex makes its batch.
+    """Seed the generators for a sample inside ``seeds_offered``; elsewhere do nothing.
 
     Args:
         place: The sample's place in the batch.
-        depth: Of what is in one another, each draws numbers of its own.
+        depth: Nesting depth of the dataset that calls; each depth has different seeds.
     """
     if _seed_place is not None:
         _seed_place(place, depth)
@@ -131,11 +132,11 @@ def begin_sample(place: int, depth: int) -> None:
 
 @dataclass
 class OwnSeeds:
-    """What generators of somebody's own are seeded with.
+    """The seed of generators that belong to transforms.
 
     Attributes:
-        seed: With this.
-        asked: Whether somebody has such a generator.
+        seed: The seed.
+        asked: Whether a transform has asked for the seed.
     """
 
     seed: int
@@ -146,7 +147,7 @@ _own_seeds: OwnSeeds | None = None
 
 
 def own_seed() -> int:
-    """Return a seed for a generator of somebody's own: 32 bits, drawn from torch's."""
+    """Return a 32-bit seed for a transform's own generator, drawn from torch's generator."""
     if _own_seeds is None:
         return int(torch.randint(1 << 32, ()))
     _own_seeds.asked = True
@@ -155,7 +156,7 @@ def own_seed() -> int:
 
 @contextlib.contextmanager
 def own_seeds_are(seed: int) -> Iterator[OwnSeeds]:
-    """Let ``own_seed`` return this, and draw nothing: for what is made once for all epochs."""
+    """Make ``own_seed`` return ``seed`` and draw nothing, for samples kept for all epochs."""
     global _own_seeds
     before, _own_seeds = _own_seeds, OwnSeeds(seed)
     try:
@@ -166,10 +167,10 @@ def own_seeds_are(seed: int) -> Iterator[OwnSeeds]:
 
 @contextlib.contextmanager
 def one_deeper() -> Iterator[int]:
-    """Count what reads from one another, whatever is in between.
+    """Count how deeply datasets that read from one another are nested, through any other dataset.
 
     Yields:
-        The depth of what reads its source meanwhile: 1 for the outermost.
+        The depth of the dataset that reads its source inside the block: 1 for the outermost.
     """
     global _depth
     _depth += 1
@@ -181,10 +182,10 @@ def one_deeper() -> Iterator[int]:
 
 @contextlib.contextmanager
 def generators_kept(other: torch.Generator | None = None) -> Iterator[None]:
-    """Leave the generators as they are found.
+    """Restore the states of the generators after the block.
 
     Args:
-        other: One more than the global ones.
+        other: A generator besides the global ones.
     """
     other_state = None if other is None else other.get_state()
     states = global_states()
@@ -197,24 +198,24 @@ def generators_kept(other: torch.Generator | None = None) -> Iterator[None]:
 
 
 def global_states() -> list[Any]:
-    """Return the states of torch's CPU generator, numpy's global one and ``random``."""
+    """Return the states of torch's CPU generator, numpy's global generator and ``random``."""
     return [generator.state() for generator in _GENERATORS]
 
 
 def set_global_states(states: Sequence[Any]) -> None:
-    """Put back what ``global_states`` returned."""
+    """Restore the states that ``global_states`` returned."""
     for generator, state in zip(_GENERATORS, states, strict=True):
         generator.restore(state)
 
 
 def generator_states() -> list[Any]:
-    """Return something that differs once a generator was drawn from."""
+    """Return a value for each global generator that differs once the generator was drawn from."""
     return [generator.mark() for generator in _GENERATORS]
 
 
 def _numpy_state() -> bytes:
-    # 624 words and the place among them; numpy's own function takes 20 microseconds for them.
-    # A normal deviate kept for later is not here, but the draw that made it is.
+    # 624 words and the position among them. numpy's own function takes 20 microseconds for this.
+    # A cached normal deviate is not included, but the draw that produced it changed the rest.
     address = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
     return ctypes.string_at(address, 625 * 4)
 
@@ -224,9 +225,9 @@ class _Generator(NamedTuple):
 
     Attributes:
         seed: Seeds it.
-        mark: Returns something that differs once it was drawn from.
+        mark: Returns a value that differs once the generator was drawn from.
         state: Returns its whole state.
-        restore: Puts such a state back.
+        restore: Restores such a state.
     """
 
     seed: Callable[[int], object]
@@ -260,10 +261,10 @@ _SEED_FUNCTIONS: tuple[tuple[tuple[Any, str], ...], ...] = (
 
 @contextlib.contextmanager
 def _seed_calls() -> Iterator[list[bool]]:
-    """Find out which generators the block seeds, also if that leaves them as they were.
+    """Record which generators the block seeds, even if the seed does not change their states.
 
     Yields:
-        For each generator whether it was seeded until now.
+        A list with one item per generator: whether the block has seeded it so far.
     """
     seeded = [False] * len(_SEED_FUNCTIONS)
     originals = []
@@ -290,14 +291,14 @@ def _seed_calls() -> Iterator[list[bool]]:
 
 _NO_OWNERS = (False,) * len(_GENERATORS)
 _owned: tuple[bool, ...] = _NO_OWNERS
-"""Which generators belong to the logical worker at work."""
+"""For each generator, whether it belongs to the current logical worker."""
 
 
 class WorkerGenerators:
     """The global generators that belong to one logical worker.
 
     Source:
-        torch's ``_worker_loop``: seeded once, before ``worker_init_fn``, and never again.
+        torch's ``_worker_loop`` seeds them once, before ``worker_init_fn``, and never again.
     """
 
     def __init__(self) -> None:
@@ -306,12 +307,12 @@ class WorkerGenerators:
 
     @property
     def owns_torchs(self) -> bool:
-        """Whether torch's generator is among them."""
+        """Whether torch's generator belongs to the logical worker."""
         return self._owned[0]
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the generators that the block seeds or draws from."""
+        """Take ownership of the generators that the block seeds or draws from."""
         before = generator_states()
         with _seed_calls() as seeded:
             yield
@@ -322,10 +323,10 @@ class WorkerGenerators:
         self._states = [g.state() if own else None for g, own in self._each()]
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Restore them from an earlier state of all global generators.
+        """Restore the owned generators from earlier states of all global generators.
 
         Args:
-            states: What ``global_states`` returned then.
+            states: The earlier result of ``global_states``.
         """
         for (generator, own), state in zip(self._each(), states, strict=True):
             if own:
@@ -336,7 +337,7 @@ class WorkerGenerators:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Draw from them inside the block, and keep their states for the next one."""
+        """Continue the owned generators inside the block, and save their states after it."""
         global _owned
         if not any(self._owned):
             yield
@@ -353,11 +354,13 @@ class WorkerGenerators:
 
 
 class Habits:
-    """Which generators a dataset's samples draw from, as far as is known.
+    """Record of the generators that a dataset's samples draw from.
 
-    The first batch shows it, sample by sample. From then on a generator that was not drawn from is
-    seeded once a batch, and its state compared at the end: if it has changed after all, the batch
-    is to be made again with every sample seeded. So results are those of seeding everything.
+    In the first batch, every generator is seeded and checked for each sample. From then on, a
+    generator that was not drawn from is seeded once per batch, and its state is compared after the
+    batch. If the state has changed, the batch is recomputed with that generator seeded for every
+    sample. The results are the same as if all generators were seeded for every sample, unless
+    ``reproducibly`` may make the batch only ``once``.
     """
 
     def __init__(self) -> None:
@@ -367,11 +370,11 @@ class Habits:
 
     @property
     def need_seeds(self) -> bool:
-        """Whether ``seed`` is to be called before every further sample of the batch."""
+        """Whether ``seed`` must be called before every further sample of the batch."""
         return self._learning or True in self._drawn_from
 
     def begin(self, seed: int) -> None:
-        """Begin a batch whose first sample has this seed."""
+        """Start a batch whose first sample has this seed."""
         seed_generators(seed)
         self._states = [
             None if drawn or owned else generator.mark()
@@ -379,7 +382,7 @@ class Habits:
         ]
 
     def seed(self, seed: int) -> None:
-        """Seed what the next sample of the batch may draw from."""
+        """Seed the generators that the next sample of the batch may draw from."""
         if self._learning:
             self.check()
             self.begin(seed)
@@ -389,7 +392,7 @@ class Habits:
                 generator.seed(seed)
 
     def check(self) -> bool:
-        """Tell whether only those generators were drawn from that every sample was seeded for."""
+        """Record the draws, and return whether every generator drawn from had a seed per sample."""
         found = [
             drawn or (not owned and before != generator.mark())
             for drawn, before, generator, owned in zip(
@@ -401,7 +404,7 @@ class Habits:
         return as_known
 
     def end_of_batch(self) -> bool:
-        """Return ``check()``, and know by now."""
+        """Return ``check()``, and end the learning phase."""
         as_known = self.check()
         self._learning = False
         return as_known
@@ -414,16 +417,16 @@ class Habits:
         *,
         once: bool = False,
     ) -> T:
-        """Make a batch so that it depends on its samples' seeds alone.
+        """Make a batch that depends only on its samples' seeds.
 
         Args:
             key: Key of the seeds.
-            position: Place in the epoch of the batch's first sample.
-            attempt: Makes the batch, perhaps more than once. It is given a function to call before
-                every sample, with the sample's place in the batch.
-            once: Whether to make it no second time, which would change the dataset's state twice.
-                A batch that draws from a generator for the first time then draws from the seed of
-                its first sample.
+            position: Position in the epoch of the batch's first sample.
+            attempt: Makes the batch, and may be called more than once. It gets a function that it
+                calls before every sample, with the sample's place in the batch.
+            once: Whether to call ``attempt`` only once, because a second call would change the
+                dataset's state twice. If the batch is the first to draw from a generator, that
+                generator then has the seed of the batch's first sample.
         """
 
         def before_sample(place: int) -> None:

@@ -1,4 +1,4 @@
-"""Samples that cannot be read, and what becomes of their batch."""
+"""Samples that cannot be read, and the rest of their batch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Failures", "NothingLeft"]
 
 
 class NothingLeft(Exception):
-    """All samples of a batch were left out."""
+    """Signal that all samples of a batch were left out."""
 
 
 class Failures:
     """The samples of one batch that failed in one stage.
 
     Args:
-        left_out: Whether they are left out of the batch.
+        left_out: Whether failed samples are left out of the batch.
 
     Attributes:
-        left_out: The same.
+        left_out: The argument of the same name.
     """
 
     def __init__(self, *, left_out: bool) -> None:
@@ -28,15 +28,15 @@ class Failures:
         self._taken: dict[int, tuple[Any, str]] = {}
 
     def take(self, place: int, index: Any, error: Exception) -> bool:
-        """Leave a sample out, if that is what is wanted.
+        """Record a failed sample, if failed samples are left out.
 
         Args:
-            place: Its place in the batch.
-            index: Its index in the dataset.
-            error: What it raised.
+            place: The sample's place in the batch.
+            index: The sample's index in the dataset.
+            error: The exception that the sample raised.
 
         Returns:
-            False if the error is to be raised.
+            Whether the sample is left out; if not, the caller must raise the error.
         """
         if self.left_out:
             text = "".join(traceback.format_exception_only(error)).strip()
@@ -44,19 +44,19 @@ class Failures:
         return self.left_out
 
     def forget(self) -> None:
-        """Begin the batch anew."""
+        """Forget the recorded samples, because the batch is read from its start."""
         self._taken.clear()
 
     @property
     def samples(self) -> tuple[tuple[Any, str], ...]:
-        """Index and error of each."""
+        """Index and error of each recorded sample."""
         return tuple(self._taken.values())
 
     def rest(self, samples: list[Any]) -> list[Any]:
-        """Return the samples that did not fail.
+        """Return ``samples``, the samples that did not fail.
 
         Raises:
-            NothingLeft: There are none.
+            NothingLeft: All samples of the batch failed.
         """
         if self._taken and not samples:
             raise NothingLeft
@@ -66,6 +66,6 @@ class Failures:
         """Return the places of the samples that did not fail.
 
         Args:
-            before: Place and index of the samples that there were.
+            before: Place and index of each sample before the stage.
         """
         return tuple(place for place, _ in before if place not in self._taken)

@@ -1,4 +1,4 @@
-"""Whether making batches changes the copy that they are made on."""
+"""Detection of changes to a copy of the dataset while batches are made on it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from dpex.wire.pickling import dump
 
 __all__ = ["StateWatch"]
 
-# Pickling and hashing as much takes some tens of milliseconds. A larger copy stays bound.
+# Pickling and hashing this much takes tens of milliseconds. A larger copy stays bound.
 _MOST_STREAM_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
-# Once its loader is released, a copy is looked at when it has made this many times the batches that
-# it had made at the last look, or when that look took this share of the time since.
+# After a loader is released, a copy is compared again when either of these holds:
+# it has made this many times the batches that it had made at the last comparison;
+# the last comparison took this share of the time since.
 _BATCHES_FACTOR = 4
 _LOOKING_SHARE = 0.003
 
 
 class StateWatch:
-    """Looks whether making batches changes a copy.
+    """Repeated comparison of a dataset copy with its original state.
 
-    A change shows in the copy's pickle. State that the pickle leaves out does not show: globals of
-    a module, and what ``__getstate__`` drops.
+    The comparison uses the copy's pickle. It misses state that the pickle leaves out: globals of
+    a module, and attributes that ``__getstate__`` drops.
 
     Args:
         dataset: The copy's dataset.
         collate_fn: The copy's ``collate_fn``.
         stream_bytes: Size of the pickle stream that the copy was made from.
-        all_bytes: The same with its buffers.
+        all_bytes: Size of that stream with its buffers.
 
     Attributes:
-        seen_unchanged: Whether the last look found the copy as it was made.
+        seen_unchanged: Whether the last comparison found no change.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
@@ -40,7 +41,7 @@ class StateWatch:
         self._batches = 0
         watchable = stream_bytes <= _MOST_STREAM_BYTES and all_bytes <= _MOST_BYTES
         self._digest = self._take() if watchable else None
-        # At its first batch.
+        # The first comparison comes after the first batch.
         self._next_batches = 1
         self._next_look = 0.0
         self.seen_unchanged = self._digest is not None
@@ -48,9 +49,9 @@ class StateWatch:
     def _take(self) -> str | None:
         started = time.perf_counter()
         try:
-            # What other processes share is no worker's own state, so its content does not count.
+            # Shared memory is not the state of one worker, so the digest leaves out its content.
             return dump(self._state, "state", Readers(same_host=True)).digest
-        except Exception:  # an open file, say, which no other process can have
+        except Exception:  # for example, an open file cannot be pickled
             return None
         finally:
             self._looked_batches = self._batches
@@ -62,16 +63,16 @@ class StateWatch:
         """Count a batch of the copy.
 
         Returns:
-            Whether to look now.
+            Whether the next comparison is due.
         """
         self._batches += 1
         return self._batches >= self._next_batches or time.perf_counter() >= self._next_look
 
     def look(self) -> bool:
-        """Compare the copy with what it was.
+        """Compare the copy with its original state, if it has made a batch since the last time.
 
         Returns:
-            Whether it is unchanged; False also if dpex cannot watch it.
+            Whether the copy is unchanged; False also if dpex cannot compare it.
         """
         if self.seen_unchanged and self._batches > self._looked_batches:
             self.seen_unchanged = self._take() == self._digest

@@ -1,4 +1,4 @@
-"""What samplers, datasets and their iterators say of where they stand.
+"""States of samplers, datasets and their iterators.
 
 Source:
     The protocol of torchdata's ``StatefulDataLoader``: ``state_dict`` and ``load_state_dict``.
@@ -22,16 +22,16 @@ __all__ = ["StreamState", "has_state", "state_of"]
 
 
 def has_state(thing: Any) -> bool:
-    """Tell whether something can say where it stands, and go there.
+    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)``.
 
-    Methods of these names that want to be told more are of another protocol.
+    Methods of these names that require other arguments belong to another protocol.
     """
     told, load = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
     return _can_be_called(told) and _can_be_called(load, "state")
 
 
 def _can_be_called(method: Any, *arguments: str) -> bool:
-    # Asked for every batch, and slow to answer.
+    # This runs for every batch, and inspect.signature is slow: results for methods are cached.
     if isinstance(method, MethodType):
         return _takes(method.__func__, "self", *arguments)
     return callable(method) and _takes.__wrapped__(method, *arguments)
@@ -43,27 +43,27 @@ def _takes(function: Callable[..., Any], *arguments: str) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # nothing is known of it
+    except ValueError:  # inspect finds no signature
         return True
     return True
 
 
 def state_of(thing: Any) -> Any:
-    """Return a state that is not changed any more; None of what has none."""
+    """Return a deep copy of an object's state, or None if it has none."""
     return copy.deepcopy(thing.state_dict()) if has_state(thing) else None
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where the stream of an ``IterableDataset`` stands, if it can say so.
+    """State of the stream of an ``IterableDataset``.
 
     Attributes:
-        batches: How many have been read in the epoch.
-        dataset: What its dataset says.
-        iterator: What the dataset's iterator says; if that is the dataset itself, only this.
-        ended: Whether it has no more.
-        generators: What the global generators were about to draw.
-        epoch_over: Whether the dataset begins its next epoch from here.
+        batches: Number of batches read in the epoch.
+        dataset: The dataset's state; None if it has none or is its own iterator.
+        iterator: The state of the dataset's iterator; None if it has none.
+        ended: Whether the stream has no more batches.
+        generators: States of the global generators.
+        epoch_over: Whether the dataset starts its next epoch from this state.
     """
 
     batches: int
@@ -75,14 +75,14 @@ class StreamState:
 
     @classmethod
     def of(cls, fetcher: Any, batches: int) -> bytes | None:
-        """Ask the dataset and the iterator of torch's ``_IterableDatasetFetcher``.
+        """Return the packed state of the stream that torch's ``_IterableDatasetFetcher`` reads.
 
         Args:
-            fetcher: What reads the stream.
-            batches: How many it has read.
+            fetcher: The ``_IterableDatasetFetcher``.
+            batches: Number of batches that it has read.
 
         Returns:
-            The state as it travels; None if they have none.
+            The packed state; None if neither the dataset nor its iterator has a state.
         """
         dataset, iterator = fetcher.dataset, fetcher.dataset_iter
         of_dataset = iterator is not dataset and has_state(dataset)
@@ -99,19 +99,19 @@ class StreamState:
         return state.packed()
 
     def at_end_of_epoch(self) -> StreamState:
-        """Return the state with which the next epoch begins, if this one has been read."""
+        """Return this state, taken at the end of an epoch, as the start of the next epoch."""
         return replace(self, batches=0, epoch_over=True)
 
     def give_dataset(self, dataset: Any) -> None:
-        """Let a dataset stand there, before its iterator is made."""
+        """Load the state into a dataset, before its iterator is made."""
         state = self.dataset
         if state is None and self.epoch_over and has_state(dataset):
-            state = self.iterator  # which is the dataset itself
+            state = self.iterator  # the dataset was its own iterator
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state))
 
     def give_iterator(self, fetcher: Any) -> None:
-        """Let the iterator of torch's ``_IterableDatasetFetcher`` stand there."""
+        """Load the state into the iterator of torch's ``_IterableDatasetFetcher``."""
         if self.epoch_over:
             return
         if self.iterator is not None:
@@ -119,22 +119,22 @@ class StreamState:
         fetcher.ended = self.ended
 
     def packed(self) -> bytes:
-        """Return it as it travels."""
+        """Return the state as bytes, to send it to another process."""
         return dump_in_band(self, "state")
 
     @staticmethod
     def unpacked(packed: bytes) -> StreamState:
-        """Make it from what ``packed`` returned."""
+        """Return the state from the result of ``packed``."""
         state: StreamState = pickle.loads(packed)
         return state
 
     def plain(self) -> dict[str, Any]:
-        """Return it as strings and numbers, and what dataset and iterator returned."""
+        """Return a dict of strings and numbers, with the states of dataset and iterator."""
         own = {"dataset": copy.deepcopy(self.dataset), "iterator": copy.deepcopy(self.iterator)}
         return {**vars(self), **own, "generators": self.generators.plain()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> StreamState:
-        """Make it from what ``plain`` returned."""
+        """Return the state from the result of ``plain``."""
         rest = copy.deepcopy(dict(plain))
         return cls(**{**rest, "generators": Draws.from_plain(plain["generators"])})

@@ -1,4 +1,4 @@
-"""A task of a pipeline: it asks the actor for chunks, makes their batches and sends them."""
+"""The tasks of a pipeline, which ask the actor for chunks, make their batches and send them."""
 
 from __future__ import annotations
 
@@ -42,36 +42,39 @@ __all__ = [
 ]
 
 FIRST_TASKS = 1
-"""Number of tasks that start with a pipeline. A second process would delay the first batch."""
+"""Number of tasks that start with a pipeline; a second process would delay the first batch."""
 
-# What Ray passes with a call, and not through the object store.
+# Ray passes arguments below about this size inside the call, not through the object store.
 _SMALL_BYTES = 100_000
-# A block is handed over when it holds this much, or when this much time went into it. A batch
-# that took long is handed over at once, for the next one may never end; unless enough is in flight
-# before it: fewer blocks are less work for everybody.
+# A task sends a block when it reaches this size, or has taken this much time. It sends a long batch
+# at once, because the next batch may never end. `_PATIENT_SECONDS` replaces both time limits if
+# enough is in flight before the chunk: fewer blocks cause less overhead.
 _BLOCK_BYTES = 8 << 20
 _BLOCK_SECONDS = 0.25
 _LONG_BATCH_S = 0.025
 _PATIENT_SECONDS = 2.0
-# A chunk this short belongs to the beginning or the end, where batches are waited for.
+# Chunks up to this size occur at the start and at the end of an epoch, where the training process
+# waits for each batch.
 _SHORT_CHUNK = 4
 _CANCEL_CHECK_S = 0.1
 
 
 def lease_block() -> pa.Table:
-    """Return the source block of a task, which asks the pipeline actor what to do."""
+    """Return the source block of a task; the task gets its work from the pipeline actor."""
     return pa.table({"turn": [0]})
 
 
 def start_tasks(_: pa.Table, *, actor_name: str, pipeline_key: str) -> Iterator[pa.Table]:
-    """Yield a block for each further task that is wanted, when it is: a stage's function.
+    """Yield a source block for each further task, as soon as the pipeline actor wants the task.
+
+    This is the function of a ``map_batches`` stage before the tasks.
 
     Args:
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that the tasks belong to.
 
     Yields:
-        Blocks that say nothing.
+        Source blocks, which carry no data.
     """
     started = FIRST_TASKS
     with contextlib.suppress(ValueError, *ACTOR_DIED):
@@ -93,7 +96,9 @@ def make_batches(
     pipeline_key: str,
     last: bool,
 ) -> Iterator[pa.Table]:
-    """Make one chunk after the other: the function of the ``map_batches`` stage.
+    """Make the batches of one chunk after another, until the task lease ends.
+
+    This is the function of the first stage's ``map_batches``.
 
     Args:
         job: Reference to the pickled ``Job``, if it is in the object store.
@@ -103,7 +108,7 @@ def make_batches(
         last: Whether there is no later stage.
 
     Yields:
-        Blocks of one row, as ``FrameWriter.table`` makes them, if there is a later stage.
+        Blocks of one row, as ``BlockWriter.table`` makes them, if there is a later stage.
     """
     from dpex.wire.block_format import BlockWriter
 
@@ -116,10 +121,10 @@ def make_batches(
         asking.messages.begin_chunk()
         chunk = pickle.loads(assigned.payload)
         interest.in_run(chunk.run.key)
-        # A bound worker that is far enough ahead waits for the others, which may need its CPU.
+        # A bound logical worker that is far enough ahead waits, and releases its CPU to the others.
         asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
         for _ in range(assigned.skipped_blocks):
-            # Ray has got these from an earlier attempt, and drops what comes in their place.
+            # Ray has these blocks from an earlier attempt, and drops the empty replacements.
             asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
@@ -130,23 +135,25 @@ def make_batches(
                     deliver(table, asking.origin, asking.messages)
                 else:
                     yield table
-                del table  # the next batch is made in its memory
+                del table  # the next batch reuses its memory
     asking.messages.confirm()
 
 
 def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> None:
-    """Put a block into the object store, unless it is small, and send the actor a reference to it.
+    """Put a block into the object store and send a reference, or send a small block itself.
+
+    If the object store fails, the pipeline actor gets the error in place of the block.
 
     Args:
         table: The block.
-        origin: The task that began it, and the process.
-        messages: Takes it there.
+        origin: The task that began the block, and its process.
+        messages: The messages of the current task to the pipeline actor.
     """
     block, error = [], ""
     try:
-        # In the store even a small one would keep an autoscaler from taking its node away.
+        # A block in the object store, however small, keeps an autoscaler from removing its node.
         block.append(table if table.nbytes < _SMALL_BYTES else ray.put(table))
-    except ray.exceptions.RayError as failure:  # no room in the store, nor on the disk
+    except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
         error = f"{type(failure).__name__}: {failure}"
     messages.send("deliver", origin, block, table.nbytes, error)
 
@@ -162,32 +169,34 @@ def transform_batches(
     last: bool,
     kept: bool = False,
 ) -> Iterator[pa.Table]:
-    """Do a later stage's part of one block: the function of its ``map_batches``.
+    """Apply a later stage to one block.
+
+    This is the function of the stage's ``map_batches``.
 
     Args:
-        table: A block, as the stage before yielded it.
-        stage: The stage's number.
+        table: A block that the previous stage yielded.
+        stage: Number of the stage.
         job: Reference to the pickled ``StageJob``.
-        job_key: Digest of its bytes.
+        job_key: Digest of the job's bytes.
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that the block belongs to.
-        last: Whether there is no later stage.
-        kept: Whether this process serves all iterations.
+        last: Whether this is the last stage.
+        kept: Whether this process's copy of the stage serves all iterations.
 
     Yields:
-        The block with the batches in it transformed, if there is a later stage.
+        The block with its batches transformed, if there is a later stage.
     """
     from dpex.wire.block_format import BlockWriter, read_block
     from dpex.worker.later_stage import apply_stage
 
     show_script_arguments()
     frame = read_block(table)
-    if not frame.run:  # in place of a block that had arrived
+    if not frame.run:  # an empty block, in place of a block that Ray has already
         return
     interest = _interest(actor_name, pipeline_key)
     interest.in_run(frame.run)
-    # A task has several blocks where Ray does two stages in it. One of a run that was given up may
-    # have no batches.
+    # If Ray runs two stages in one task, the task has several blocks. A block of a cancelled run
+    # may have no batches.
     first_batch = frame.entries[0].batch if frame.entries else -1
     block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
     if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin):
@@ -208,25 +217,25 @@ def transform_batches(
 
 
 class TransformBatches:
-    """A worker of a later stage that keeps its process; see ``transform_batches``."""
+    """A later stage whose worker keeps its process; see ``transform_batches``."""
 
     def __init__(self, **what: Any) -> None:
         self._what = what
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        """Yield a block with its batches transformed."""
+        """Apply the stage to one block, and yield it if there is a later stage."""
         yield from transform_batches(table, **self._what, kept=True)
 
 
 class _Asking:
-    """A task's questions to the pipeline actor: what to do next.
+    """A task's requests for its next chunk.
 
     Attributes:
-        made: How many blocks the task has made.
-        origin: The task and its process, as the pipeline actor tells them from others.
-        keeps_cpu: Whether it keeps its CPU while it waits for an answer.
-        unchanged: Whether the last batch has left its copy as it was; None if not looked at.
-        messages: What the task tells the pipeline actor besides.
+        made: Number of blocks that the task has made.
+        origin: Identifiers of the task and of its process.
+        keeps_cpu: Whether the task keeps its CPU for the first second of a wait for an answer.
+        unchanged: Whether the last batch has left its copy unchanged; None if this is not known.
+        messages: The other messages of the task to the pipeline actor.
     """
 
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
@@ -242,16 +251,17 @@ class _Asking:
         self._answer: ray.ObjectRef | None = None
 
     def ask(self, coming: int = 0) -> None:
-        """Ask, if that has not been done; ``answer`` has what comes of it.
+        """Send a request for the next chunk, if none is pending; ``answer`` returns the chunk.
 
         Args:
-            coming: How many blocks are still to be made before what is asked for.
+            coming: Number of blocks of the current chunk that the task still has to make.
 
         Raises:
             ActorUnavailableError: The pipeline actor cannot be reached.
         """
         if self._answer is None:
-            # If this process dies now, the actor has these two chunks made again, and no others.
+            # Invariant: the blocks of all chunks before the current one have arrived. If this
+            # process dies, only the current and the next chunk are recomputed.
             self.messages.confirm_earlier()
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 self._answer = pipeline_actor(self._actor_name).next_chunk.remote(
@@ -260,11 +270,11 @@ class _Asking:
                 self._told, self.unchanged = self.unchanged, None
 
     def tell_changed(self) -> None:
-        """Report that a batch has changed its copy, which the actor took for one that does not."""
+        """Report that a batch has changed its copy, although its logical worker is released."""
         self.messages.send("note_state", self.origin[0], False)
 
     def answer(self) -> AssignedChunk | None:
-        """Return the next chunk; None at the end of the lease, or where there is no host.
+        """Return the next chunk; None if the lease has ended or the actor no longer exists.
 
         Raises:
             ActorUnavailableError: The pipeline actor cannot be reached.
@@ -280,7 +290,8 @@ class _Asking:
                 return None
             except ray.exceptions.ActorUnavailableError as error:
                 self._answer, self.unchanged = None, self._told
-                # In the end it is raised, for the pipeline actor would take an end for its own.
+                # `wait` raises in the end, so that the task fails. The pipeline actor would take a
+                # normal return of the task for the end of a lease that the actor has ended.
                 patience.wait(error)
             else:
                 self._answer = None
@@ -289,7 +300,7 @@ class _Asking:
                 return assigned
 
     def _get(self, answer: ray.ObjectRef) -> Any:
-        # The actor answers soon then: with the next chunk, or with the end of this task's lease.
+        # If the task keeps its CPU, the actor answers soon: with a chunk or the end of the lease.
         return get_soon(answer) if self.keeps_cpu else ray.get(answer)
 
 
@@ -300,7 +311,7 @@ def _make_chunk(
     cancelled: Callable[[], bool],
     asking: _Asking,
 ) -> Iterator[pa.Table]:
-    """Yield a chunk's blocks, and ask for the next chunk when the last one is about to come."""
+    """Yield the blocks of a chunk, and request the next chunk shortly before the last block."""
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.timings import Costs
     from dpex.worker.iterable import stream_chunk
@@ -310,14 +321,14 @@ def _make_chunk(
     costs_before = Costs(retries=int(again))
     writer = BlockWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
     opened = time.monotonic()
-    # The last batch comes in one block, with others or alone.
+    # Invariant: when `ask` is called, only the block with the last batch is still to be made.
     ask = functools.partial(asking.ask, coming=1)
     if chunk.stream:
         batches = stream_chunk(chunk, make_copy, _here(), cancelled)
     else:
 
         def note_state(unchanged: bool) -> None:
-            if binding is Binding.WATCHED:  # its next chunk depends on it
+            if binding is Binding.WATCHED:  # the actor needs it to choose the next chunk
                 asking.unchanged = unchanged
             elif not unchanged:
                 asking.tell_changed()
@@ -329,12 +340,12 @@ def _make_chunk(
             cancelled,
             binding=binding,
             restarted=assigned.restarted,
-            # A watched worker asks when it knows whether it has to be bound.
+            # For a watched logical worker, the request waits until the last batch has been checked.
             nearly_made=None if binding is Binding.WATCHED else ask,
             seen_unchanged=note_state,
         )
     remaining = len(chunk.batches)
-    if again:  # what is delivered is not lost if its process dies once more
+    if again:  # each batch is sent at once, so it survives another death of the process
         long_block_s = long_batch_s = 0.0
     elif chunk.patient:
         long_block_s = long_batch_s = _PATIENT_SECONDS
@@ -350,7 +361,7 @@ def _make_chunk(
         last = remaining == 0 or ended
         if last or full or costs.seconds >= long_batch_s:
             if last:
-                # The answer comes while the block is stored.
+                # The actor answers while this task stores the block.
                 ask()
             yield writer.table()
             opened = time.monotonic()
@@ -361,9 +372,9 @@ def _here() -> str:
 
 
 class _Interest:
-    """Whether anybody still waits for a run's batches.
+    """Whether the training process still wants the batches of a run.
 
-    The pipeline actor is asked once a run, and answers when the run is over.
+    One call for each run waits at the pipeline actor, which answers when the run is over.
     """
 
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
@@ -374,29 +385,29 @@ class _Interest:
         self._next_look = 0.0
 
     def in_run(self, run: str) -> None:
-        """Be asked about this run from now on."""
+        """Switch to a run, for which ``lost`` answers from now on."""
         if run != self._run:
             self._run = run
             self._over = None
             self._next_look = time.monotonic() + _CANCEL_CHECK_S
 
     def lost(self) -> bool:
-        """Tell whether the pipeline actor has answered; never waits for it."""
+        """Return whether the run is over or the actor has died, without waiting for the actor."""
         now = time.monotonic()
         if now < self._next_look:
             return False
         self._next_look = now + _CANCEL_CHECK_S
         try:
             if self._over is None:
-                # A future: ray.wait would tell the node each time that this task waits.
+                # A future, because each ray.wait would report to the node that this task waits.
                 over = pipeline_actor(self._actor_name).over.remote(self._pipeline_key, self._run)
                 self._over = cast("Future[None]", over.future())
             if not self._over.done():
                 return False
             self._over.result()
         except (ValueError, *ACTOR_DIED):
-            return True  # a pipeline actor that has gone wants nothing any more
-        except ray.exceptions.RayError:  # not to be reached at this moment
+            return True  # the pipeline actor no longer exists, so no batch is wanted
+        except ray.exceptions.RayError:  # temporarily unreachable
             self._over = None
             return False
         return True
@@ -404,5 +415,8 @@ class _Interest:
 
 @functools.lru_cache(maxsize=4)
 def _interest(actor_name: str, pipeline_key: str) -> _Interest:
-    """Return the one of this process: each task would leave a question open at the actor."""
+    """Return this process's ``_Interest``.
+
+    One object for each task would leave one pending call for each task at the actor.
+    """
     return _Interest(actor_name, pipeline_key)

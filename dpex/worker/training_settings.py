@@ -1,6 +1,6 @@
-"""What a worker process takes over from the training process when an iteration begins.
+"""Settings that a worker process takes from the training process when an iteration starts.
 
-torch forks its workers at ``iter()``, so they see what the training process has set by then.
+torch forks its workers at ``iter()``, so they have the training process's settings of that moment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Settings:
     """Settings of the training process.
 
     Attributes:
-        working_directory: The workers', too, where they have it.
-        default_dtype: torch's.
-        grad_enabled: Whether operations are recorded for autograd.
-        inference_mode: Whether ``torch.inference_mode()`` holds.
-        changes: What has changed in its environment since Ray was started.
-        modules: Values in modules that have changed since workers were forked from it.
+        working_directory: Working directory, also of the worker processes if their node has it.
+        default_dtype: torch's default dtype.
+        grad_enabled: Whether autograd records operations.
+        inference_mode: Whether ``torch.inference_mode()`` is enabled.
+        changes: Changes of its environment since Ray was started.
+        modules: Values in modules that have changed since worker processes were forked from it.
     """
 
     working_directory: str
@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def now(cls, *, forks: bool) -> Settings:
-        """Return this thread's and this process's.
+        """Return the settings of this thread and this process.
 
         Args:
             forks: Whether torch's workers would be forks of this process.
@@ -56,19 +56,19 @@ class Settings:
         )
 
     def take_over(self) -> None:
-        """Set them in this process. Those of autograd belong to a thread: see ``gradients``."""
+        """Apply the settings to this process, except autograd's, which are per thread."""
         if torch.get_default_dtype() is not self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        with contextlib.suppress(OSError):  # a node without that directory
+        with contextlib.suppress(OSError):  # this node does not have the directory
             os.chdir(self.working_directory)
         environment.take_over(self.changes)
         module_settings.take_over(self.modules)
 
     def gradients(self) -> AbstractContextManager[None]:
-        """Record operations for autograd as the training process does."""
+        """Apply autograd's settings to this thread inside the block."""
         modes = self.grad_enabled, self.inference_mode
         if modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
-            return contextlib.nullcontext()  # as for nearly every batch
+            return contextlib.nullcontext()  # true for nearly every batch
         return self._other_gradients()
 
     @contextlib.contextmanager

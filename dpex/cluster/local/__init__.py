@@ -1,1 +1,1 @@
-"""The local Ray: the Ray that dpex starts where no cluster is given."""
+"""The local Ray, which dpex starts if there is no cluster."""

@@ -1,4 +1,4 @@
-"""A directory for each local Ray, closed to other users: its token and its session."""
+"""Directories of the local Rays, closed to other users: each holds a token and a session."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["delete_ended", "make_directory", "runtime_directory"]
 
 _LOCK = "lock"
 _NEW = "new-"
-# A socket's path has 107 characters at the most. Ray adds some 70, and the directory's number 4.
+# A socket's path has at most 107 characters. Ray adds about 70, and the directory's number adds 4.
 _MOST_CHARACTERS = 33
 
 
 def runtime_directory() -> Path:
-    """A directory of this user alone, with a name short enough for the sockets of a Ray in it.
+    """Return a directory that only this user can access, short enough for Ray's socket paths.
 
     Raises:
-        ClusterError: There is one by its name that others can access.
+        ClusterError: The path is no directory of this user, or other users can access it.
     """
     directory = Path(tempfile.gettempdir(), f"dpex-{os.getuid()}")
     if len(str(directory)) > _MOST_CHARACTERS:
@@ -37,17 +37,17 @@ def runtime_directory() -> Path:
 
 
 def make_directory() -> Path:
-    """Make the directory of a local Ray of this process.
+    """Create the directory of a local Ray that this process starts.
 
-    Invariant: its lock is held until this process ends, however it ends. The directory has the lock
-    before it has its number, so one with a number and without a lock is left over.
+    Invariant: this process holds the directory's lock until it ends, however it ends. It takes the
+    lock before the directory gets its number, so a numbered directory without a lock is stale.
 
     Returns:
         A directory with a number as its name.
 
     Raises:
         ClusterError: As for ``runtime_directory``.
-        OSError: It cannot be made.
+        OSError: The directory cannot be created.
     """
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=runtime_directory()))
     descriptor = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -64,7 +64,7 @@ def make_directory() -> Path:
 
 
 def delete_ended() -> None:
-    """Delete the directories of this user's local Rays whose processes have ended."""
+    """Delete the directories of this user's local Rays whose owner processes have ended."""
     for directory in runtime_directory().iterdir():
         if directory.name.isdecimal() and not _is_alive(directory):
             shutil.rmtree(directory, ignore_errors=True)

@@ -1,6 +1,7 @@
-"""What an embedded Ray starts in place of a worker: asks the fork server for one, and ends.
+"""Program that a local Ray starts in place of a worker process.
 
-A program of its own, which imports nothing it can do without: it is started for every worker.
+It asks the fork server for a fork, and ends. Ray starts it for every worker process, so it imports
+only what it needs.
 """
 
 import os
@@ -12,7 +13,7 @@ import sys
 SERVER = "DPEX_FORK_SERVER"
 """Environment variable with the server's address."""
 RAYS_OWN = "DPEX_SETUP_WORKER"
-"""Environment variable with the program that Ray itself would have started."""
+"""Environment variable with the path of the program that Ray itself would have started."""
 
 _SERVER_SECONDS = 30.0
 
@@ -21,17 +22,17 @@ def ask(arguments: list[str]) -> bool:
     """Ask for a fork that runs Ray's worker program.
 
     Args:
-        arguments: Of Ray's set-up program: the worker program's path and its arguments.
+        arguments: Arguments of Ray's set-up program: the worker program's path and its arguments.
 
     Returns:
-        Whether there is one.
+        Whether the server has forked a worker process.
     """
     context = "--serialized-runtime-env-context="
     if any(a.startswith(context) and a != context + "{}" for a in arguments) or any(
         a.startswith("--worker-type=") and a != "--worker-type=WORKER" for a in arguments
     ):
-        return False  # something is to be different in there
-    # Ray puts the interpreter's own flags (-s, -S) before the program; the fork has them.
+        return False  # another environment, or no ordinary worker process
+    # Ray puts the interpreter's flags (-s, -S) before the program; the fork has them already.
     program = arguments[next(n for n, a in enumerate(arguments) if not a.startswith("-")) :]
     name, _, token = os.environ[SERVER].partition("/")
     request = {
@@ -43,7 +44,7 @@ def ask(arguments: list[str]) -> bool:
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # It may still be loading modules. Should it be stuck, Ray starts the worker.
+        # The server may still be loading modules. After the timeout, Ray's own program runs.
         connection.settimeout(_SERVER_SECONDS)
         connection.connect("\0" + name)
         message = token.encode() + b"\n" + pickle.dumps(request)
@@ -54,10 +55,10 @@ def ask(arguments: list[str]) -> bool:
 
 
 def main() -> None:
-    """Be replaced by a fork, or else by Ray's own program."""
+    """Ask for a fork; if that fails, replace this process with Ray's own program."""
     try:
         forked = ask(sys.argv[1:])
-    except Exception:  # no server, or Ray starts its workers in another way
+    except Exception:  # no server, or this Ray starts its worker processes differently
         forked = False
     if not forked:
         os.execv(sys.executable, [sys.executable, os.environ[RAYS_OWN], *sys.argv[1:]])

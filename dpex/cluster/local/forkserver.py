@@ -1,17 +1,18 @@
-"""Workers forked from the trainer's process, as torch forks its own, or from a process like it.
+"""Fork server: forks the worker processes of a local Ray, as torch forks its workers.
 
-A worker that an embedded Ray starts would import Ray, torch and the user's modules anew: three
-seconds of processor time each, where torch's forked workers need none. So the trainer's process is
-forked once, before anything of Ray is loaded in it, and the fork waits for requests. What Ray
-starts in place of a worker (``cluster/local/forked_worker.py``) asks it for one more fork, which
-has everything loaded and becomes the worker, and ends.
+A worker process that Ray starts itself imports Ray, torch and the user's modules. That takes three
+seconds of processor time per worker process, and torch's forked workers need none. Therefore dpex
+forks the training process once, before it loads any part of Ray. That fork is the server, and it
+waits for requests. In place of a worker process, Ray starts ``cluster/local/forked_worker.py``,
+which asks the server for a fork and ends. The new fork has all modules loaded, and becomes the
+worker process.
 
-Where the trainer's process must not be forked (start method ``"spawn"`` or ``"forkserver"``), or
-cannot be any more (Ray is loaded), a new process is the server. It has loaded Ray and torch, and
-nothing of the user's.
+The server is a new process if dpex must not fork the training process (start method ``"spawn"`` or
+``"forkserver"``), or if Ray is loaded already. A new process has loaded Ray and torch, but none of
+the user's modules.
 
-Ray notices nothing: a forked worker runs Ray's own worker program. Where a fork is not to be had,
-Ray starts its workers itself.
+Ray sees no difference, because a forked worker process runs Ray's own worker program. If no fork is
+possible, Ray starts the worker process itself.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ __all__ = [
 
 logger = logging.getLogger("dpex")
 
-# What the host and the workers need, beside what the trainer has loaded by itself.
+# Modules for the pipeline actor and the worker processes; the training process may lack them.
 _PRELOADED = (
     "ray.data",
     "pyarrow",
@@ -72,31 +73,32 @@ _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 23
 _REQUEST_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
-# The first job of a Ray, as its workers' environment names it.
+# Id of the first job of a local Ray, as in the environment of its worker processes.
 _OUR_JOB = "01000000"
-# Environment variable with the descriptors and the secret of a server that is a new process.
+# Environment variable with the descriptors and the token of a server that is a new process.
 _SERVE = "DPEX_SERVE"
 
 inheritance: dict[str, Pickled] = {}
-"""In a fork: the pickled job that the trainer had at that moment, by its digest. Its buffers are
-the trainer's own memory, of which this process has whatever it writes to for itself."""
+"""In a fork of the training process: the job that was pickled for the fork, by its digest. Its
+buffers are the training process's memory, which the fork shares copy-on-write."""
 
 script_arguments: list[str] = []
-"""In a worker that is a fork: the script's ``sys.argv``."""
+"""In a forked worker process: the script's ``sys.argv``; empty in other processes."""
 
 _address: str | None = None
 _pid: int | None = None
 
 
 def address(bequest: Callable[[], Pickled] | None) -> str | None:
-    """Make the server, once per process, and return where it answers.
+    """Return the server's address; the first call in a process starts the server.
 
     Args:
-        bequest: Pickles the job that the forks inherit; None if the trainer is not to be forked.
+        bequest: Function that pickles the job that the forks inherit. None if dpex must not fork
+            the training process.
 
     Returns:
-        ``"name/token"``, an abstract socket's name and what a request must carry. None where there
-        can be no server, or Ray is to start its workers itself.
+        ``"name/token"``: the name of an abstract socket, and the token that each request must
+        carry. None if there is no server, so that Ray starts its worker processes itself.
     """
     global _address
     if _address is None and _can_serve():
@@ -120,12 +122,12 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
 
 
 def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> bool:
-    """Fork the server from this process; returns whether that was possible."""
+    """Fork the server from this process, and return whether that was possible."""
     global _pid
-    module_settings.remember()  # afterwards every page that it reads would be copied
+    module_settings.remember()  # before the fork: afterwards each page it reads is copied
     try:
         pid = os.fork()
-    except OSError as error:  # memory that may not be promised twice
+    except OSError as error:  # for example a limit on overcommitted memory
         logger.info("workers are not forked from this process: %s", error)
         return False
     if pid == 0:
@@ -144,7 +146,7 @@ def _start(listener: socket.socket, our_life: int, token: str) -> None:
     descriptors = [listener.fileno(), our_life]
     environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
     environ[_SERVE] = " ".join(map(str, [*descriptors, token]))
-    # As multiprocessing's own server.
+    # multiprocessing starts its own fork server with the same flags.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     start_detached(
         [sys.executable, *flags, "-P", "-c", code, str(Path(__file__).parents[3]), *sys.argv],
@@ -157,29 +159,33 @@ def _start(listener: socket.socket, our_life: int, token: str) -> None:
 
 
 def serve() -> NoReturn:
-    """Run the server in this process, which is no fork of the trainer's."""
+    """Run the server in this process, which is not a fork of the training process."""
     listener, our_life, token = os.environ.pop(_SERVE).split()
-    del sys.argv[0]  # the rest is the script's, as in workers that torch spawns
+    del sys.argv[0]  # the rest is the script's argv, as in workers that torch spawns
     _serve(socket.socket(fileno=int(listener)), int(our_life), token)
 
 
 def trainer_forked() -> bool:
-    """Return whether this process has forked the server, and so has workers that are its forks."""
+    """Return whether the server, and so every worker that it forks, is a fork of this process."""
     return _pid is not None
 
 
 def fork_parent() -> int | None:
-    """Return the process that workers are forked from: the server, or this one before its fork."""
+    """Return the pid of the forked server, or of this process if it can still fork the server.
+
+    Returns:
+        The pid; None if worker processes are not forks of this process.
+    """
     return _pid or (os.getpid() if _can_fork() else None)
 
 
 def _can_serve() -> bool:
-    """Return whether there can be a server, forked or new."""
+    """Return whether this process can have a server, either a fork or a new process."""
     return hasattr(os, "pidfd_open") and private_ray_allowed()
 
 
 def _can_fork() -> bool:
-    """Return whether the server can be a fork of this process, which would lack Ray's threads."""
+    """Return whether the server can be a fork: a fork of a process with Ray lacks Ray's threads."""
     return "ray" not in sys.modules and _can_serve()
 
 
@@ -192,23 +198,24 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
-    """Fork workers, until the trainer's process ends."""
+    """Fork worker processes until the training process ends."""
     try:
-        # A collection, here or in a worker, would touch, and so copy, what is shared.
+        # A garbage collection, here or in a fork, would write to shared pages and so copy them.
         gc.disable()
         gc.freeze()
         _leave_the_trainer()
         _end_with(trainers_life)
-        # The library reads these when it is loaded. A worker ends when the process named here
-        # does: the server, and with Ray's node, which is not there yet, the server sees to it.
+        # Ray's library reads these variables when it is loaded. A worker process ends when the
+        # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
+        # server, and the server kills the worker processes of a raylet that has ended.
         os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user may have made them errors
+            warnings.simplefilter("ignore")  # the user's filters may turn them into errors
             load_ray()
             from dpex.compat.authentication import reread
             from dpex.compat.forked_workers import random_ids_untouched, untouched_random_ids
 
-            workers_have_token = reread()  # if not, the trainer says so
+            workers_have_token = reread()  # if not, the training process reports it
             warnings.filterwarnings("default", module=OUR_MODULES)
             with untouched_random_ids():
                 for module in _PRELOADED:
@@ -223,19 +230,19 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
 
 
 def _end_with(life: int) -> None:
-    """Have the kernel end this process, whatever it waits for, when the other end of a pipe closes.
+    """Make the kernel end this process when the other end of a pipe closes.
 
-    The server's loop sees that too, but a module to be imported may never come.
+    The server's loop also sees the closed pipe, but an import before the loop may hang forever.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:  # it has closed before
+    if select.select([life], [], [], 0)[0]:  # it closed before SIGIO was enabled
         os._exit(0)
 
 
 class _Server:
-    """The loop of the server's process."""
+    """Event loop of the server process."""
 
     def __init__(self, listener: socket.socket, trainers_life: int, token: str) -> None:
         self._listener = listener
@@ -243,13 +250,14 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(trainers_life, selectors.EVENT_READ, self._stop)
-        # Descriptors of processes, which are readable when these have ended.
+        # Pid descriptors, which become readable when the process ends: of raylets, by pid; and of
+        # worker processes, with the pid of the worker's raylet.
         self._nodes: dict[int, int] = {}
         self._workers: dict[int, int] = {}
         self._running = True
 
     def run(self) -> None:
-        """Serve; whatever is left when this returns ends with this process."""
+        """Serve until the training process ends; the remaining workers end with this process."""
         while self._running:
             for key, _ in self._selector.select():
                 key.data(key.fd)
@@ -259,7 +267,7 @@ class _Server:
 
     def _accept(self, _: int) -> None:
         connection, _sender = self._listener.accept()
-        # Who asks wrongly is left without an answer; whatever goes wrong is no reason to end.
+        # An invalid request gets no answer, and no error in a request ends the server.
         with connection, contextlib.suppress(Exception):
             if _user_of(connection) == os.getuid():
                 self._answer(connection)
@@ -277,8 +285,8 @@ class _Server:
             if not hmac.compare_digest(given, self._token.encode()):
                 return
             request = pickle.loads(body)
-            # Another driver that found this Ray has workers of its own. And who has not waited
-            # for the answer has had Ray start the worker.
+            # Another driver that uses this Ray gets no forks: Ray starts its workers itself.
+            # A requester that has hung up has already become the worker process itself.
             if request["environment"].get("RAY_JOB_ID") == _OUR_JOB and not _hung_up(connection):
                 self._fork(request, streams, connection)
                 connection.sendall(b"forked")
@@ -298,15 +306,16 @@ class _Server:
             self._close()
             connection.close()
             _work(request, streams)
-        # Before the answer, which ends the process that leads the group.
+        # Invariant: the fork joins the group before the answer. Then the requester, the group's
+        # leader, ends.
         _join_group(pid, request["group"])
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # the fork has ended already
             worker = os.pidfd_open(pid)
             self._workers[worker] = node_pid
             self._selector.register(worker, selectors.EVENT_READ, self._end_worker)
 
     def _close(self) -> None:
-        """Close, in a fork, what is the server's."""
+        """Close the server's descriptors in a fork."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -327,7 +336,7 @@ class _Server:
 
 
 def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
-    """Become the worker that Ray asked for."""
+    """Turn this fork into the worker process that Ray requested."""
     try:
         gc.enable()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -336,7 +345,7 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        with contextlib.suppress(OSError, ValueError):  # Ray raised it for itself
+        with contextlib.suppress(OSError, ValueError):  # Ray may have raised the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -346,40 +355,42 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         make_no_errors_of_rays_warnings()
         from dpex.compat.authentication import reread
 
-        if not reread():  # its node would refuse it
+        if not reread():  # without the token, the raylet would refuse it
             _become(request["instead"], request["environment"])
         _run(Path(sys.argv[0]))
     except SystemExit as ending:
         os._exit(ending.code if isinstance(ending.code, int) else 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        # Ray waits for this process. A worker that Ray knew already is not known a second time.
+        # Ray still waits for a worker process, so this one runs the program that Ray would have
+        # started. If this process has registered already, Ray does not accept it a second time.
         _become(request["instead"], request["environment"])
     finally:
         os._exit(1)
 
 
 def _become(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be replaced by the worker that Ray would have started itself."""
+    """Replace this process with the program that Ray would have started itself."""
     os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 
 def _run(program: Path) -> None:
-    """Run a program, and let the script stay ``__main__`` for whatever imports that by name."""
+    """Run a program, but keep the script as the module that ``import __main__`` returns."""
     code = compile(program.read_bytes(), str(program), "exec")
     exec(code, {"__name__": "__main__", "__file__": str(program), "__builtins__": builtins})
 
 
 def show_script_arguments() -> None:
-    """Set ``sys.argv`` to the script's, if this process is a fork: Ray has read its own by now."""
+    """Set ``sys.argv`` to the script's in a fork; call it only after Ray has read its own."""
     if script_arguments:
         sys.argv = script_arguments
 
 
 def _join_group(pid: int, group: int) -> None:
-    """Put a worker into the group that Ray made for it, which ends with it and what it starts.
+    """Put a worker process into the process group that Ray made for it.
 
-    It must never be in the server's own, which would end with it too.
+    Ray kills that group to end the worker process and its children. Invariant: the worker process
+    does not stay in the server's group, or Ray would kill the server with it.
     """
     try:
         os.setpgid(pid, group)
@@ -400,17 +411,17 @@ def _hung_up(connection: socket.socket) -> bool:
 
 
 def _leave_the_trainer() -> None:
-    """Be a process of its own: deaf to the terminal, with nothing to do at the trainer's exit."""
+    """Detach the server from the training process's terminal, signals, traces and exit handlers."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whatever ends is forgotten
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     atexit._clear()
     sys.settrace(None)
     sys.setprofile(None)
-    # A notebook's streams lead to threads that are not here.
+    # A notebook's streams need threads that a fork does not have.
     sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - as long as the process
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)

@@ -1,4 +1,4 @@
-"""A Ray of our own: this process's children, gone with it however it ends."""
+"""Start of the local Ray, whose processes end with this process however it ends."""
 
 from __future__ import annotations
 
@@ -42,81 +42,85 @@ logger = logging.getLogger("dpex")
 T = TypeVar("T")
 
 START_SECONDS = 120.0
-# What an embedded Ray does not need at once starts now, or when the first block has arrived.
+# Deferred processes of a local Ray start after this time, or earlier when ``settled`` is set.
 _SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
-# Modules whose warnings are no matter of the user's.
+# Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
 OUR_MODULES = r"dpex(\.|$)"
-"""Those whose warnings the user is to see, for a filter of warnings."""
+"""Modules whose warnings the user must see, as a pattern for warning filters."""
 
 settled = threading.Event()
-"""Set when the first block of an embedded Ray has arrived, and the cores are free for others; or
-when something of what was put off is needed before that."""
+"""Set when the deferred processes of a local Ray may start.
+
+That is when the first block has arrived, so that cores are free, or when something needs one of
+these processes earlier."""
 
 
 def embedded_cpus() -> int:
-    """Logical CPUs of an embedded Ray: 64, or the cores where there are more.
+    """Return the logical CPUs of a local Ray: 64, or the number of usable cores if it is higher.
 
-    The loader itself decides how many tasks run at once; with fewer logical CPUs Ray would throw
-    away idle workers beyond their number, and the caches in them.
+    The loader itself decides how many tasks run at once. With fewer logical CPUs, Ray would end
+    the idle worker processes beyond that number, and their caches would be lost.
     """
     return max(64, usable_cores())
 
 
 def free_cores() -> int:
-    """This process's share of the host's cores: what it may use, divided among local ranks."""
+    """Return the usable cores divided by the number of ranks on this machine, at least 1."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, usable_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 def start(fork_server: str | None = None) -> dict[str, str]:
-    """Start a Ray that is gone with this process, killed or not, and connect this process to it.
+    """Start a local Ray, and connect this process to it.
+
+    The local Ray ends with this process, even if this process is killed.
 
     Args:
-        fork_server: Where workers are to be had; None if Ray is to start them itself.
+        fork_server: Address of the fork server; None if Ray starts its worker processes itself.
 
     Returns:
-        The variables by which other processes of this user find its token.
+        Environment variables that lead other processes of this user to the local Ray's token.
 
     Raises:
-        ClusterError: Ray did not start; says why.
+        ClusterError: Ray did not start. The message gives the reason.
     """
     settled.clear()
     variables = {
-        # One idle worker per logical CPU would be started at once.
+        # By default Ray starts one idle worker process per logical CPU at once.
         "RAY_prestart_worker_first_driver": "0",
-        # Strings hash alike in all workers that Ray starts itself, as they do in forked ones.
+        # Strings hash alike in all worker processes that Ray starts itself, as they do in forks.
         "PYTHONHASHSEED": "0",
-        # Ray prints a warning at 4 times this many workers; by default it is the number of cores,
-        # which ten waiting workers on two cores already exceed.
+        # Ray prints a warning at 4 times this many worker processes. The default is the number of
+        # cores, so on two cores ten waiting worker processes already exceed the limit.
         "RAY_worker_maximum_startup_concurrency": str(max(16, usable_cores())),
-        # A node that looks for its own store before it is there would look again a second later.
+        # By default a node that does not find its object store yet retries only after a second.
         "RAY_raylet_client_connect_timeout_milliseconds": "20",
         "RAY_raylet_client_num_connect_attempts": "500",
-        # Its head does not come back.
+        # The head of a local Ray never restarts, so a longer wait for it is useless.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
-        # Nobody looks at the list of tasks, for which every call is reported to the head: it keeps
-        # 100,000 of them, 130 MB.
+        # Nothing reads the list of tasks in Ray's head. By default Ray reports every call to the
+        # head, which keeps 100,000 calls in 130 MB.
         "RAY_task_events_report_interval_ms": "0",
-        # Ray's workers give way to whatever else runs (nice 15); torch's do not.
+        # By default Ray's workers yield to other processes (nice 15); torch's workers do not.
         "RAY_worker_niceness": "0",
     }
-    # Of an outer trainer, whose worker this process may be, nothing is to be had.
+    # The variable may name the fork server of an outer training process, which has another Ray.
     os.environ.pop(forked_worker.SERVER, None)
     try:
         directory = make_directory()
         token = token_variables(directory)
     except OSError as error:
         raise _not_started(error) from error
-    # Ray lets everybody write to the directories of its sockets.
+    # Ray makes its socket directories writable for all users, so they need a private parent.
     variables["RAY_TMPDIR"] = str(directory)
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
     require_token(token)
     try:
-        load_ray()  # here, for it reads the token's variables
+        load_ray()  # after require_token: the import reads the token's variables
         with _environment(variables):
             context = _start_lean_or_plain(program)
     except BaseException:
@@ -129,22 +133,22 @@ def start(fork_server: str | None = None) -> dict[str, str]:
 
 
 def _start_lean_or_plain(program: Path | None) -> Any:
-    """Start Ray lean, or plainly where that fails.
+    """Start Ray with ``lean_start``, or without it if that fails.
 
     Args:
         program: See ``lean_start``.
 
     Returns:
-        What ``ray.init`` returned.
+        Result of ``ray.init``.
 
     Raises:
-        ClusterError: Neither has started Ray.
+        ClusterError: Ray did not start either way, or the first start timed out.
     """
     from dpex.compat.local_ray import LEAN_START, lean_start
 
     try:
         return _init_local(lean_start(program))
-    except TimeoutError as error:  # the attempt still goes on
+    except TimeoutError as error:  # the attempt is still running
         raise _not_started(error) from error
     except Exception as error:
         disconnect()
@@ -160,7 +164,7 @@ def _start_lean_or_plain(program: Path | None) -> Any:
 
 
 def disconnect() -> None:
-    """Shut this process's Ray down, whatever state it is in."""
+    """Shut down this process's Ray, whatever its state, and ignore errors."""
     import ray
 
     with contextlib.suppress(Exception):
@@ -168,7 +172,7 @@ def disconnect() -> None:
 
 
 def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
-    """Call ``ray.init`` in a context that yields the function to call after it."""
+    """Call ``ray.init`` in a context that yields a function to call afterwards."""
     with way as finish:
         return init_ray(
             START_SECONDS,
@@ -189,9 +193,10 @@ def _not_started(error: Exception) -> ClusterError:
 
 
 def _finish_and_stay(finish: Callable[[], None]) -> None:
-    """Start what was put off, and be the thread that never ends.
+    """Start the deferred processes, and block this thread forever.
 
-    The kernel kills what a thread started when that thread ends (Ray asks for PR_SET_PDEATHSIG).
+    When a thread ends, the kernel kills the processes that it started, because Ray sets
+    PR_SET_PDEATHSIG for them.
     """
     import ray
 
@@ -208,29 +213,28 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
 def init_ray(
     timeout_s: float, *, afterwards: Callable[[], None] | None = None, **options: Any
 ) -> Any:
-    """Call ``ray.init`` without its messages, and wait no longer than given for it.
+    """Call ``ray.init`` without its messages, in a new thread and with a timeout.
 
-    It runs in a thread of its own: only in the main thread would Ray replace the process's
-    SIGTERM handler.
+    Ray replaces the process's SIGTERM handler in the main thread only.
 
     Args:
-        timeout_s: How long to wait.
-        afterwards: What that thread does when it has started Ray.
+        timeout_s: Timeout in seconds.
+        afterwards: Function that the new thread calls after ``ray.init``.
         **options: Arguments of ``ray.init``.
 
     Returns:
-        What ``ray.init`` returned.
+        Result of ``ray.init``.
 
     Raises:
-        TimeoutError: It is still in flight after ``timeout_s``.
-        Exception: Whatever ``ray.init`` raised.
+        TimeoutError: ``ray.init`` has not returned after ``timeout_s``.
+        Exception: Any exception of ``ray.init``.
     """
     load_ray()
     import ray
 
     from dpex.compat.local_ray import on_loopback
 
-    # Whoever is not on this host has nothing to do with an embedded Ray.
+    # Other machines must not reach a local Ray.
     ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
 
     def call() -> Any:
@@ -239,7 +243,7 @@ def init_ray(
             warnings.catch_warnings(),
             on_loopback() if ours else contextlib.nullcontext(),
         ):
-            # Tips on its own future (Ray < 2.60).
+            # Ray < 2.60 warns of its own future changes.
             warnings.simplefilter("ignore", FutureWarning)
             return ray.init(logging_level=logging.ERROR, **options)
 
@@ -247,17 +251,17 @@ def init_ray(
 
 
 def load_ray() -> None:
-    """Import Ray without what it says in a notebook that has no ipywidgets; we show none."""
+    """Import Ray without its notebook message that ipywidgets is missing; dpex has no widgets."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tqdm's, say, which Ray imports
+        warnings.simplefilter("ignore")  # for example by tqdm, which Ray imports
         import ray  # noqa: F401
 
 
 def make_no_errors_of_rays_warnings() -> None:
-    """Leave Ray's and our own warnings out of the user's filters that make errors of warnings.
+    """Exempt Ray's and dpex's warnings from user filters that turn warnings into errors.
 
-    An error would end dpex's work halfway. dpex's warnings are shown instead.
+    Such an error would interrupt dpex's work. dpex's warnings are still shown, Ray's are not.
     """
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
@@ -266,7 +270,7 @@ def make_no_errors_of_rays_warnings() -> None:
 
 @contextlib.contextmanager
 def quiet_ray() -> Iterator[None]:
-    """Let Ray's own messages through only from ERROR on."""
+    """Suppress Ray's own log messages below ERROR."""
     messages = logging.getLogger("ray")
     level = messages.level
     messages.setLevel(logging.ERROR)
@@ -279,16 +283,16 @@ def quiet_ray() -> Iterator[None]:
 def within(
     timeout_s: float, call: Callable[[], T], *, afterwards: Callable[[], None] | None = None
 ) -> T:
-    """Call in a thread of its own and give up waiting after the given time.
+    """Call a function in a new thread, and wait for its result with a timeout.
 
     Args:
-        timeout_s: How long to wait.
-        call: What to call; after the time is over its outcome is lost.
-        afterwards: What to call in the other thread when ``call`` has returned.
+        timeout_s: Timeout in seconds.
+        call: Function to call. If it returns after the timeout, its result is lost.
+        afterwards: Function that the new thread calls when ``call`` has returned.
 
     Raises:
-        TimeoutError: The call has not returned.
-        Exception: What the call raised.
+        TimeoutError: ``call`` has not returned after ``timeout_s``.
+        Exception: Any exception of ``call``.
     """
     outcome: Future[T] = Future()
 
@@ -309,9 +313,9 @@ def within(
 
 
 def _object_store_bytes() -> int:
-    """30 % of the memory this process may use, within /dev/shm and half of what is free.
+    """Return 30 % of the usable memory, limited by half of the free memory and by /dev/shm.
 
-    Ray's own default ignores a /dev/shm below 10 GB, as most containers have, and goes to disk.
+    By default Ray ignores a /dev/shm below 10 GB, as in most containers, and uses the disk.
     """
     wanted = max(_GIB // 8, min(int(0.3 * usable_memory()), free_memory() // 2, 200 * _GIB))
     if not sys.platform.startswith("linux"):
@@ -330,7 +334,7 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set what the user has not set, for the processes that are started meanwhile."""
+    """Set the variables that the user has not set, for processes that start in the block."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:

@@ -1,4 +1,4 @@
-"""The end of this process, which others see by file descriptors that it holds."""
+"""End of this process: other processes detect it by file descriptors that this process holds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 __all__ = ["end_ray_after_us", "hold", "start_detached"]
 
-# File descriptors by whose end others see that this process has ended.
+# Open file descriptors. When this process ends, the kernel closes them, and other processes see it.
 _held: list[int] = []
 
-# For a bare interpreter. When its standard input ends, its owner is about to; then it has a new
-# parent, the same as all that the owner's raylet leaves behind. What it kills is younger than the
-# owner, of its session and titled as Ray's (the title hides the command line); a worker or an agent
-# of a living raylet has that as its parent.
+# Program that runs without site-packages. Its standard input closes when its owner is about to end.
+# Then it gets a new parent, and the orphans of the owner's raylet get the same new parent.
+# Invariant: it kills only processes of Ray that have the same new parent, are in the owner's
+# session and are not older than the owner. The workers and agents of a live raylet have that raylet
+# as their parent. A worker's title, which starts with "ray::", hides its command line.
 _REAPER = """
 import os, signal, sys, time
 
@@ -50,16 +51,17 @@ for pause in (0, 0.5, 1):
 
 
 def end_ray_after_us(session: Path, token: Path) -> None:
-    """See to it that all of Ray ends when this process is killed.
+    """Start a process that kills the rest of a local Ray when this process has been killed.
 
-    The kernel then kills what we started, and workers end with their raylet. But the raylet's two
-    agents first report its death to the head, which is gone, for 100 seconds, and workers that
-    are just starting try to reach it for 25 (Ray 2.60). A process that waits for our end kills
-    both, and deletes the token. Where there is no /proc, they take their time.
+    The kernel kills the processes that this process started, and workers end with their raylet.
+    But in Ray 2.60 the raylet's two agents try for 100 seconds to report its death to the head,
+    which no longer exists. Workers that are starting try for 25 seconds to reach the head. The
+    new process waits for the end of this process, kills these agents and workers, and deletes the
+    token. On systems other than Linux, they end only after these times.
 
     Args:
-        session: Directory of the Ray's session.
-        token: File with the token that is this Ray's alone, if it has one.
+        session: Directory of the local Ray's session.
+        token: File with the local Ray's own token, if it has one.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -71,12 +73,19 @@ def end_ray_after_us(session: Path, token: Path) -> None:
 
 
 def hold(descriptor: int) -> None:
-    """Keep a file descriptor open until this process, and not its forks, ends."""
+    """Keep a file descriptor open until this process ends; its forks close their copies."""
     _held.append(descriptor)
 
 
 def start_detached(command: list[str], **options: Any) -> None:
-    """Start a process that is not waited for and that no signal to our group or terminal meets."""
+    """Start a process in a new session, with /dev/null as its streams, and do not wait for it.
+
+    Signals to this process's group or terminal do not reach it.
+
+    Args:
+        command: The program and its arguments.
+        **options: Arguments of ``subprocess.Popen``, which override these defaults.
+    """
     detached = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.DEVNULL,
@@ -84,7 +93,7 @@ def start_detached(command: list[str], **options: Any) -> None:
         "start_new_session": True,
     }
     process = subprocess.Popen(command, **{**detached, **options})
-    process.returncode = 0  # else Python warns that it still runs when the object goes
+    process.returncode = 0  # else Popen's finalizer warns that it still runs
 
 
 def _let_go_in_child() -> None:

@@ -1,8 +1,8 @@
-"""One embedded Ray for several ranks of a host.
+"""One local Ray for several ranks of a machine.
 
-The first rank starts a keeper, a process of this module that runs Ray and listens on a Unix socket.
-A rank holds one connection to it for as long as it lives; the kernel closes it however the rank
-ends. When the last is closed, the keeper ends Ray and itself.
+The first rank starts a keeper, a process that runs ``keep`` and listens on a Unix socket. Each rank
+holds a connection to the keeper until it ends. The kernel closes that connection however the rank
+ends. When the last connection is closed, the keeper shuts Ray down and ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["join_keeper", "keep", "rank_environment", "shared_job"]
 _FIRST_RANK_SECONDS = 30.0
 _LAST_RANK_SECONDS = 2.0
 
-# What tells one rank from another. A keeper inherits the first rank's; tasks must see their own's.
+# Variables that differ between ranks. The keeper starts without them. Each rank passes its own to
+# its tasks in a runtime_env.
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -45,7 +46,7 @@ _RANK_VARIABLES = (
 
 
 def shared_job() -> str | None:
-    """A name that this host's ranks of one job have in common; ``None`` in a process alone."""
+    """Return a name that this machine's ranks of one job share; ``None`` for a single process."""
     environ = os.environ
     ranks = environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or ""
     several = ranks.isdecimal() and int(ranks) > 1
@@ -54,27 +55,28 @@ def shared_job() -> str | None:
         several = distributed.get_world_size() > 1
     if not several:
         return None
-    # Without a rendezvous in the environment, ranks were started by one parent.
+    # Ranks without a rendezvous in the environment are children of one process.
     port = environ.get("MASTER_PORT")
     rendezvous = f"{environ.get('MASTER_ADDR')}:{port}" if port else f"parent {os.getppid()}"
     run = environ.get("TORCHELASTIC_RUN_ID", "")
-    # Another interpreter could not use the Ray of this one.
+    # Ranks of another Python environment cannot use this process's Ray.
     return "\n".join([rendezvous, run, socket.gethostname(), sys.prefix])
 
 
 def rank_environment() -> dict[str, str]:
-    """The variables in which this rank differs from the one that started the keeper."""
+    """Return the environment variables of this rank that the keeper lacks."""
     return {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
 
 
 def join_keeper(job: str) -> tuple[str, dict[str, str]]:
-    """Hold the job's shared Ray until this process ends, started by whoever comes first.
+    """Hold the job's shared Ray until this process ends; the first rank starts it.
 
     Returns:
-        Ray's address, ``"ip:port"``, to connect to; and the variables by which its token is found.
+        Ray's address, ``"ip:port"``; and the environment variables that lead to its token.
 
     Raises:
-        ClusterError: The keeper could not start Ray; says why and where its log is.
+        ClusterError: The keeper could not start Ray, with the reason; or the keeper does not
+            answer, with the path of its log.
     """
     stem = runtime_directory() / hashlib.sha256(job.encode()).hexdigest()[:16]
     deadline = time.monotonic() + START_SECONDS
@@ -93,7 +95,7 @@ def join_keeper(job: str) -> tuple[str, dict[str, str]]:
                     raise ClusterError(f"the shared Ray of this host's ranks: {answer['error']}")
                 hold(os.dup(connection.fileno()))
                 return answer["address"], answer["token"]
-        # It ended while we came (its last rank left, or it was killed): once more.
+        # The keeper ended meanwhile: its last rank left, or it was killed. Try again.
     raise ClusterError(
         "the process that should run the shared Ray of this host's ranks does not answer; "
         f"its log: {stem}.log"
@@ -101,7 +103,7 @@ def join_keeper(job: str) -> tuple[str, dict[str, str]]:
 
 
 def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
-    """Connect to the keeper; start it if there is none."""
+    """Connect to the keeper, and start it if there is none."""
     path = stem.with_suffix(".sock")
     connection = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
@@ -111,7 +113,8 @@ def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
         try:
             connection.connect(str(path))
         except OSError:
-            # We listen and the keeper inherits: whoever connects from here on waits in the queue.
+            # This process listens and the keeper inherits the socket. A rank that connects before
+            # the keeper accepts waits in the socket's queue.
             path.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(path))
@@ -139,7 +142,7 @@ def _locked(stem: Path, deadline: float) -> Iterator[None]:
 
 def _start_keeper(stem: Path, listener: socket.socket) -> None:
     environ = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
-    # Not -m: dpex need not be where a fresh interpreter would look for it.
+    # Not -m: dpex may be outside a new interpreter's search path.
     code = (
         "import sys; sys.path.append(sys.argv[1]); "
         "from dpex.cluster.local.shared_by_ranks import keep; keep(sys.argv[2], int(sys.argv[3]))"
@@ -156,7 +159,7 @@ def _start_keeper(stem: Path, listener: socket.socket) -> None:
 
 
 def keep(stem: str, listener_fd: int) -> None:
-    """Be the keeper: run Ray while ranks are connected to the listening socket.
+    """Run Ray, as the keeper, while ranks are connected to the listening socket.
 
     Args:
         stem: Path of the socket and of the log, without their suffixes.
@@ -166,7 +169,7 @@ def keep(stem: str, listener_fd: int) -> None:
     answer: dict[str, object]
     try:
         token = start()
-        settled.set()  # the ranks' workers have environments of their own, which an agent makes
+        settled.set()  # an agent, deferred until then, makes the ranks' runtime_envs
         import ray
 
         answer = {"address": ray.get_runtime_context().gcs_address, "token": token}
@@ -180,7 +183,10 @@ def keep(stem: str, listener_fd: int) -> None:
 
 
 def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
-    """Answer ranks until the last is gone; then give up the socket so that none comes too late."""
+    """Answer ranks until the last one disconnects, then remove the socket.
+
+    A later rank finds no socket and starts a new keeper.
+    """
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     ranks = 0
@@ -204,5 +210,5 @@ def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
             end = time.monotonic() + _LAST_RANK_SECONDS
     with _locked(stem, time.monotonic() + _FIRST_RANK_SECONDS):
         stem.with_suffix(".sock").unlink(missing_ok=True)
-    # Who connected in the meantime reads the end of the file and tries again.
+    # A rank that has connected meanwhile reads the end of the stream and tries again.
     listener.close()
