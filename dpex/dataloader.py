@@ -17,7 +17,8 @@ from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
 from dpex.training.chunk_sizes import ChunkPlanner
-from dpex.training.cluster_iterator import ClusterIter, Generations
+from dpex.training.cluster_iterator import ClusterIter
+from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch_number import SamplerEpochs
 from dpex.training.index_iterator import Indices, Source
 from dpex.training.local_iterator import PlainIter, plain_iterator
@@ -250,7 +251,15 @@ class DpexDataLoader(DataLoader[T_co]):
             pickle_job, [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
         )
         return ClusterIter(
-            self, job_key, state.session, state.planner, state.generations, state.epochs
+            self,
+            job_key,
+            state.session,
+            state.planner,
+            state.versions,
+            state.epochs,
+            max_skipped=self.max_skipped,
+            forks=self._forks,
+            seeded=self._progress.seeded,
         )
 
     def _note_pickling(self, seconds: float) -> None:
@@ -409,7 +418,7 @@ class _ClusterState:
     def __init__(self, loader: DpexDataLoader[Any], session: Session) -> None:
         assert loader.prefetch_factor is not None
         self.session = session
-        self.generations = Generations()
+        self.versions = DatasetVersions()
         self.epochs = SamplerEpochs(loader)
         self.planner = ChunkPlanner(
             num_workers=loader.num_workers,

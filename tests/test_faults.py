@@ -112,7 +112,7 @@ def test_an_interrupt_while_lost_batches_are_sent_again_leaves_none_out(
     def interrupted(*_: Any, **__: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(iterator, "_send_again", interrupted)
+    monkeypatch.setattr(iterator._epoch, "_send_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
     with pytest.raises(ChunkLostError, match="the next one is 5"):
@@ -229,8 +229,9 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     loader = loader_of(Plain(40))
     iterator: Any = iter(loader)
     next(iterator)
-    receiver = iterator._run.receiver
-    wait_until(lambda: receiver.quiet_at == iterator._sent, 30, "end of all chunks")
+    epoch = iterator._epoch
+    receiver = epoch._run.receiver
+    wait_until(lambda: receiver.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
     ask_actor(loader, lambda host: [lane.note_error("a full disk") for lane in host._opened()])
     wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
     assert len(list(iterator)) == 3

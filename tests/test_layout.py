@@ -23,7 +23,12 @@ WITH_RAY = {
     "dpex.worker.task",
 }
 # Those of the training process that start or ask a Ray.
-DOORS_TO_RAY = {"dpex.dataloader", "dpex.doctor.report", "dpex.training.cluster_iterator"}
+DOORS_TO_RAY = {
+    "dpex.dataloader",
+    "dpex.doctor.report",
+    "dpex.training.cluster_iterator",
+    "dpex.training.epoch",
+}
 # Each may be imported by the module of its name in dpex.integrations, and by no other.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 

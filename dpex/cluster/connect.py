@@ -1,7 +1,8 @@
 """Connection to the Ray that ``head_address`` names.
 
 ``"auto"`` selects the first that exists: the Ray that this process is connected to, RAY_ADDRESS,
-a live cluster that this user started here. Otherwise dpex starts a local Ray. Every wait has a timeout, and every error message says what to do.
+a live cluster that this user started here. Otherwise dpex starts a local Ray. Every wait has a
+timeout, and every error message says what to do.
 """
 
 from __future__ import annotations

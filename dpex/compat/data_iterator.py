@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 import ray
@@ -14,7 +14,7 @@ from dpex.compat.names import PrivateName, Shortcut
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = ["StoredBlock", "DATA_ITERATOR", "data_iterator"]
+__all__ = ["DATA_ITERATOR", "StoredBlock", "data_iterator"]
 
 StoredBlock = tuple[ray.ObjectRef, int]
 """A block's reference and its size in bytes."""
@@ -96,8 +96,8 @@ def _data_iterator_class() -> Any:
                     yield bundle_of(*blocks.pop(0))
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-            iterator = super()._create_batch_iterator(*args, **kwargs)
-            if not isinstance(iterator, Iterable):
+            iterator: Any = super()._create_batch_iterator(*args, **kwargs)
+            if not hasattr(iterator, "__iter__"):
                 raise TypeError(f"_create_batch_iterator returned {iterator!r}")
             # With prefetch_batches=0 the prefetcher has nothing to do, but it holds a thread. Every
             # iteration would leave one idle thread.

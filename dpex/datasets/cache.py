@@ -83,7 +83,7 @@ def cached(
 class Cached(Dataset[Any]):
     """A dataset whose samples are cached; ``cached`` returns it.
 
-    Each process checks the first sample that it makes: it makes the sample with two seeds, or with
+    Each process checks the first sample that it makes. It makes the sample with two seeds, or with
     ten if a transform has its own generator. Indexing raises ``ValueError`` if the samples differ
     or if making them draws from a global generator.
     """

@@ -24,10 +24,9 @@ def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
         loader: A loader in a training function of Ray Train.
 
     Returns:
-        A new loader for this rank's share, shuffled if the given loader is shuffled. The given
-        loader itself is returned in three cases: it has a ``DistributedSampler``; there is only one
-        rank; or its dataset is an ``IterableDataset``, which divides its stream among the ranks
-        itself.
+        A new loader for this rank's share, shuffled if the given loader is shuffled. Returns the
+        given loader if it has a ``DistributedSampler``, if there is only one rank, or if its
+        dataset is an ``IterableDataset``. An ``IterableDataset`` divides its stream itself.
 
     Raises:
         ValueError: The loader has another kind of sampler, or a batch sampler. A

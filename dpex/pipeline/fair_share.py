@@ -24,7 +24,7 @@ import ray
 from dpex.pipeline.scheduler import OtherJobs
 from dpex.worker.actor_calls import NAMESPACE
 
-__all__ = ["ACTOR_PREFIX", "POLL_S", "FairShare", "ask_others"]
+__all__ = ["ACTOR_PREFIX", "FairShare", "POLL_S", "ask_others", "free_cpus"]
 
 ACTOR_PREFIX = "dpex-host-"
 """Prefix of the names of pipeline actors."""
@@ -69,7 +69,7 @@ class FairShare:
 
         Args:
             name: Name of the pipeline actor.
-            waits: Whether any of its tasks has not begun yet.
+            waits: Whether any of its tasks has not started yet.
 
         Returns:
             The other jobs, or None if no other job has work; and the seconds until the next report.

@@ -36,7 +36,7 @@ _SHARED_LEASE_S = 5.0
 # The length of a lease while a task of another training job waits.
 _WAITED_FOR_LEASE_S = 1.0
 # The lease of a bound logical worker has no time limit. A task that has waited gets its CPU back
-# even if none is free. So while a task of another training job waits, bound leases alternate: they
+# even if none is free. So bound leases alternate while a task of another training job waits. They
 # get no chunks for this time, then get chunks for the same time.
 _HELD_BACK_S = 5.0
 # If CPUs are free, a waiting task of another training job most likely waits until its process has
@@ -57,7 +57,7 @@ _BETWEEN_RUNS_S = 30.0
 # waits for the longer time before it starts more tasks.
 _STUCK_IDLE_S = 1.0
 _STUCK_S = 3.0
-# A task that has not begun after this time requests resources that no node has.
+# A task that has not started after this time requests resources that no node has.
 _HOPELESS_S = 60.0
 # How often the scheduler checks conditions that change with time.
 _LOOK_S = 0.1
@@ -70,7 +70,7 @@ class OtherJobs:
     """The other training jobs whose tasks share the cluster's CPUs.
 
     Attributes:
-        wait: Whether any of their tasks has not begun yet.
+        wait: Whether any of their tasks has not started yet.
         room: How many tasks of this job may wait to begin, even if other tasks of it run.
     """
 
@@ -344,7 +344,7 @@ class Scheduler:
         if place < lease.given:
             return self._chunk_again(lease, place)
         lease.busy = False
-        self._unreported.pop(name, None)  # without a report, it was cancelled or not begun
+        self._unreported.pop(name, None)  # without a report, it was cancelled or not started
         if not self._bound:
             lease.workers.clear()
         if lease.over or self._advance(lease):
@@ -631,7 +631,7 @@ class Scheduler:
 
     @property
     def _active(self) -> int:
-        """Number of tasks that have not ended, including tasks that have not begun."""
+        """Number of tasks that have not ended, including tasks that have not started."""
         alive = sum(lease.busy or not lease.over for lease in self._leases.values())
         return alive + self._not_begun
 

@@ -100,7 +100,7 @@ class _RemotePipeline:
     key: str
     spec_key: tuple[str, ...]
     claim: weakref.ref[_Claim]
-    # Whether the pipeline is known to have begun its last run.
+    # Whether the pipeline is known to have started its last run.
     ready: bool = False
 
     @property
@@ -357,8 +357,8 @@ class Session:
             pin_memory: Whether batches go to page-locked memory.
 
         Returns:
-            A function that waits until the iteration has begun, and returns its ``RemoteRun``. The
-            caller can draw indices before it calls the function.
+            A function that waits until the iteration has started, and returns its ``RemoteRun``.
+            The caller can draw indices before it calls the function.
         """
         assert self._stored is not None
         make_no_errors_of_rays_warnings()
@@ -479,7 +479,7 @@ class _RemotePipelines:
         for pipeline in idle:
             if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
                 # Not ready before it answers: after an interrupt, the pipeline may begin this run
-                # late, when the next run has begun.
+                # late, when the next run has started.
                 pipeline.ready = False
                 claim.lay(self._actor, pipeline, run.key)
                 begins = _Begins(pipeline, self._actor.handle.begin.remote(pipeline.key, run.key))

@@ -1,4 +1,4 @@
-"""Chunks in flight, and which of their batches to resend."""
+"""Chunks in flight: which batches were sent and have not arrived."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from dpex.errors import ChunkLostError
+from dpex.wire.block_format import Entry
 from dpex.worker.map_style import Chunk
 
-__all__ = ["ChunkInFlight", "described", "joined_streams", "lost_error"]
+__all__ = ["ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:
@@ -96,3 +97,113 @@ def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
         joined[place] = ChunkInFlight(whole, before.alone, before.tries)
         joined[place].missing = before.missing | sent.missing
     return joined
+
+
+class InFlight:
+    """The chunks of a run that are in flight.
+
+    Invariants:
+
+    - Every chunk in here misses at least one batch.
+    - A batch is missing from at most one chunk, and it arrives once: a second arrival is dropped.
+    - ``draining`` is true from the first error until no chunk is in flight. Meanwhile nothing new
+      is sent, because a new chunk would hide which chunks are lost.
+
+    Attributes:
+        sent: Number of chunks sent in this run.
+        errors: Ray's error texts since all chunks last arrived.
+        draining: Whether nothing new may be sent.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.errors: list[str] = []
+        self.draining = False
+        self._sent_before_errors = 0
+        self._chunks: dict[int, ChunkInFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def numbered(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return chunks with the numbers that they have if they are sent next."""
+        return [replace(chunk, number=n) for n, chunk in enumerate(chunks, self.sent)]
+
+    def add(self, chunks: Iterable[Chunk], *, alone: bool, tries: int) -> None:
+        """Record chunks as sent.
+
+        Args:
+            chunks: The chunks, numbered from ``sent``.
+            alone: Whether each has a task that makes no other chunk.
+            tries: How often each was sent alone, if it was.
+        """
+        for chunk in chunks:
+            self._chunks[chunk.number] = ChunkInFlight(chunk, alone, tries)
+            self.sent += 1
+
+    def arrive(self, number: int, entries: Iterable[Entry]) -> list[Entry] | None:
+        """Record batches as arrived.
+
+        Args:
+            number: Number of their chunk.
+            entries: The batches. An entry with the outcome ``"end"`` ends the chunk.
+
+        Returns:
+            The entries that arrive for the first time; None if the chunk is not in flight.
+        """
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            return None
+        new = []
+        for entry in entries:
+            if entry.outcome == "end":
+                chunk.missing.clear()
+                new.append(entry)
+            elif entry.batch in chunk.missing:
+                chunk.missing.discard(entry.batch)
+                new.append(entry)
+        if not chunk.missing:
+            del self._chunks[number]
+        return new
+
+    def note_errors(self, errors: list[str]) -> None:
+        """Record errors of the pipeline; send nothing until their chunks are known."""
+        if errors:
+            self.errors.extend(errors)
+            self._sent_before_errors = self.sent
+            self.draining = True
+
+    def lost(self, quiet_at: int) -> bool:
+        """Return whether the chunks in flight are lost.
+
+        Args:
+            quiet_at: Number of chunks whose tasks are done and whose blocks have all been read.
+        """
+        return bool(self._chunks) and quiet_at >= self.sent
+
+    def settle(self) -> None:
+        """Stop draining if nothing is in flight; forget errors that later chunks have survived."""
+        if not self._chunks:
+            self.draining = False
+            if self.sent > self._sent_before_errors:
+                self.errors = []
+
+    def take(self) -> list[ChunkInFlight]:
+        """Return all chunks in flight and forget them."""
+        taken, self._chunks = list(self._chunks.values()), {}
+        return taken
+
+    def take_errors(self) -> list[str]:
+        """Return all errors and forget them."""
+        errors, self.errors = self.errors, []
+        return errors
+
+    def begin_run(self) -> None:
+        """Start to count for another run, in which nothing has been sent."""
+        self.sent = 0
+        self.draining = False
+        self.errors = []
+
+    def holding(self, batch: int | None) -> ChunkInFlight | None:
+        """Return the chunk that a batch is missing from, or None."""
+        return next((c for c in self._chunks.values() if batch in c.missing), None)

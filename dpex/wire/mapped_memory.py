@@ -1,7 +1,8 @@
 """Pickles that refer to the file of mapped memory and do not hold the memory's content.
 
-If the memory of a tensor or array is mapped from a file, or shared by processes, the pickle holds
-the file's identity and the memory's offset in it. The process that unpickles maps the same file.
+The memory of a tensor or array may be mapped from a file, or shared by processes. Then the pickle
+holds the file's identity and the memory's offset in it. The process that unpickles maps the same
+file.
 
 - ``Readers`` describes the processes that unpickle.
 - ``Mappings.reduce`` returns the reduction of an object, or None if the pickle holds its content.

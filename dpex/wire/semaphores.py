@@ -37,9 +37,9 @@ def move_to_memory_file(span: Span) -> int | None:
         span: The mapping that the semaphore is in.
 
     Returns:
-        A descriptor of the file, which the caller owns. None if the memory cannot be replaced: a
-        thread waits for the semaphore, another process maps it, or the layout of a semaphore is
-        not known for this Python and its C library.
+        A descriptor of the file, which the caller owns. None if the memory cannot be replaced.
+        That is so if a thread waits for the semaphore or another process maps it. It is also so
+        if dpex does not know a semaphore's layout for this Python and its C library.
     """
     size = span.end - span.start
     if not _layout_is_known() or size != mmap.PAGESIZE or not span.shared or _others_map(span):

@@ -57,8 +57,8 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
             shared = shared_memory()
 
             def own(buffer: Any) -> Any:
-                # A write to a shared mapping would reach the file or the other processes with
-                # which the training process shares it, so such memory is copied now.
+                # A write to a shared mapping would reach the file or other processes. So dpex
+                # copies such memory now.
                 return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
 
             copy = _with_size(load(inherited, own), inherited)

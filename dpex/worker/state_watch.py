@@ -13,9 +13,9 @@ __all__ = ["StateWatch"]
 # Pickling and hashing this much takes tens of milliseconds. A larger copy stays bound.
 _MOST_STREAM_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
-# After a loader is released, a copy is compared again when either of these holds:
-# it has made this many times the batches that it had made at the last comparison;
-# the last comparison took this share of the time since.
+# After a loader is released, dpex compares a copy again in two cases. Either the copy has made this
+# many times the batches that it had made at the last comparison. Or the last comparison took at
+# most this share of the time since.
 _BATCHES_FACTOR = 4
 _LOOKING_SHARE = 0.003
 

@@ -1,0 +1,520 @@
+"""One epoch of a loader whose workers are Ray tasks: chunks out, blocks in, batches in order."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
+
+from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
+from dpex.stats import Meter
+from dpex.training.dataset_versions import DatasetVersions
+from dpex.training.deferred_errors import KeptError
+from dpex.training.in_flight import ChunkInFlight, InFlight, described
+from dpex.training.recovery import Recovery, Resend, recover
+from dpex.wire.block_format import Entry
+
+if TYPE_CHECKING:
+    from dpex.pipeline.session import RemoteRun, Session
+    from dpex.training.chunk_sizes import ChunkPlanner
+    from dpex.training.prefetch import Demand
+    from dpex.wire.receiver import Arrival
+    from dpex.worker.binding import Binding
+    from dpex.worker.logical_worker import Run
+    from dpex.worker.map_style import Chunk
+
+__all__ = ["Epoch", "EpochOptions", "StateNotes"]
+
+logger = logging.getLogger("dpex")
+
+# Chunks drawn in one call of next(), and the time for each. Sampling must not make one step of
+# training much longer.
+_CHUNKS_PER_STEP = 2
+_DRAW_S = 0.01
+# A wait of at most this time draws nothing meanwhile.
+_PROMPT_S = 0.05
+# Chunks that are drawn within this time are sent in one message.
+_GATHER_S = 0.002
+# dpex explains a wait after this time, and then after intervals that double up to the maximum.
+_SLOW_WAIT_S = 5.0
+_MOST_NOTE_S = 300.0
+# Consecutive losses, of pipelines or blocks, with no block in between, that fail the epoch.
+_MOST_LOSSES = 3
+# stacklevel from StateNotes.note to the user's loop: note, _collect, _wait_for_batch, next_entry,
+# _next_batch, _next_data, __next__, the loop.
+_USERS_LOOP = 8
+
+
+@dataclass(frozen=True)
+class EpochOptions:
+    """Options of the loader that hold for an epoch.
+
+    Attributes:
+        in_order: Whether batches are delivered in order.
+        max_skipped: Maximum number of samples to leave out.
+        timeout_s: Maximum wait for a batch in seconds; 0 for no maximum.
+        pin_memory: Whether batches go to page-locked memory.
+        job_key: Key of the loader's job, which ``session.store`` returned.
+        binding: Whether logical workers are bound to processes at the start.
+    """
+
+    in_order: bool
+    max_skipped: int
+    timeout_s: float
+    pin_memory: bool
+    job_key: str
+    binding: Binding
+
+
+class StateNotes:
+    """Reports of a logical worker's state that differs from that of torch's worker.
+
+    Args:
+        versions: The loader's dataset versions; a late change is reported once for all of them.
+    """
+
+    def __init__(self, versions: DatasetVersions) -> None:
+        self._versions = versions
+        self._restart_noted = False
+
+    def note(self, arrival: Arrival, num_workers: int) -> None:
+        """Report what a block says of its worker's state."""
+        costs = arrival.block.costs
+        if not (costs.after_restart or costs.late_changes):
+            return
+        numbers = [entry.batch for entry in arrival.batches]
+        if costs.after_restart and not self._restart_noted:
+            self._restart_noted = True
+            logger.warning(
+                "the process of logical worker %d has ended: what it kept (generators, counters, "
+                "what worker_init_fn made) begins again with batch %d",
+                min(numbers) % num_workers,
+                min(numbers),
+            )
+        if costs.late_changes and not self._versions.change_noted:
+            self._versions.change_noted = True
+            warnings.warn(
+                f"one of the batches up to {max(numbers)} changed its worker's dataset or "
+                "collate_fn, which the first batches had not. Until then dpex let any process make "
+                "any batch, so this state is not torch's in this epoch. Pass a worker_init_fn, "
+                "which may do nothing, to keep every logical worker in one process from its first "
+                "batch on",
+                stacklevel=_USERS_LOOP,
+            )
+
+
+class Epoch:
+    """One epoch: requests, sends, receives and delivers its batches.
+
+    Invariant: every batch that ``demand`` counts as in flight is in exactly one place. It is not
+    sent yet (``_unsent``), in flight (``_in_flight``), or ready (``_ready``). If that cannot be
+    kept, every further call raises the same ``ChunkLostError``.
+
+    Args:
+        run: The run that the batches belong to.
+        demand: Requests for the batches.
+        session: The loader's job and pipelines on the cluster.
+        planner: Planner of the chunk sizes.
+        options: Options of the loader.
+        notes: Reports of worker state.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        demand: Demand,
+        *,
+        session: Session,
+        planner: ChunkPlanner,
+        options: EpochOptions,
+        notes: StateNotes,
+    ) -> None:
+        self._run_spec = run
+        self._demand = demand
+        self._session = session
+        self._planner = planner
+        self._meter = Meter()
+        self._options = options
+        self._notes = notes
+        self._unsent: list[Chunk] = []
+        self._flushed_at = 0.0
+        self._in_flight = InFlight()
+        self._ready: dict[int, Entry] = {}
+        self._losses = 0
+        self._failure: KeptError | None = None
+        self._run: RemoteRun | None = None
+        self._opening: Callable[[], RemoteRun] | None = self._open()
+
+    @property
+    def open(self) -> bool:
+        """Whether the epoch can deliver batches: it has neither ended nor failed."""
+        return self._run is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether a batch has been delivered."""
+        return bool(self._demand.delivered)
+
+    @property
+    def batches_in_flight(self) -> int:
+        """Number of batches that are requested but not delivered."""
+        return self._demand.in_flight
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended the epoch, if there was one."""
+        if self._failure is not None:
+            self._failure.reraise()
+
+    def close(self) -> None:
+        """End the run; its pipeline is free for another run."""
+        self._opening = None
+        if self._run is not None:
+            self._run.end()
+            self._run = None
+
+    def _open(self) -> Callable[[], RemoteRun]:
+        """Start a run, without waiting for it; ``_opened`` waits."""
+        return self._session.open(
+            self._run_spec,
+            self._options.job_key,
+            binding=self._options.binding,
+            pin_memory=self._options.pin_memory,
+        )
+
+    def _opened(self) -> None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            self._run = opening()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Draw and send as far ahead as torch does."""
+        if not self._in_flight.draining:
+            self._demand.fill(self._take_chunk)
+        self._flush()
+
+    def _ask_ahead(self, *, waiting: bool = False) -> bool:
+        """Draw and send one chunk more than torch would, if costs allow it.
+
+        Args:
+            waiting: Whether the training loop waits for the next batch. Then drawing stops when
+                a block arrives.
+
+        Returns:
+            False if nothing more can be requested now.
+        """
+        stop_at = time.monotonic() + _DRAW_S
+
+        def enough() -> bool:
+            if waiting:
+                time.sleep(0)  # the thread that receives needs the GIL more
+                assert self._run is not None
+                return self._run.receiver.wait(0, self._quiet_seen)
+            return time.monotonic() >= stop_at
+
+        draining = self._in_flight.draining
+        asked = not draining and self._demand.ask_ahead(self._take_chunk, enough)
+        self._flush()
+        return asked
+
+    def _take_chunk(self, chunk: Chunk) -> None:
+        self._unsent.append(chunk)
+        # Chunks share a message, but no chunk waits for others.
+        if time.monotonic() - self._flushed_at > _GATHER_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send the chunks that have been drawn."""
+        self._opened()
+        self._flushed_at = time.monotonic()
+        if self._unsent:
+            try:
+                chunks, self._unsent = self._unsent, []
+                self._send(Resend(chunks, alone=False))
+            except Exception as error:  # nothing else would make these batches
+                if not self._session.alive:
+                    self._fail(error)
+                self.cancel(error)
+                raise
+            except BaseException:
+                self.cancel(None)
+                raise
+
+    def _send(self, message: Resend) -> None:
+        """Send chunks in one message; an error of pickling replaces their batches."""
+        assert self._run is not None
+        chunks = [
+            replace(chunk, run=self._run_spec) for chunk in self._in_flight.numbered(message.chunks)
+        ]
+        try:
+            self._run.feed(
+                chunks,
+                alone=message.alone,
+                parallel=self._planner.parallel,
+                starting=self._planner.free_cores,
+                one_by_one=message.one_by_one,
+            )
+        except SerializationError as error:
+            for chunk in chunks:
+                for batch in chunk.numbers:
+                    self._fail_batch(batch, error)
+            return
+        self._in_flight.add(chunks, alone=message.alone, tries=message.tries)
+
+    # --- delivery ---------------------------------------------------------------------------------
+
+    def next_entry(self, meter: Meter) -> Entry:
+        """Return the next batch, or the error in its place.
+
+        Args:
+            meter: Statistics of the epoch.
+
+        Raises:
+            StopIteration: The epoch has delivered all its batches.
+            RuntimeError: The next batch has not come within the loader's timeout.
+            TooManySkippedError: The epoch has more than ``max_skipped`` skipped samples.
+            ChunkLostError: The pipeline stopped.
+        """
+        self._meter = meter
+        first = not self._demand.delivered
+        while True:
+            self.fill()
+            entry = self._wait_for_batch()
+            self.fill()
+            for _ in range(0 if first else _CHUNKS_PER_STEP):  # the loop waited for the first one
+                if not self._ask_ahead():
+                    break
+            if entry.left_out:
+                self._leave_out(entry)
+            if entry.outcome != "nothing":
+                return entry
+
+    def _leave_out(self, entry: Entry) -> None:
+        """Count and log the samples that were left out of a batch.
+
+        Raises:
+            TooManySkippedError: The epoch has more than ``max_skipped`` such samples.
+        """
+        for index, error in entry.left_out:
+            self._meter.skipped += 1
+            logger.warning("sample %r is left out of batch %d: %s", index, entry.batch, error)
+            if self._meter.skipped > self._options.max_skipped:
+                self._failure = KeptError(
+                    TooManySkippedError(
+                        f"{self._meter.skipped} samples of this epoch cannot be read, more than "
+                        f"max_skipped={self._options.max_skipped}; the last one is "
+                        f"{index!r}: {error}. Mend the data, or allow more"
+                    )
+                )
+                self.close()
+                self._failure.reraise()
+
+    def _wait_for_batch(self) -> Entry:
+        """Return the next batch, or the error or the empty entry in its place."""
+        timeout_s = self._options.timeout_s
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        began = time.monotonic()
+        note_at, note_s = began + _SLOW_WAIT_S, _SLOW_WAIT_S
+        while True:
+            self._collect()
+            batch = self._demand.choose(self._ready, in_order=self._options.in_order)
+            if batch is not None:
+                entry = self._ready.pop(batch)
+                self._demand.deliver(entry)
+                return entry
+            if not self._in_flight:
+                self.fill()  # nothing is drawn while chunks may be lost: resume drawing
+            if self._demand.next_batch is None:
+                self.close()
+                self._demand.finish()
+                raise StopIteration
+            wait_s = _SLOW_WAIT_S
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
+                if wait_s <= 0:
+                    raise RuntimeError(f"{self._timeout_text()}. {self._session.waiting_text()}")
+            assert self._run is not None
+            if self._in_flight and self._run.receiver.ended:
+                self._replace_pipeline()
+            prompt_s = min(wait_s, _PROMPT_S)
+            if self._run.receiver.wait(prompt_s, self._quiet_seen):
+                continue
+            if self._ask_ahead(waiting=True):
+                continue  # the wait is used to draw further ahead
+            arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
+            if not arrived and self._run.forsaken(self._planner.batch_s):
+                # ``forsaken`` reports a node's death only once, so this loss need not count.
+                self._losses -= 1
+                self._replace_pipeline()
+            if not arrived and deadline is None and time.monotonic() >= note_at:
+                note_s = min(2 * note_s, _MOST_NOTE_S)
+                note_at = time.monotonic() + note_s
+                logger.warning("%s", self._session.waiting_text())
+                self._session.check_still_possible(time.monotonic() - began)
+
+    @property
+    def _quiet_seen(self) -> int:
+        """The ``quiet_above`` argument of ``Receiver.wait``.
+
+        While chunks are in flight, a wait ends at the latest when all sent chunks are done.
+        """
+        sent = self._in_flight.sent
+        return sent - 1 if self._in_flight else sent
+
+    def _collect(self) -> None:
+        """Process the blocks and errors that have arrived."""
+        assert self._run is not None
+        receiver = self._run.receiver
+        # Read before the loop, so that the loop takes every block of the chunks that it counts.
+        quiet_at = receiver.quiet_at
+        while (arrival := receiver.take()) is not None:
+            self._losses = 0
+            if arrival.block.run == self._run_spec.key:
+                self._notes.note(arrival, self._run_spec.num_workers)
+                self._take_block(arrival)
+        self._in_flight.note_errors(receiver.take_errors())
+        if self._in_flight.lost(quiet_at):
+            self._resend_lost(self._recover)
+        self._in_flight.settle()
+
+    def _take_block(self, arrival: Arrival) -> None:
+        block = arrival.block
+        new = self._in_flight.arrive(block.chunk, arrival.batches)
+        if new is None:
+            return
+        for entry in new:
+            if entry.outcome == "end":
+                self._demand.end_stream(entry.batch, entry.state)
+            else:
+                self._ready[entry.batch] = entry
+        self._planner.observe(
+            batches=len(arrival.batches),
+            seconds=block.costs.seconds,
+            cpu_seconds=block.costs.cpu_seconds,
+            size_bytes=block.size_bytes,
+        )
+        self._meter.arrived(
+            block.costs,
+            size_bytes=block.size_bytes,
+            transfer_s=arrival.transfer_s,
+            decode_s=arrival.decode_s,
+        )
+
+    # --- recovery ---------------------------------------------------------------------------------
+
+    def _resend_lost(self, resend: Callable[[list[ChunkInFlight]], None]) -> None:
+        """Resend all chunks in flight with ``resend``, or fail the epoch."""
+        lost = self._in_flight.take()
+        try:
+            resend(lost)
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # an interrupt, after which these batches would be missing
+            self.cancel(None)
+            raise
+
+    def _recover(self, lost: list[ChunkInFlight]) -> None:
+        """Resend the batches that were lost with worker processes; see ``recover``."""
+        self._in_flight.draining = False
+        plan = recover(lost, self._in_flight.errors)
+        if plan.blocks_only:
+            self._losses += 1
+            if self._losses == _MOST_LOSSES:
+                self._fail(None)
+        self._in_flight.errors = []
+        self._meter.retries += plan.retries
+        time.sleep(plan.wait_s)
+        for batch in plan.ended:
+            self._demand.end_stream(batch)
+        for batch, error in plan.failed:
+            self._fail_batch(batch, error)
+        self._log(plan)
+        self._send_all(plan.resends)
+
+    def _log(self, plan: Recovery) -> None:
+        if plan.blocks_only:
+            logger.warning(
+                "blocks were lost with a worker process; %d batches are made again", plan.retries
+            )
+        elif plan.retries:
+            logger.warning(
+                "workers died on %d batches (%s); they are tried again one by one",
+                plan.retries,
+                plan.reason,
+            )
+
+    def _send_all(self, messages: Sequence[Resend]) -> None:
+        for message in messages:
+            if message.chunks:
+                self._send(message)
+
+    def _replace_pipeline(self) -> None:
+        """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
+
+        Raises:
+            ChunkLostError: The old pipeline ended without being lost, or the session has ended.
+                Or this is the third loss since a block arrived.
+        """
+        assert self._run is not None
+        failure = self._run.failure()
+        self._in_flight.errors.extend(self._run.receiver.take_errors())
+        self._losses += 1
+        if not self._run.lost or not self._session.alive or self._losses == _MOST_LOSSES:
+            self._fail(failure)
+        logger.warning(
+            "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
+            failure,
+            self._demand.next_batch,
+        )
+        self._resend_lost(self._send_to_new_pipeline)
+
+    def _send_to_new_pipeline(self, lost: list[ChunkInFlight]) -> None:
+        self.close()
+        self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
+        self._in_flight.begin_run()
+        self._opening = self._open()
+        self._opened()
+        for alone in (False, True):
+            chunks = [chunk for sent in lost if sent.alone == alone for chunk in sent.rest()]
+            self._send_all([Resend(chunks, alone)])
+
+    # --- failure ----------------------------------------------------------------------------------
+
+    def _fail_batch(self, batch: int, error: DpexError) -> None:
+        """Deliver an error in place of a batch."""
+        self._ready[batch] = Entry(batch, KeptError(error), "error")
+
+    def _fail(self, cause: BaseException | None) -> NoReturn:
+        """Raise now, and at every further ``next()``, because the pipeline stopped in mid-epoch."""
+        raise self.cancel(cause) from cause
+
+    def cancel(self, cause: BaseException | None) -> DpexError:
+        """End the run, and return the error that every further ``next()`` raises."""
+        where = (
+            f"with {self._demand.in_flight} batches outstanding; the next one is "
+            f"{self._demand.next_batch}"
+        )
+        if self._session.alive:
+            errors = dict.fromkeys(self._in_flight.errors)
+            reason = "; ".join(errors) or str(cause or "no reason known")
+            text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
+        else:
+            text = f"the loader was closed, or Ray was shut down or lost, {where}"
+        error = ChunkLostError(text)
+        self._failure = KeptError(error)
+        self.close()
+        return error
+
+    def _timeout_text(self) -> str:
+        at, batch = "", self._demand.next_batch
+        holder = self._in_flight.holding(batch)
+        if holder is not None and batch is not None:
+            at = f" waiting for batch {batch} ({described(holder.chunk, batch)})"
+            if len(holder.missing) > 1:
+                at += f"; its task is to make batches up to {max(holder.missing)}"
+        return f"DataLoader timed out after {self._options.timeout_s} seconds{at}"

@@ -1,0 +1,108 @@
+"""Recovery of lost chunks: which batches to resend, and which batches fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dpex.errors import ChunkLostError
+from dpex.training.in_flight import ChunkInFlight, joined_streams, lost_error
+from dpex.wire.block_format import BLOCK_LOST
+from dpex.worker.map_style import Chunk
+
+__all__ = ["Recovery", "Resend", "recover"]
+
+# Ray's name for a full object store with a full disk.
+_NO_ROOM = "OutOfDiskError"
+# Ray frees blocks some time after they have been read.
+_ROOM_S = 2.0
+_ROOM_TRIES = 6
+# How often dpex sends a stream's chunk to a task that makes no other chunk.
+_STREAM_TRIES = 2
+
+
+@dataclass(frozen=True)
+class Resend:
+    """Chunks to send in one message.
+
+    Attributes:
+        chunks: The chunks, without their numbers.
+        alone: Whether each gets a task that makes no other chunk.
+        tries: How often each was sent alone, this time included.
+        one_by_one: Whether only one task may run at a time.
+    """
+
+    chunks: list[Chunk]
+    alone: bool
+    tries: int = 1
+    one_by_one: bool = False
+
+
+@dataclass
+class Recovery:
+    """The answer to a loss.
+
+    Invariant: every batch that was missing is in exactly one of ``resends`` and ``failed``, or its
+    stream is in ``ended``.
+
+    Attributes:
+        resends: Messages to send, in this order.
+        failed: Batches that become an error, each with the error.
+        ended: Streams that end with their failed batch, each as the number of its next batch.
+        retries: Number of batches that are resent because of this loss.
+        blocks_only: Whether finished blocks were lost, and no worker process died over a batch.
+        reason: Ray's error texts.
+        wait_s: Seconds to wait before the first message.
+    """
+
+    resends: list[Resend] = field(default_factory=list)
+    failed: list[tuple[int, ChunkLostError]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    retries: int = 0
+    blocks_only: bool = False
+    reason: str = ""
+    wait_s: float = 0.0
+
+
+def recover(lost: Sequence[ChunkInFlight], errors: Sequence[str]) -> Recovery:
+    """Decide about lost chunks.
+
+    A task makes many batches, so dpex cannot know which batch killed it. It resends each batch to a
+    task that makes no other batch. A batch that is lost again fails. A stream's batches stay
+    together and get more tries. If only blocks were lost, the chunks are resent as they were.
+
+    Args:
+        lost: The chunks that were in flight.
+        errors: Ray's error texts about them.
+    """
+    if errors and all(error.startswith(BLOCK_LOST) for error in errors):
+        joined = joined_streams(lost)
+        return Recovery(
+            resends=[Resend(list(sent.rest()), sent.alone, sent.tries) for sent in joined],
+            retries=sum(len(sent.missing) for sent in lost),
+            blocks_only=True,
+        )
+    found = Recovery(reason="; ".join(dict.fromkeys(errors)) or "no reason known")
+    no_room = _NO_ROOM in found.reason
+    if no_room:
+        # All finished blocks have been read, so Ray soon frees them. Then a single block fits where
+        # several blocks did not.
+        found.wait_s = _ROOM_S
+    most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
+    single: list[Chunk] = []
+    for sent in joined_streams(lost):
+        if not sent.alone:
+            single.extend(sent.rest(most=1))
+        elif (sent.chunk.stream or no_room) and sent.tries < most_tries:
+            # The worker process that died may have been that of another stream.
+            found.resends.append(Resend(list(sent.rest()), True, sent.tries + 1, no_room))
+        else:
+            failed = sent.missing
+            if sent.chunk.stream:  # the error of the first lost batch ends the stream
+                failed = {min(failed)}
+                found.ended.append(min(failed) + sent.chunk.stride)
+            found.failed += [(b, lost_error(sent.chunk, b, found.reason)) for b in failed]
+    found.retries = len(single)
+    if single:
+        found.resends.insert(0, Resend(single, True, one_by_one=no_room))
+    return found
