@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from dpex.training.in_flight import ChunkInFlight, joined_streams
+from dpex.training.in_flight import ChunkInFlight, InFlight, joined_streams
+from dpex.wire.block_format import Entry
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
@@ -37,3 +38,59 @@ def test_chunks_of_one_stream_are_joined() -> None:
 def test_other_chunks_of_one_logical_worker_are_not() -> None:
     lost = [sent(0, 0, 2), sent(1, 6, 2)]
     assert joined_streams(lost) == lost
+
+
+def in_flight(*chunks: Chunk) -> InFlight:
+    flight = InFlight()
+    flight.add(flight.numbered(chunks), alone=False, tries=1)
+    return flight
+
+
+def entries(*batches: int, outcome: Any = "batch") -> list[Entry]:
+    return [Entry(batch, None, outcome) for batch in batches]
+
+
+def test_a_batch_arrives_once() -> None:
+    flight = in_flight(sent(0, 0, 3).chunk)
+    assert flight.arrive(0, entries(0, 3)) == entries(0, 3)
+    assert flight.arrive(0, entries(3, 6)) == entries(6)
+    assert flight.arrive(0, entries(6)) is None
+    assert not flight
+
+
+def test_the_end_of_a_stream_ends_its_chunk() -> None:
+    flight = in_flight(sent(0, 0, 3, stream=True).chunk)
+    end = entries(3, outcome="end")
+    assert flight.arrive(0, [*entries(0), *end]) == [*entries(0), *end]
+    assert not flight
+
+
+def test_chunks_are_lost_once_all_of_them_are_done_without_their_batches() -> None:
+    flight = in_flight(sent(0, 0, 1).chunk, sent(0, 1, 1).chunk)
+    flight.arrive(0, entries(0))
+    assert not flight.lost(quiet_at=1)
+    assert flight.lost(quiet_at=2)
+    assert [sorted(chunk.missing) for chunk in flight.take()] == [[1]]
+    assert not flight.lost(quiet_at=2)
+
+
+def test_after_an_error_nothing_is_sent_until_all_has_arrived() -> None:
+    flight = in_flight(sent(0, 0, 2).chunk)
+    flight.note_errors(["died"])
+    flight.settle()
+    assert flight.draining
+    flight.arrive(0, entries(0, 3))
+    flight.settle()
+    assert not flight.draining
+    assert flight.errors == ["died"]  # of the chunks that arrived, for all dpex knows
+
+
+def test_errors_are_forgotten_once_a_later_chunk_has_arrived() -> None:
+    flight = in_flight(sent(0, 0, 1).chunk)
+    flight.note_errors(["died"])
+    flight.arrive(0, entries(0))
+    flight.settle()
+    flight.add(flight.numbered([sent(0, 1, 1).chunk]), alone=False, tries=1)
+    flight.arrive(1, entries(1))
+    flight.settle()
+    assert flight.errors == []

@@ -1,0 +1,309 @@
+"""One epoch on a pipeline that answers at once: order, losses, recovery, errors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dpex.errors import ChunkLostError, SerializationError, TooManySkippedError
+from dpex.stats import Meter
+from dpex.training import epoch as epoch_module
+from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.training.dataset_versions import DatasetVersions
+from dpex.training.epoch import Epoch, EpochOptions, StateNotes
+from dpex.training.prefetch import IndexDemand
+from dpex.wire.block_format import BLOCK_LOST, Block, Entry
+from dpex.wire.receiver import Arrival
+from dpex.wire.timings import Costs
+from dpex.worker.binding import Binding
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk
+from dpex.worker.training_settings import Settings
+
+WORKERS = 2
+RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
+# What becomes of a chunk: its entries, the texts of errors in their place, or the pipeline's end.
+Fate = Sequence[Entry] | Sequence[str] | None
+
+
+class Indices:
+    """An index iterator that counts what is delivered."""
+
+    position = 0
+    batches = 0
+
+    def __init__(self, length: int) -> None:
+        self._numbers = iter(range(length))
+        self.epoch = self
+        self.delivered: list[int] = []
+        self.finished = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return [next(self._numbers)]
+
+    def deliver(self, batch: int) -> None:
+        self.delivered.append(batch)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeRun:
+    """A run, its receiver, and the pipeline behind it, which decides when chunks are fed."""
+
+    def __init__(self, pipeline: Pipeline, key: str) -> None:
+        self._pipeline, self._key = pipeline, key
+        self._arrivals: deque[Arrival] = deque()
+        self._late: deque[Arrival] = deque()
+        self._errors: list[str] = []
+        self.receiver = self
+        self._fed = 0
+        self.ended = self.lost = self.closed = False
+
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, one_by_one: bool, **_: Any) -> None:
+        self._pipeline.messages.append((self._key, [list(c.numbers) for c in chunks], alone))
+        for chunk in chunks:
+            assert chunk.run.key == self._key
+            assert chunk.number == self._fed
+            self._fed += 1
+            fate = None if self.ended else self._pipeline.fate(chunk, alone)
+            if fate is None:
+                self.ended = self.lost = True
+                continue
+            self._errors += [part for part in fate if isinstance(part, str)]
+            if entries := [part for part in fate if isinstance(part, Entry)]:
+                block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100, ("", ""))
+                late = self._pipeline.late in chunk.numbers
+                (self._late if late else self._arrivals).append(Arrival(block, entries))
+
+    @property
+    def quiet_at(self) -> int:
+        return 0 if self._pipeline.at_work or self.ended or self._late else self._fed
+
+    def wait(self, _: float | None, quiet_above: int) -> bool:
+        return bool(self._arrivals or self._errors or self.ended or self.quiet_at > quiet_above)
+
+    def take(self) -> Arrival | None:
+        if self._arrivals:
+            return self._arrivals.popleft()
+        self._arrivals, self._late = self._late, self._arrivals  # for the next look
+        return None
+
+    def take_errors(self) -> list[str]:
+        errors, self._errors = self._errors, []
+        return errors
+
+    def failure(self) -> None:
+        return None
+
+    def forsaken(self, _: float) -> bool:
+        return False
+
+    def end(self) -> None:
+        self.closed = True
+
+
+class Pipeline:
+    """A session whose runs are answered by one function."""
+
+    alive = True
+    at_work = False
+
+    def __init__(self, fate: Callable[[Chunk, bool], Fate], late: int | None) -> None:
+        self.fate = fate
+        self.late = late
+        self.messages: list[tuple[str, list[list[int]], bool]] = []
+        self.runs: list[FakeRun] = []
+
+    def open(self, run: Run, job_key: str, **_: Any) -> Callable[[], FakeRun]:
+        self.runs.append(FakeRun(self, run.key))
+        return lambda: self.runs[-1]
+
+    def waiting_text(self) -> str:
+        return "busy"
+
+    def check_still_possible(self, _: float) -> None:
+        raise AssertionError
+
+
+def made(chunk: Chunk) -> list[Entry]:
+    return [Entry(batch, batch) for batch in chunk.numbers]
+
+
+class Reader:
+    """An epoch of some batches on a pipeline, and what it has delivered."""
+
+    def __init__(
+        self,
+        fate: Callable[[Chunk, bool], Fate],
+        *,
+        length: int = 12,
+        late: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.pipeline: Any = Pipeline(fate, late)
+        self.indices: Any = Indices(length)
+        planner = ChunkPlanner(num_workers=WORKERS, prefetch_factor=2, prefetch_bytes=1 << 20)
+        planner.begin(free_cores=WORKERS)
+        given = {"in_order": True, "max_skipped": 2, "timeout_s": 0.0, "pin_memory": False}
+        self.meter = Meter()
+        self.epoch = Epoch(
+            RUN,
+            IndexDemand(self.indices, planner, run=RUN, length=length, patient=True),
+            session=self.pipeline,
+            planner=planner,
+            options=EpochOptions(**{**given, **options}, job_key="job", binding=Binding.RELEASED),
+            notes=StateNotes(DatasetVersions()),
+        )
+        self.epoch.fill()
+
+    def __iter__(self) -> Iterator[Entry]:
+        while True:
+            try:
+                yield self.epoch.next_entry(self.meter)
+            except StopIteration:
+                return
+
+    def batches(self) -> list[int]:
+        return [entry.batch for entry in self]
+
+
+def test_batches_come_in_order_and_the_run_ends() -> None:
+    reader = Reader(lambda chunk, _: made(chunk))
+    assert reader.batches() == list(range(12))
+    assert reader.indices.finished
+    assert not reader.epoch.open
+    assert reader.pipeline.runs[0].closed
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_in_order_decides_whether_a_batch_waits_for_those_before_it(in_order: bool) -> None:
+    reader = Reader(lambda chunk, _: made(chunk), in_order=in_order, late=0)
+    batches = reader.batches()
+    assert sorted(batches) == list(range(12))
+    assert (batches == list(range(12))) == in_order
+
+
+def test_a_batch_is_delivered_once_though_it_comes_twice() -> None:
+    reader = Reader(lambda chunk, _: made(chunk) * 2)
+    assert reader.batches() == list(range(12))
+
+
+def test_what_a_worker_that_died_had_is_resent_one_by_one() -> None:
+    reader = Reader(
+        lambda chunk, alone: made(chunk) if alone or 4 not in chunk.numbers else ["died"]
+    )
+    assert reader.batches() == list(range(12))
+    assert [(n, alone) for _, n, alone in reader.pipeline.messages if alone] == [([[4]], True)]
+    assert reader.meter.retries == 1
+
+
+def test_a_batch_that_kills_every_worker_is_an_error_and_the_others_come() -> None:
+    reader = Reader(lambda chunk, _: ["died"] if 4 in chunk.numbers else made(chunk))
+    outcomes = {entry.batch: entry.outcome for entry in reader}
+    assert [batch for batch, outcome in outcomes.items() if outcome == "error"] == [4]
+    assert list(outcomes) == list(range(12))
+
+
+def test_lost_blocks_are_made_again_and_end_the_epoch_if_no_block_comes() -> None:
+    lost = iter([True, True, False])
+
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        return [BLOCK_LOST] if 11 in chunk.numbers and next(lost) else made(chunk)
+
+    reader = Reader(fate)
+    assert reader.batches() == list(range(12))
+    assert reader.meter.retries == 2
+    never = Reader(lambda chunk, _: [BLOCK_LOST] if 11 in chunk.numbers else made(chunk))
+    for call in (never.batches, never.epoch.raise_failure):
+        with pytest.raises(ChunkLostError, match=r"the next one is 1[01].* a block was lost"):
+            call()
+
+
+def test_a_pipeline_that_is_lost_is_replaced_and_nothing_is_left_out() -> None:
+    left = iter([True, False])
+
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        return None if 5 in chunk.numbers and next(left) else made(chunk)
+
+    reader = Reader(fate)
+    assert reader.batches() == list(range(12))
+    first, second = reader.pipeline.runs
+    assert first.closed
+    assert {key for key, *_ in reader.pipeline.messages} == {first._key, second._key}
+    assert first._key != second._key
+
+
+def test_an_epoch_whose_pipelines_are_all_lost_fails() -> None:
+    reader = Reader(lambda *_: None)
+    with pytest.raises(ChunkLostError, match="the next one is 0"):
+        reader.epoch.next_entry(reader.meter)
+    assert not reader.epoch.open
+    with pytest.raises(ChunkLostError, match="the next one is 0"):
+        reader.epoch.raise_failure()
+
+
+def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = Reader(lambda chunk, _: ["died"] if 4 in chunk.numbers else made(chunk))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader.epoch, "_send_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reader.batches()
+    with pytest.raises(ChunkLostError, match="outstanding"):
+        reader.epoch.raise_failure()
+
+
+def test_a_chunk_that_cannot_be_pickled_is_an_error_in_the_place_of_its_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed = FakeRun.feed
+
+    def refuse(run: FakeRun, chunks: Sequence[Chunk], **how: Any) -> None:
+        if 3 in chunks[0].numbers:
+            raise SerializationError("a lambda")
+        feed(run, chunks, **how)
+
+    monkeypatch.setattr(FakeRun, "feed", refuse)
+    monkeypatch.setattr(epoch_module, "_GATHER_S", -1.0)  # each chunk in a message of its own
+    reader = Reader(lambda chunk, _: made(chunk))
+    outcomes = [(entry.batch, entry.outcome) for entry in reader]
+    assert ((3, "error") in outcomes, len(outcomes)) == (True, 12)
+
+
+def test_samples_left_out_are_counted_and_too_many_end_the_epoch() -> None:
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        return [Entry(b, b, left_out=((b, "broken"),)) for b in chunk.numbers]
+
+    reader = Reader(fate)
+    batches = iter(reader)
+    assert [next(batches).batch for _ in range(2)] == [0, 1]
+    with pytest.raises(TooManySkippedError, match="max_skipped=2; the last one is 2"):
+        next(batches)
+    assert reader.meter.skipped == 3
+    assert not reader.epoch.open
+
+
+def test_a_batch_without_samples_is_passed_over() -> None:
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        return [Entry(b, None, "nothing" if b % 3 == 0 else "batch") for b in chunk.numbers]
+
+    assert Reader(fate).batches() == [b for b in range(12) if b % 3]
+
+
+def test_a_timeout_names_the_batch_and_its_indices() -> None:
+    reader = Reader(lambda *_: (), timeout_s=0.01)
+    reader.pipeline.at_work = True
+    with pytest.raises(RuntimeError, match=r"waiting for batch 0 \(dataset indices \[0\]\)"):
+        reader.epoch.next_entry(reader.meter)
