@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 project = "dpex"
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "*/README.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "benchmarks/*.md", "*/README.md"]
 # Not looked into; include_patterns alone would have all of an environment's directories walked.
 exclude_patterns = [".*", "build", "dist"]
 
