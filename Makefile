@@ -18,6 +18,9 @@ BENCH_OUT := build/bench
 BENCH_SHORT := tiny jpeg null ragged tabular tax
 BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks/benchmark_*.py)))
 
+# Pages whose English `make check` looks at, with that of dpex/.
+PROSE := $(filter-out %.zh-CN.md CHANGELOG.md,$(wildcard *.md docs/*.md benchmarks/*.md */README.md))
+
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -61,10 +64,11 @@ lab: $(VENV)/.installed-lab ## Open the notebooks in JupyterLab
 	$(VENV)/bin/jupyter lab notebooks
 
 .PHONY: check
-check: $(VENV)/.installed-dev ## ruff, mypy --strict, and whether the reports are those of the records
+check: $(VENV)/.installed-dev ## ruff, mypy --strict, the prose, and whether the reports are those of the records
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(RUN) .ci/prose dpex $(PROSE)
 	$(RUN) -m benchmarks.report --check
 
 .PHONY: format

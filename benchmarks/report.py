@@ -189,8 +189,10 @@ def settings(records: Sequence[Record]) -> str:
         for record in records
     }
     loads = [record["load_before"][0] for record in records]
+    listed = "\n".join(f"- {place}" for place in sorted(places))
     return (
-        f"Measured {days(records)} on {'; '.join(sorted(places))}. "
+        f"Measured on {days(records)}.\n\n"
+        f"{listed}\n\n"
         f"The load average before each was {min(loads):.1f} to {max(loads):.1f}."
     )
 

@@ -136,9 +136,9 @@ def scaling_table(records: Records) -> str:
     seconds, size = (sampler[k] * SAMPLES for k in ("s_per_index", "bytes_per_index"))
     lines += [
         "",
-        f"Before all of that, torch's `DistributedSampler` with `shuffle=True` makes a list of all "
-        f"indices in every rank: for {SAMPLES:,} samples {seconds / 60:,.1f} minutes and "
-        f"{size / 1e9:,.0f} GB in each, {GPUS_PER_HOST * size / 1e9:,.0f} GB on a host (measured "
-        f"with {sampler['indices']:,}).",
+        f"First, torch's `DistributedSampler` with `shuffle=True` makes a list of all indices in "
+        f"every rank. For {SAMPLES:,} samples that takes {seconds / 60:,.1f} minutes and "
+        f"{size / 1e9:,.0f} GB in each, {GPUS_PER_HOST * size / 1e9:,.0f} GB on a machine. It was "
+        f"measured with {sampler['indices']:,} samples.",
     ]
     return "\n".join(lines)

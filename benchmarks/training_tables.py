@@ -57,20 +57,20 @@ def speed_table(record: Record) -> str:
         if run["stats_waiting_share"] is not None
     )
     about = (
-        f"The median time of an epoch, its range, and the share of it spent in `iter()` and "
-        f"`next()`, measured alike around both loaders; `stats()` of dpex differs from that by at "
+        f"Each cell has the median time of an epoch, its range, and the share of it spent in "
+        f"`iter()` and `next()`. Both loaders are measured alike. `stats()` of dpex differs by at "
         f"most {100 * most_apart:.2f} % of the epoch. The step is {step}."
     )
     simulated = (
-        f"Simulated preprocessing: samples that wait {waits} ms and compute nothing, as they stand "
-        f"for the processors of machines that are not there; {settings['waiting_steps']} steps of "
+        f"Simulated preprocessing: samples wait {waits} ms and compute nothing, in place of the "
+        f"processors of other machines. An epoch has {settings['waiting_steps']} steps of "
         f"{settings['waiting_batch_size']} samples. Steps alone take "
         f"{settings['waiting_steps'] * settings['step_s']:.1f} s."
     )
     real = (
-        f"Real preprocessing, on the {record['cores']} cores of one host: photographs of {sizes} "
-        f"pixels, decoded and augmented; {settings['photograph_steps']} steps of "
-        f"{settings['photograph_batch_size']} samples. Steps alone take "
+        f"Real preprocessing, on the {record['cores']} cores of one machine: photographs of "
+        f"{sizes} pixels are decoded and augmented. An epoch has {settings['photograph_steps']} "
+        f"steps of {settings['photograph_batch_size']} samples. Steps alone take "
         f"{settings['photograph_steps'] * settings['step_s']:.1f} s."
     )
     return "\n\n".join(

@@ -88,8 +88,8 @@ class DpexDataLoader(DataLoader[T_co]):
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
-        prefetch_bytes: Bytes of batches that may be in flight beyond the ``prefetch_factor``
-            batches per logical worker; 512 MiB by default.
+        prefetch_bytes: Bytes of batches that may be in flight; 512 MiB by default. At least
+            ``prefetch_factor`` batches per logical worker are in flight, whatever their size.
         on_error: ``"raise"`` raises the error of a sample in the training loop. ``"skip"`` leaves
             the sample out of its batch and logs the sample's index. A batch that has no sample left
             is not delivered. Errors of ``collate_fn`` are always raised.
@@ -99,7 +99,7 @@ class DpexDataLoader(DataLoader[T_co]):
     Raises:
         TypeError: ``distribute_mode`` or ``worker_options`` has a wrong type.
         ValueError: torch or dpex does not accept the value of an argument.
-        NotImplementedError: ``dataset`` is a torch DataPipe, in distribute mode.
+        NotImplementedError: ``dataset`` is an ``IterDataPipe`` of torch, in distribute mode.
 
     Source:
         The contract of ``torch.utils.data.DataLoader``.

@@ -16,8 +16,8 @@ _END = PrivateName(
 )
 TOKENS = Shortcut(
     "read the token of a local Ray, and forget it",
-    "RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH stay in the environment; import Ray after dpex's first "
-    "epoch, or a local Ray has the token that Ray chooses",
+    "`RAY_AUTH_MODE` and `RAY_AUTH_TOKEN_PATH` stay set. If the program imports Ray before dpex's "
+    "first epoch, a local Ray has the token that Ray chooses",
     "ray",
     config=PrivateName("ray._raylet:Config", "reads RAY_AUTH_MODE after the import"),
     loader=PrivateName("ray._raylet:AuthenticationTokenLoader", "reads another token"),
