@@ -13,7 +13,7 @@ from dpex.compat.names import PrivateName, Shortcut
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = ["limit_to_concurrency", "tune_executor"]
+__all__ = ["failed_shortcuts", "limit_to_concurrency", "tune_executor"]
 
 _EXECUTION = "ray.data._internal.execution."
 
@@ -72,7 +72,9 @@ CONCURRENCY = Shortcut(
     "Ray Data also holds later stages back when it sees much data",
     "ray",
     policy=PrivateName(
-        _EXECUTION + "backpressure_policy:BackpressurePolicy", "has a policy of dpex's"
+        _EXECUTION + "backpressure_policy:BackpressurePolicy",
+        "has a policy of dpex's",
+        check="it is a class",
     ),
     limit=PrivateName(
         _EXECUTION + "operators.task_pool_map_operator:TaskPoolMapOperator"
@@ -88,6 +90,11 @@ CONCURRENCY = Shortcut(
 )
 
 _NO_LIMIT = 1e15
+
+
+def failed_shortcuts() -> int:
+    """Return how many shortcuts through the executor have failed in this process."""
+    return sum(s.failed for s in (METADATA, WAIT, STATISTICS, AUTOSCALER, CONCURRENCY))
 
 
 def tune_executor() -> None:
@@ -169,7 +176,7 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
     Ray's own policies also delay input that the reader has requested. They reserve resources for
     each stage, which delays the start by a second.
     """
-    found = CONCURRENCY.find()
+    found = CONCURRENCY.find_checked(policy=lambda value: isinstance(value, type))
     if found is None:
         return
     policy: Any = found["policy"]
@@ -184,7 +191,8 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
                 limit = op.get_max_concurrency_limit() if has_one else None
                 return limit is None or op.num_active_tasks() < limit
             except Exception as error:
-                CONCURRENCY.fail(error)  # the next execution uses Ray's own policies
+                # Ends this execution. The next pipeline uses Ray's own policies.
+                CONCURRENCY.fail(error)
                 raise
 
     context.set_config("backpressure_policies.enabled", [Caps])

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.local.forkserver import inheritance
-from dpex.compat.executor import tune_executor
+from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, POLL_S, FairShare, ask_others, free_cpus
@@ -50,12 +50,15 @@ class Reply:
         quiet_at: How many chunks the run had when all of them were last done. This reply or an
             earlier reply contains all their blocks.
         ended: Whether the run gets no more blocks.
+        replaceable: Whether a private name of Ray ended the pipeline. A new pipeline then uses the
+            public way.
         errors: Errors that lost chunks or blocks in flight.
     """
 
     blocks: list[tuple[Any, int]] = field(default_factory=list)
     quiet_at: int = 0
     ended: bool = False
+    replaceable: bool = False
     errors: list[str] = field(default_factory=list)
 
 
@@ -98,6 +101,7 @@ class _Pipeline:
         self._starts: Counter[tuple[str, int, int]] = Counter()
         self.arrived = Arrived()
         self._serve(run)
+        self._failed_before = failed_shortcuts()
         self._executions: list[Execution] = []
         if spec.later:
             # The limit on the workers of a later stage holds within one Dataset.
@@ -167,7 +171,8 @@ class _Pipeline:
         if not (blocks or errors or broken or quiet_at != self._told_quiet_at):
             return None
         self._told_quiet_at = quiet_at
-        return Reply(blocks, quiet_at - self._first_chunk, broken, errors)
+        replaceable = broken and failed_shortcuts() > self._failed_before
+        return Reply(blocks, quiet_at - self._first_chunk, broken, replaceable, errors)
 
     def note_error(self, text: str) -> None:
         """Record an error that lost chunks or blocks in flight."""

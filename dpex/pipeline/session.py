@@ -627,8 +627,12 @@ class RemoteRun:
 
     @property
     def lost(self) -> bool:
-        """Whether a node, the actor or its blocks were lost: a new pipeline can continue."""
-        return isinstance(self._failure or self.receiver.failure, _PIPELINE_LOST)
+        """Whether a new pipeline can continue.
+
+        It can if a node, the actor or its blocks were lost, or if a private name of Ray failed.
+        """
+        failure = self._failure or self.receiver.failure
+        return isinstance(failure, _PIPELINE_LOST) or self.receiver.replaceable
 
     def end(self) -> None:
         """Cancel the run, finished or not, so that its pipeline is free for the next run."""

@@ -118,6 +118,7 @@ class Receiver:
 
     Attributes:
         arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
+        replaceable: Whether a private name of Ray ended the pipeline, so a new one can continue.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Receiver:
         self._errors: list[str] = []
         self._failure: BaseException | None = None
         self._ended = False
+        self.replaceable = False
         self._all_told = False
         self._stopped = False
         self._through_data = False
@@ -186,6 +188,7 @@ class Receiver:
                 else:
                     self._take_in(self._decode(block))
             ended = reply.ended
+            self.replaceable = reply.replaceable
             reply = block = None  # while it waits, this frame must keep no block alive
             if not self._may_call:
                 return
