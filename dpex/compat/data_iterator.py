@@ -97,12 +97,12 @@ def _data_iterator_class() -> Any:
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
             iterator: Any = super()._create_batch_iterator(*args, **kwargs)
-            if not hasattr(iterator, "__iter__"):
-                raise TypeError(f"_create_batch_iterator returned {iterator!r}")
             # With prefetch_batches=0 the prefetcher has nothing to do, but it holds a thread. Every
             # iteration would leave one idle thread.
             if PREFETCHER.find() is not None:
                 with PREFETCHER.attempt():
+                    if not isinstance(iterator, PREFETCHER.names["prefetcher"].owner()):
+                        return iterator
                     iterator._prefetcher.stop()
                     iterator._prefetch_blocks = lambda bundles: (
                         ref for bundle in bundles for ref in bundle.block_refs
