@@ -80,7 +80,7 @@ CONCURRENCY = Shortcut(
         _EXECUTION + "operators.task_pool_map_operator:TaskPoolMapOperator"
         ".get_max_concurrency_limit",
         "tells how many tasks a stage may have",
-        check="it returns None or a number",
+        check="it returns None or a positive number",
     ),
     active=PrivateName(
         _EXECUTION + "interfaces.physical_operator:PhysicalOperator.num_active_tasks",
@@ -189,7 +189,11 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
                 # In older versions of Ray, only operators that run tasks have a limit.
                 has_one = hasattr(op, "get_max_concurrency_limit")
                 limit = op.get_max_concurrency_limit() if has_one else None
-                return limit is None or op.num_active_tasks() < limit
+                if limit is None:
+                    return True
+                if limit < 1:
+                    raise ValueError(f"the concurrency limit of {op} is {limit}")
+                return bool(op.num_active_tasks() < limit)
             except Exception as error:
                 # Ends this execution. The next pipeline uses Ray's own policies.
                 CONCURRENCY.fail(error)
