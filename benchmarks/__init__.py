@@ -17,6 +17,7 @@ Files:
     training_loops.py     training loops that are fed, and what they wait for
     plots.py              the SVG beside each record
     report.py             all records, written into the documentation
+    archive.py            the figures of other runs, in one CSV
     training_tables.py    the report's tables of whole trainings
     benchmark_tiny.py     small images: the cost of a batch
     benchmark_jpeg.py     decoding and augmenting: the cost of real work, spread over workers

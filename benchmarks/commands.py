@@ -1,9 +1,12 @@
 """Which command made each record: as the record says, or as what it holds tells."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import command, comparisons
+
+if TYPE_CHECKING:
+    from benchmarks.archive import Run
 
 # Counted epochs of each round, where there are several.
 EPOCHS_A_ROUND = {"scale": 2}
@@ -12,20 +15,18 @@ WITHOUT_ALL_PEERS = {"torch", "dpex", "inline"}
 Record = Mapping[str, Any]
 
 
-def commands_table(
-    records: Iterable[Record], others: Iterable[Iterable[Record]], folder: str
-) -> str:
+def commands_table(records: Iterable[Record], others: "Iterable[Run]", folder: str) -> str:
     """Lay out the command that makes each record, beside those of other runs.
 
     Args:
         records: The present ones.
-        others: Those of other days or processors, run by run.
+        others: Runs of other days or processors.
         folder: Where the present ones are, as seen from the page.
 
     Returns:
         Markdown, one row a record.
     """
-    runs = [{record["case"]: f"`{command_of(record)}`" for record in run} for run in others]
+    runs = [{case: f"`{made_by}`" for case, made_by in run.commands.items()} for run in others]
     rows = ["| record | command | in other runs |", "|---|---|---|"]
     for record in records:
         case, now = record["case"], f"`{command_of(record)}`"

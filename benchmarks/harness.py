@@ -344,10 +344,11 @@ def cpu_model() -> str:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Close a record and write it as JSON."""
+    """Close a record and write it as JSON, a line for each of its keys."""
     record["load_after"] = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     say(f"wrote {path}")
 
 

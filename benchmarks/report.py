@@ -13,17 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.archive import RESULTS, Run, read_archive, rows_of, runs_of
 from benchmarks.commands import commands_table
 from benchmarks.goals import goals_of, goals_table
-from benchmarks.harness import comparisons, spread
+from benchmarks.harness import comparisons
 from benchmarks.peers import TURN_ORDER
 from benchmarks.plots import overview
 from benchmarks.scaling_model import scaling_table
 from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-OTHER_RUNS = RESULTS / "other_runs"
 OVERVIEW = "overview.svg"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
@@ -73,7 +72,7 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
     Yields:
         A page's path in the repository, the name of the part's markers there, and its Markdown.
     """
-    others = [load(run) for run in sorted(OTHER_RUNS.iterdir())]
+    others = read_archive()
     yield "docs/benchmarks.md", "goals", full_report(records, others, "../benchmarks/results")
     for page, heads in SHORT_HEADS.items():
         yield page, "figures", short_report(records, others, "benchmarks/results", heads)
@@ -112,13 +111,13 @@ def filled(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
-def full_report(records: Sequence[Record], others: Sequence[Sequence[Record]], folder: str) -> str:
-    """Write every goal with its verdict, every rate, training, every command and every figure.
+def full_report(records: Sequence[Record], others: Sequence[Run], folder: str) -> str:
+    """Write every goal with its verdict, every rate, training, and every command.
 
     Args:
         records: The present ones.
-        others: Those of other days or processors, run by run.
-        folder: Where their JSON and their SVGs are, as seen from the page.
+        others: Runs of other days or processors.
+        folder: Where the JSON of the present ones is, as seen from the page.
 
     Returns:
         Markdown.
@@ -127,11 +126,6 @@ def full_report(records: Sequence[Record], others: Sequence[Sequence[Record]], f
     goals = [goal for record in records for goal in goals_of(record)]
     verdicts = Counter(goal.verdict for goal in goals)
     void = verdicts["void"]
-    figures = [
-        f"![{record['case']}]({folder}/{record['case']}.svg)"
-        for record in records
-        if (RESULTS / f"{record['case']}.svg").exists()
-    ]
     parts = [
         "## Goals",
         f"{verdicts['met']} of {len(goals) - void} met, {void} void. {settings(records)}",
@@ -147,37 +141,35 @@ def full_report(records: Sequence[Record], others: Sequence[Sequence[Record]], f
         speed_table(by_case["training_speed"]),
         "## Commands",
         commands_table(records, others, folder),
-        "## Figures",
+        "## Figure",
         f"![dpex over torch]({folder}/{OVERVIEW})",
-        "\n\n".join(figures),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def other_runs(records: Sequence[Record], others: Sequence[Sequence[Record]]) -> str:
+def other_runs(records: Sequence[Record], others: Sequence[Run]) -> str:
     """Lay each goal beside what other runs say of it.
 
     Args:
         records: The present ones.
-        others: Those of other days or processors, run by run.
+        others: Runs of other days or processors.
 
     Returns:
         Markdown, one row a goal, one column a run.
     """
-    runs = [*others, records]
-    heads = [f"{days(run)}, {processors(run)}" for run in runs]
-    found = [{goal.what: goal for record in run for goal in goals_of(record)} for run in runs]
+    bounds = {goal.what: goal.bound for record in records for goal in goals_of(record)}
+    runs = [*others, *runs_of(rows_of("present", records))]
+    heads = [f"{', '.join(sorted(run.dates))}, {', '.join(sorted(run.cpus))}" for run in runs]
     rows = [
         f"| what | goal | {' | '.join(heads)} | verdict |",
         f"|---|---|{'---|' * len(heads)}---|",
     ]
-    for what, present in found[-1].items():
-        goals = [run.get(what) for run in found]
-        figures = [goal.figure if goal else "" for goal in goals]
-        verdicts = [goal.verdict for goal in goals if goal]
+    for what, bound in bounds.items():
+        figures = [run.goals.get(what, ("", ""))[0] for run in runs]
+        verdicts = [run.goals[what][1] for run in runs if what in run.goals]
         same = len(set(verdicts)) == 1
         verdict = verdicts[0] if same else f"**{', '.join(verdicts)}**"
-        rows.append(f"| {what} | {present.bound} | {' | '.join(figures)} | {verdict} |")
+        rows.append(f"| {what} | {bound} | {' | '.join(figures)} | {verdict} |")
     return "\n".join(rows)
 
 
@@ -236,7 +228,7 @@ def absentees(records: Iterable[Record]) -> list[str]:
 
 def short_report(
     records: Sequence[Record],
-    others: Sequence[Sequence[Record]],
+    others: Sequence[Run],
     folder: str,
     heads: Sequence[str],
 ) -> str:
@@ -244,30 +236,33 @@ def short_report(
 
     Args:
         records: The present ones, whose rates are shown.
-        others: Those of other days or processors, run by run; the last of each processor counts.
+        others: Runs of other days or processors; the last of each processor counts.
         folder: Where the present ones are, as seen from the page.
         heads: Of the table.
 
     Returns:
         Markdown.
     """
-    present: dict[str, Any] = {}
-    latest: dict[str, dict[str, Any]] = {}
-    for run in (records, *reversed(others)):
-        for record in run:
-            against_torch = {n: p for n, p in comparisons(record) if "torch" in p["dpex_over"]}
-            if run is records:
-                present |= against_torch
-            latest[record["cpu"]] = against_torch | latest.get(record["cpu"], {})
+    present = {
+        name: part
+        for record in records
+        for name, part in comparisons(record)
+        if "torch" in part["dpex_over"]
+    }
+    latest: dict[str, dict[str, str]] = {}
+    for row in rows_of("present", records):
+        latest.setdefault(row.cpu, {})
+        if row.kind == "ratio":
+            latest[row.cpu].setdefault(row.name, row.value)
+    for run in reversed(others):
+        for cpu in sorted(run.cpus):
+            latest[cpu] = run.ratios.get(cpu, {}) | latest.get(cpu, {})
     *first, ratio = heads
     columns = [*first, *(ratio.format(cpu=cpu) for cpu in latest)]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, part in present.items():
         rates = [f"{part['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
-        ratios = [
-            spread(parts[name]["dpex_over"]["torch"]) if name in parts else ""
-            for parts in latest.values()
-        ]
+        ratios = [ratios_of_cpu.get(name, "") for ratios_of_cpu in latest.values()]
         rows.append(f"| {' | '.join([part['title'], *rates, *ratios])} |")
     return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
 
