@@ -19,9 +19,9 @@ from dpex.training.checkpoint import Progress
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.cluster_iterator import ClusterIter
 from dpex.training.dataset_versions import DatasetVersions
-from dpex.training.epoch_number import SamplerEpochs
 from dpex.training.index_iterator import Indices, Source
 from dpex.training.local_iterator import PlainIter, plain_iterator
+from dpex.training.sampler_epochs import SamplerEpochs
 from dpex.training.stage_plan import StagePlan, divide
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers

@@ -15,7 +15,7 @@ PACKAGE = Path(dpex.__file__).parent
 LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
 # All of a folder reaches Ray, but for these modules; of the other folders these modules alone do.
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
-WITHOUT_RAY = {"dpex.compat.names", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
+WITHOUT_RAY = {"dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
 WITH_RAY = {
     "dpex.wire.receiver",
     "dpex.worker.actor_calls",

@@ -6,7 +6,7 @@ import json
 
 import ray
 
-from dpex.compat.names import PrivateName, Shortcut
+from dpex.compat.shortcut import PrivateName, Shortcut
 
 __all__ = ["client_server", "starts_no_nodes"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import ray
 
-from dpex.compat.names import PrivateName, Shortcut
+from dpex.compat.shortcut import PrivateName, Shortcut
 
 if TYPE_CHECKING:
     import ray.data

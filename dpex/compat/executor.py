@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex.compat.names import PrivateName, Shortcut
+from dpex.compat.shortcut import PrivateName, Shortcut
 
 if TYPE_CHECKING:
     import ray.data

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from dpex.compat.names import PrivateName, Shortcut, replaced
+from dpex.compat.shortcut import PrivateName, Shortcut, replaced
 
 __all__ = ["FORKED_IDS", "random_ids_untouched", "untouched_random_ids"]
 

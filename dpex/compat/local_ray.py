@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpex.compat import late_agent
-from dpex.compat.names import PrivateName, Shortcut, replaced
+from dpex.compat.shortcut import PrivateName, Shortcut, replaced
 
 __all__ = ["LEAN_START", "lean_start", "on_loopback"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dpex.compat.names import private_ray_allowed
+from dpex.compat.shortcut import private_ray_allowed
 from dpex.wire.memory_map import address_of, spans
 
 __all__ = ["private_mappings"]

@@ -7,7 +7,7 @@ import pkgutil
 
 import dpex.compat
 from dpex.compat.contracts import CONTRACTS
-from dpex.compat.names import Shortcut
+from dpex.compat.shortcut import Shortcut
 
 __all__ = ["all_shortcuts", "table"]
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dpex.compat.names import PrivateName, Shortcut
+from dpex.compat.shortcut import PrivateName, Shortcut
 
 __all__ = ["UPLOAD", "upload_package"]
 

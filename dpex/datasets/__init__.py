@@ -8,10 +8,10 @@
     dataset = cached(ImageFolder("s3://bucket/train", transform=Resize(256)))
 """
 
+from dpex.datasets.built_on_node import on_node
 from dpex.datasets.cache import cached
 from dpex.datasets.digits import MNIST, FashionMNIST
 from dpex.datasets.folder import ImageFolder
-from dpex.datasets.node import on_node
 from dpex.datasets.parquet import Parquet
 from dpex.datasets.vision import from_torchvision
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.stats import Meter
+from dpex.training.batch_order import Demand, IndexDemand, StreamDemand
 from dpex.training.deferred_errors import reraise
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
-from dpex.training.prefetch import Demand, IndexDemand, StreamDemand
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 from dpex.worker.seeding import generators_kept
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.training.dataset_versions import DatasetVersions
-    from dpex.training.epoch_number import SamplerEpochs
+    from dpex.training.sampler_epochs import SamplerEpochs
 
 __all__ = ["ClusterIter"]
 

@@ -20,8 +20,8 @@ from dpex.wire.block_format import Entry
 
 if TYPE_CHECKING:
     from dpex.pipeline.session import RemoteRun, Session
+    from dpex.training.batch_order import Demand
     from dpex.training.chunk_sizes import ChunkPlanner
-    from dpex.training.prefetch import Demand
     from dpex.wire.receiver import Arrival
     from dpex.worker.binding import Binding
     from dpex.worker.logical_worker import Run

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from dpex.compat.torch_names import ExceptionWrapper
-from dpex.compat.torch_names import pin_memory as pin
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Pickled, load
+from dpex.wire.pinning import pinned
 from dpex.wire.timings import Costs
 
 if TYPE_CHECKING:
@@ -205,12 +204,6 @@ def read_block(table: pa.Table) -> Block:
     return Block(run, chunk, entries, Costs(*costs), table.nbytes, origin)
 
 
-def _copy_pinned(buffer: np.ndarray[Any, Any]) -> torch.Tensor:
-    own = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=True)
-    np.copyto(own.numpy(), buffer)
-    return own
-
-
 def decode(block: Block, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entry]:
     """Yield the batches of a block, unpickled into memory that belongs to each batch.
 
@@ -223,9 +216,7 @@ def decode(block: Block, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entr
         outcome = entry.outcome
         try:
             if pin_memory and outcome == "batch":
-                # torch's pin_memory keeps tensors that are pinned. It pins small tensors, and
-                # calls pin_memory() of user classes.
-                value = pin(load(entry.value, _copy_pinned))
+                value = pinned(entry.value)
             else:
                 value = load(entry.value, pool.copy)
         except Exception:

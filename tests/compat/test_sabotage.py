@@ -15,7 +15,7 @@ from living import Plain
 from torch.utils.data import DataLoader
 
 from dpex.compat.forked_workers import FORKED_IDS
-from dpex.compat.names import PrivateName
+from dpex.compat.shortcut import PrivateName
 from dpex.compat.table import all_shortcuts, table
 
 PROGRAM = PROGRAMS / "sabotage_program.py"

@@ -1,4 +1,4 @@
-"""A trainer whose node has no data files, for ``test_node.py``.
+"""A trainer whose node has no data files, for ``test_built_on_node.py``.
 
 Usage: node_data_program.py HOST:PORT '{"length": ..., "train": ...}' FILE
 """

@@ -1,4 +1,4 @@
-"""A trainer whose node has no data files reads datasets of all kinds, for ``test_node.py``.
+"""A trainer without data files on its node, for ``test_built_on_node.py``; all kinds of datasets.
 
 Usage: node_kinds_program.py HOST:PORT CACHE FILE, or, of one kind, whose workers die once,
 node_kinds_program.py HOST:PORT CACHE KIND MARK FILE

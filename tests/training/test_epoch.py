@@ -12,10 +12,10 @@ import torch
 from dpex.errors import ChunkLostError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training import epoch as epoch_module
+from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
-from dpex.training.prefetch import IndexDemand
 from dpex.wire.block_format import BLOCK_LOST, Block, Entry
 from dpex.wire.receiver import Arrival
 from dpex.wire.timings import Costs

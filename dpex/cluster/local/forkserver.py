@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.local.process_end import hold, start_detached
-from dpex.compat.names import private_ray_allowed
+from dpex.compat.shortcut import private_ray_allowed
 from dpex.worker import module_settings
 
 if TYPE_CHECKING:
