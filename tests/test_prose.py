@@ -1,0 +1,59 @@
+"""The check of the English: what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_programs import ROOT
+
+LONG = "word " * 26
+
+
+def problems(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    command = [sys.executable, str(ROOT / ".ci" / "prose"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == bool(done.stdout), done.stderr
+    return [line.partition(": ")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{LONG}.", ["26 words: word word word word word word word word ..."]),
+        (f"{LONG.strip()[:-5]}. Another one.", []),
+        ("- It goes on.", ["'goes on': continue"]),
+        (f"| a | {LONG} |\n\n```\n{LONG}\n```\n\n`{LONG}`", []),
+        (
+            f"One line\nof {LONG}\n\nand more.",
+            ["28 words: One line of word word word word word ..."],
+        ),
+    ],
+)
+def test_a_page(tmp_path: Path, text: str, found: list[str]) -> None:
+    assert problems(tmp_path / "page.md", text) == found
+
+
+def test_a_module(tmp_path: Path) -> None:
+    text = f'''
+"""A module that goes on."""
+
+STRING = "goes on"  # a comment that was begun
+
+
+def first() -> None:
+    """Have it done.
+
+    Args:
+        name: {LONG}.
+    """
+'''
+    assert problems(tmp_path / "module.py", text) == [
+        "'goes on': continue",
+        "a docstring begins with 'Have'",
+        "27 words: name word word word word word word word ...",
+        "'begun': started",
+    ]
