@@ -29,7 +29,7 @@ def problems(path: Path, text: str) -> list[str]:
         (f"| a | {LONG} |\n\n```\n{LONG}\n```\n\n`{LONG}`", []),
         (
             f"One line\nof {LONG}\n\nand more.",
-            ["28 words: One line of word word word word word ..."],
+            ["29 words: One line of word word word word word ..."],
         ),
     ],
 )
