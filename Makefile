@@ -19,7 +19,7 @@ BENCH_SHORT := tiny jpeg null ragged tabular tax
 BENCH_ALL := $(patsubst benchmarks/benchmark_%.py,%,$(sort $(wildcard benchmarks/benchmark_*.py)))
 
 # Pages whose English `make check` looks at, with that of dpex/.
-PROSE := $(filter-out %.zh-CN.md CHANGELOG.md,$(wildcard *.md docs/*.md benchmarks/*.md */README.md))
+PROSE := $(filter-out %.zh-CN.md,$(wildcard *.md docs/*.md benchmarks/*.md */README.md))
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
