@@ -25,11 +25,23 @@ def main(wanted: str, *command: str) -> None:
             agent never starts.
     """
     node = os.getppid()
-    while os.getppid() == node:
+    while os.getppid() == node and is_raylet(node):
         if command and os.path.exists(wanted):  # noqa: PTH110 - pathlib would take longer to load
             program = [word.endswith(".py") for word in command].index(True)
             os.execvp(command[0], [*command[:program], __file__, SHARE, *command[program:]])
         time.sleep(_WAIT_S if command else _IDLE_S)
+
+
+def is_raylet(pid: int) -> bool:
+    """Return whether a process is a raylet; True where the system does not show its command.
+
+    The raylet may end before this process first looks: then its parent is another process.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+            return b"raylet" in file.read()
+    except OSError:
+        return not os.path.exists("/proc/self")  # noqa: PTH110
 
 
 def share_port(program: str, *arguments: str) -> None:
