@@ -291,7 +291,7 @@ def throughput_turn(name: str, epochs: int, tree: Path) -> Turn:
 
 
 def throughput(name: str, epochs: int) -> dict[str, Any]:
-    """Run a workload through torch and dpex: a first epoch each, then those that count."""
+    """Run a workload through torch and dpex: a first epoch each, then the counted epochs."""
     make_case, workers = THROUGHPUT[name]
     case = replace(make_case(), inline_batches=0)
     options = argparse.Namespace(

@@ -25,7 +25,9 @@ def main(wanted: str, *command: str) -> None:
             agent never starts.
     """
     node = os.getppid()
-    while os.getppid() == node and is_raylet(node):
+    if not is_raylet(node):
+        return
+    while os.getppid() == node:
         if command and os.path.exists(wanted):  # noqa: PTH110 - pathlib would take longer to load
             program = [word.endswith(".py") for word in command].index(True)
             os.execvp(command[0], [*command[:program], __file__, SHARE, *command[program:]])

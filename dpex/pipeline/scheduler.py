@@ -578,7 +578,7 @@ class Scheduler:
     def release(self) -> None:
         """End the leases of the waiting tasks, because chunks or blocks were lost.
 
-        The training process learns what was lost when nothing is in flight. No task would make the
+        Once nothing is in flight, the training process learns of the loss. No task would make the
         chunks of a bound logical worker whose process has died, so bound leases end. Then a chunk
         still waits only if it is sent alone and its logical worker has no process.
         """

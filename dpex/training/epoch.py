@@ -248,9 +248,7 @@ class Epoch:
     def _send(self, message: Resend) -> None:
         """Send chunks in one message; an error of pickling replaces their batches."""
         assert self._run is not None
-        chunks = [
-            replace(chunk, run=self._run_spec) for chunk in self._in_flight.numbered(message.chunks)
-        ]
+        chunks = self._in_flight.numbered(message.chunks, self._run_spec)
         try:
             self._run.feed(
                 chunks,
@@ -281,7 +279,7 @@ class Epoch:
             ChunkLostError: The pipeline stopped.
         """
         self._meter = meter
-        first = not self._demand.delivered
+        first = not self.started
         while True:
             self.fill()
             entry = self._wait_for_batch()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from dpex.errors import ChunkLostError
 from dpex.wire.block_format import Entry
+from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 
 __all__ = ["ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
@@ -125,9 +126,9 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def numbered(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return chunks with the numbers that they have if they are sent next."""
-        return [replace(chunk, number=n) for n, chunk in enumerate(chunks, self.sent)]
+    def numbered(self, chunks: Iterable[Chunk], run: Run) -> list[Chunk]:
+        """Return chunks with the run and the numbers that they have if they are sent next."""
+        return [replace(chunk, run=run, number=n) for n, chunk in enumerate(chunks, self.sent)]
 
     def add(self, chunks: Iterable[Chunk], *, alone: bool, tries: int) -> None:
         """Record chunks as sent.
@@ -192,11 +193,6 @@ class InFlight:
         """Return all chunks in flight and forget them."""
         taken, self._chunks = list(self._chunks.values()), {}
         return taken
-
-    def take_errors(self) -> list[str]:
-        """Return all errors and forget them."""
-        errors, self.errors = self.errors, []
-        return errors
 
     def begin_run(self) -> None:
         """Start to count for another run, in which nothing has been sent."""

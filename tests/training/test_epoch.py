@@ -31,7 +31,7 @@ Fate = Sequence[Entry] | Sequence[str] | None
 
 
 class Indices:
-    """An index iterator that counts what is delivered."""
+    """An index iterator that records the delivered batches."""
 
     position = 0
     batches = 0

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from chunks import RUN, sent
 
-from dpex.training.in_flight import ChunkInFlight, InFlight, joined_streams
+from dpex.training.in_flight import InFlight, joined_streams
 from dpex.wire.block_format import Entry
-from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
-from dpex.worker.training_settings import Settings
-
-RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
-
-
-def sent(number: int, first: int, batches: int, **how: Any) -> ChunkInFlight:
-    indices = [[batch] for batch in range(batches)]
-    return ChunkInFlight(Chunk(RUN, number, first, indices, list(range(batches)), **how), False, 1)
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:
@@ -42,7 +33,7 @@ def test_other_chunks_of_one_logical_worker_are_not() -> None:
 
 def in_flight(*chunks: Chunk) -> InFlight:
     flight = InFlight()
-    flight.add(flight.numbered(chunks), alone=False, tries=1)
+    flight.add(flight.numbered(chunks, RUN), alone=False, tries=1)
     return flight
 
 
@@ -90,7 +81,7 @@ def test_errors_are_forgotten_once_a_later_chunk_has_arrived() -> None:
     flight.note_errors(["died"])
     flight.arrive(0, entries(0))
     flight.settle()
-    flight.add(flight.numbered([sent(0, 1, 1).chunk]), alone=False, tries=1)
+    flight.add(flight.numbered([sent(0, 1, 1).chunk], RUN), alone=False, tries=1)
     flight.arrive(1, entries(1))
     flight.settle()
     assert flight.errors == []

@@ -1,28 +1,13 @@
-"""What is resent of lost chunks, and what fails."""
+"""Recovery of lost chunks: the batches to resend, and the batches that fail."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
+from chunks import sent
 
 from dpex.errors import ChunkLostError
-from dpex.training.in_flight import ChunkInFlight
 from dpex.training.recovery import Recovery, recover
 from dpex.wire.block_format import BLOCK_LOST
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
-from dpex.worker.training_settings import Settings
-
-RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
-
-
-def sent(number: int, first: int, batches: int, *, tries: int = 0, **how: Any) -> ChunkInFlight:
-    """A chunk in flight; with ``tries`` it was sent alone so often."""
-    indices = [[batch] for batch in range(batches)]
-    chunk = Chunk(RUN, number, first, indices, list(range(batches)), **how)
-    return ChunkInFlight(chunk, tries > 0, tries or 1)
 
 
 def resent(plan: Recovery) -> list[tuple[list[list[int]], bool, int]]:

@@ -1,0 +1,21 @@
+"""Chunks in flight, for the tests of what is in flight and how it is recovered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dpex.training.in_flight import ChunkInFlight
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk
+from dpex.worker.training_settings import Settings
+
+RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
+
+
+def sent(number: int, first: int, batches: int, *, tries: int = 0, **how: Any) -> ChunkInFlight:
+    """Return a chunk in flight; with ``tries``, it was sent alone so often."""
+    indices = [[batch] for batch in range(batches)]
+    chunk = Chunk(RUN, number, first, indices, list(range(batches)), **how)
+    return ChunkInFlight(chunk, tries > 0, tries or 1)
