@@ -45,6 +45,15 @@ def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
         scheduler.feed(payload, worker, alone=alone)
 
 
+async def waits(scheduler: Scheduler, *request: Any) -> bool:
+    """Return whether a task that asks for its next chunk has to wait for it."""
+    asking = asyncio.ensure_future(scheduler.next_chunk(*request))
+    await asyncio.sleep(0)
+    waiting = not asking.done()
+    asking.cancel()
+    return waiting
+
+
 def payload_of(assignment: AssignedChunk | None) -> bytes | None:
     return None if assignment is None else assignment.payload
 
@@ -100,7 +109,7 @@ def test_a_task_is_not_begun_for_ever() -> None:
             await scheduler.next_chunk("a", 0, 0)
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
         assert scheduler.at_work
-        assert await scheduler.next_chunk("b", 1, 0) is None
+        assert await waits(scheduler, "b", 1, 0)
         assert scheduler.quiet_at == 3
 
     play(scenario)
@@ -136,9 +145,31 @@ def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
     play(scenario)
 
 
-def test_a_task_does_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("options", [{"claims_cpus": True}, {"holds_resources": True}])
+def test_a_task_soon_gives_back_what_other_tasks_may_want(options: dict[str, bool]) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         assert await scheduler.next_chunk("a", 0, 0) is None
+
+    play(scenario, **options)
+
+
+def test_a_task_waits_longer_where_no_other_task_wants_its_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "_IDLE_S", 0.01)
+
+    async def scenario(scheduler: Scheduler) -> None:
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
+        await asyncio.wait([asking], timeout=10 * scheduler_module._IDLE_S)
+        assert not asking.done()
+        monkeypatch.setattr(scheduler, "_patience_s", 0.0)
+        assert await asking is None
+
+    play(scenario)
+
+
+def test_a_task_that_waits_ends_with_its_pipeline() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
         scheduler.begin(in_run=False)
         between_runs = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
@@ -232,13 +263,13 @@ def test_blocks_of_a_process_that_has_died_are_not_waited_for() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "first")
-        assert await scheduler.next_chunk("a", 1, 3, "first") is None
+        assert await waits(scheduler, "a", 1, 3, "first")
         assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
         for _ in range(3):
             scheduler.delivered("a", "first")
         assert scheduler.quiet_at == 0
         scheduler.delivered("a", "second")
-        assert await scheduler.next_chunk("a", 1, 1, "second") is None
+        assert await waits(scheduler, "a", 1, 1, "second")
         assert scheduler.quiet_at == 1
 
     play(scenario)
@@ -253,7 +284,7 @@ def test_blocks_of_another_iteration_are_not_waited_for() -> None:
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
         assert payload_of(await waiting) == b"1"
-        assert await scheduler.next_chunk("a", 2, 0) is None
+        assert await waits(scheduler, "a", 2, 0)
         assert scheduler.quiet_at == 2
 
     play(scenario)

@@ -59,7 +59,9 @@ def held(place: Path) -> dict[str, dict[str, int]]:
     for pid, command in processes_in(place).items():
         process, of_kind = psutil.Process(pid), found[kind_of(pid, command)]
         for what, count in {
-            "bytes": process.memory_full_info().uss,
+            # Not the memory that is unshared (USS): pages of Ray's programs would count as soon as
+            # no other Ray of the machine shares them.
+            "bytes": sum(part.anonymous for part in process.memory_maps()),
             "threads": process.num_threads(),
             "files": process.num_fds(),
         }.items():
