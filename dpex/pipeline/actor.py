@@ -26,7 +26,8 @@ from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, POLL_S, FairShare, ask_others, free_cpus
-from dpex.pipeline.scheduler import MAX_DEATHS, OtherJobs, Scheduler
+from dpex.pipeline.scheduler import OtherJobs, Scheduler
+from dpex.pipeline.task_lease import MAX_DEATHS
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk
 from dpex.worker.task import FIRST_TASKS
 
@@ -86,7 +87,6 @@ class _Pipeline:
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
         self.scheduler = Scheduler(
-            loop,
             self.changed.set,
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
             claims_cpus=spec.claims_cpus,

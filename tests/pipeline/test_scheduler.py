@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dpex.pipeline import fair_share
+from dpex.pipeline import fair_share, task_starts
 from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline.fair_share import FairShare
 from dpex.pipeline.scheduler import OtherJobs, Scheduler
+from dpex.pipeline.task_lease import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -23,7 +24,7 @@ BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
 def play(scenario: Scenario, **options: Any) -> None:
     async def run() -> None:
-        scheduler = Scheduler(asyncio.get_running_loop(), lambda: None, **options)
+        scheduler = Scheduler(lambda: None, **options)
         scheduler.parallel = scheduler.starting = 4
         await scenario(scheduler)
 
@@ -102,9 +103,9 @@ def test_a_task_is_not_begun_for_ever() -> None:
                 assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
 
         feed(scheduler, b"0", b"1", b"2")
-        await begin(scheduler_module.MAX_DEATHS)
+        await begin(MAX_DEATHS)
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # it comes on
-        await begin(scheduler_module.MAX_DEATHS - 1)
+        await begin(MAX_DEATHS - 1)
         with pytest.raises(MemoryError, match="died 4 times in a row"):
             await scheduler.next_chunk("a", 0, 0)
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
@@ -199,7 +200,7 @@ def test_an_iteration_that_begins_waits_for_no_task_to_start(
         assert await scheduler.next_chunk("a", 2, 2) is None
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
 
-    play(scenario)
+    play(scenario, claims_cpus=True)
 
 
 def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
@@ -335,7 +336,7 @@ def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
         feed(scheduler, b"0")
         assert await start_tasks(scheduler) == 1
         assert scheduler.waits
-        monkeypatch.setattr(scheduler_module, "_HOPELESS_S", 0.0)
+        monkeypatch.setattr(task_starts, "_HOPELESS_S", 0.0)
         assert not scheduler.waits
 
     play(scenario)
@@ -360,7 +361,8 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the turns take for the time: ``now``, in seconds."""
     made = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    for module in (scheduler_module, task_starts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 
@@ -529,7 +531,7 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
 
 async def die(scheduler: Scheduler, name: str) -> None:
     """Have a task's process die with its chunk until the task is given up."""
-    for _ in range(scheduler_module.MAX_DEATHS - 1):
+    for _ in range(MAX_DEATHS - 1):
         assert await scheduler.next_chunk(name, 0, 0) is not None
     with pytest.raises(MemoryError):
         await scheduler.next_chunk(name, 0, 0)

@@ -1,0 +1,202 @@
+"""The lease of one task: the time for which the task asks for chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from dpex.worker.actor_calls import AssignedChunk
+from dpex.worker.binding import Binding
+
+__all__ = ["MAX_DEATHS", "LeaseState", "TaskLease", "WaitingChunk"]
+
+MAX_DEATHS = 4
+"""How often a worker process may die on one chunk or block. Ray restarts tasks without limit."""
+
+# Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
+# chunk. So a restarted task repeats at most this many chunks.
+_KEPT_CHUNKS = 2
+
+
+class LeaseState(enum.Enum):
+    """The state of a task lease.
+
+    Each arrow is a method of ``TaskLease``. ``ask`` means that the task has finished its chunk::
+
+                            give
+          ask ──> WAITING ────────> WORKING ──> ask
+                     │                │
+                     │ end            │ end: the chunk kills its processes
+                     ▼                │
+                   ENDED <────────────┘
+                  ▲     │
+              ask │     │ repeat: Ray has lost output of a task that had ended
+                  │     ▼
+                 REPEATING
+
+    Ray also restarts a task whose process has died. If its lease has not ended, ``repeat`` leads to
+    ``WORKING``.
+    """
+
+    WAITING = "the task waits for a chunk or for the next iteration"
+    WORKING = "the task makes a chunk"
+    ENDED = "the task gets no more chunks"
+    REPEATING = "the lease has ended, and the restarted task makes a chunk again"
+
+
+@dataclass(frozen=True)
+class WaitingChunk:
+    """A chunk that no task has yet.
+
+    Attributes:
+        payload: The pickled chunk.
+        worker: The logical worker that its batches belong to.
+        alone: Whether its lease may contain no other chunk, because it may have killed a process.
+    """
+
+    payload: bytes
+    worker: int
+    alone: bool
+
+
+@dataclass
+class TaskLease:
+    """The lease of one task.
+
+    Attributes:
+        name: The task's ID, which does not change if Ray restarts the task.
+        attempt: Name of the task's process, which changes if Ray restarts the task.
+        began: When the task first asked.
+        state: The state of the lease.
+        given: How many chunks the task got in all.
+        run: Number of the iteration in which it got the last chunk.
+        alone: Whether the lease may contain no chunk but the last chunk.
+        last_worker: The logical worker of the last chunk.
+        workers: The logical workers that are bound to the task's process.
+        restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
+            to another process before.
+        made: How many blocks this process has made, or will have made when it finishes the chunk.
+        delivered: How many of these blocks have been delivered.
+    """
+
+    name: str
+    attempt: str
+    began: float
+    state: LeaseState = LeaseState.WAITING
+    given: int = 0
+    run: int = 0
+    alone: bool = False
+    last_worker: int = 0
+    workers: set[int] = field(default_factory=set)
+    restarted: bool = False
+    made: int = 0
+    delivered: int = 0
+    # The last payloads, and for each how many blocks the task had made before it.
+    _payloads: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    # How often the process has died since the task got the last chunk.
+    _deaths: int = 0
+    # Set when the lease waits no more.
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the task waits for a chunk or for the next iteration."""
+        return self.state is LeaseState.WAITING
+
+    @property
+    def busy(self) -> bool:
+        """Whether the task makes a chunk."""
+        return self.state in (LeaseState.WORKING, LeaseState.REPEATING)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the task gets no more chunks."""
+        return self.state in (LeaseState.ENDED, LeaseState.REPEATING)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a chunk is being made, or a block has been made and not delivered."""
+        return self.busy or self.made > self.delivered
+
+    def note_process(self, attempt: str, made: int) -> None:
+        """Record which process of the task asks, and how many blocks it has made."""
+        if attempt != self.attempt:
+            self.attempt, self.delivered = attempt, 0
+        self.made = made
+
+    def ask(self) -> None:
+        """Record that the task has finished its chunks, and asks for the next."""
+        if self.ended:
+            self.state = LeaseState.ENDED
+        elif not self.waiting:
+            self.state = LeaseState.WAITING
+            self._answered = asyncio.Event()
+
+    def give(self, chunk: WaitingChunk, run: int) -> None:
+        """Give the waiting task its next chunk, in an iteration."""
+        self._payloads.append(chunk.payload)
+        self._blocks.append(0)
+        self.given += 1
+        self.run, self.alone, self.last_worker = run, chunk.alone, chunk.worker
+        self._deaths = 0
+        self.state = LeaseState.WORKING
+        self._answered.set()
+
+    def end(self) -> None:
+        """End the lease; a task that waits learns of it."""
+        self.state = LeaseState.ENDED
+        self._answered.set()
+
+    async def answered(self, timeout: float) -> bool:
+        """Wait until the lease waits no more; return False after ``timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._answered.wait(), timeout)
+        return self._answered.is_set()
+
+    def last_chunk(self, binding: Binding) -> AssignedChunk:
+        """Return the chunk that the task has been given.
+
+        Args:
+            binding: The binding of its logical worker.
+        """
+        self._blocks[-1] = max(self._blocks[-1], self.made)
+        restarted, self.restarted = self.restarted, False
+        return AssignedChunk(self._payloads[-1], self.given - 1, binding, restarted=restarted)
+
+    def repeat(self, place: int, binding: Binding) -> AssignedChunk:
+        """Return a chunk that the lease has had before, because Ray has restarted its task.
+
+        Args:
+            place: How many chunks the task has made since it was restarted.
+            binding: The binding of the chunk's logical worker.
+
+        Raises:
+            MemoryError: The process has died too often on the chunk; the lease has ended.
+        """
+        self._deaths += place == 0
+        if self._deaths >= MAX_DEATHS:
+            self.made = self.delivered
+            self.end()
+            raise MemoryError(
+                f"its worker process died {self._deaths} times in a row, by the code or for want "
+                "of memory: Ray's logs say why"
+            )
+        self.state = LeaseState.REPEATING if self.ended else LeaseState.WORKING
+        self._answered.set()  # a call of the earlier process may still wait
+        kept = max(0, place - self.given + len(self._payloads))
+        skipped = max(0, self._blocks[kept] - self.made)
+        self._blocks[kept] = max(self._blocks[kept], self.made)
+        self.made += skipped
+        self.delivered += skipped
+        return AssignedChunk(
+            self._payloads[kept],
+            self.given - len(self._payloads) + kept,
+            binding,
+            again=True,
+            restarted=bool(self.workers) and not kept,
+            skipped_blocks=skipped,
+        )

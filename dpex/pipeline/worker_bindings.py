@@ -1,0 +1,152 @@
+"""The bindings of a pipeline's logical workers to task leases.
+
+A bound logical worker lives in one worker process (``worker/binding.py``). The task lease that got
+its first chunk gets only chunks of logical workers that are bound to this lease. The lease waits
+for these chunks while the iterator lives. Streams are always bound. A watched logical worker may
+move to another process after each chunk that left its dataset copy unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dpex.pipeline.task_lease import TaskLease, WaitingChunk
+from dpex.worker.binding import Binding
+
+__all__ = ["WorkerBindings"]
+
+
+class WorkerBindings:
+    """Which task lease each logical worker is bound to.
+
+    Args:
+        leases: The pipeline's leases by name. The caller changes the mapping.
+        num_workers: Number of logical workers.
+        binding: Their initial binding.
+        persistent: Whether logical workers outlive an iteration.
+
+    Attributes:
+        binding: The current binding of logical workers.
+    """
+
+    def __init__(
+        self, leases: Mapping[str, TaskLease], num_workers: int, binding: Binding, persistent: bool
+    ) -> None:
+        self._leases = leases
+        self._num_workers = num_workers
+        self.binding = binding
+        self._persistent = persistent
+        # Logical workers that have had a process, in this iteration or, if persistent, in any.
+        self._placed: set[int] = set()
+        # Leases that have not reported yet whether their chunk changes its dataset copy, and the
+        # logical worker of each chunk.
+        self._unreported: dict[str, int] = {}
+        # Logical workers whose first batches left the dataset copy unchanged.
+        self._unchanged: set[int] = set()
+
+    @property
+    def bound(self) -> bool:
+        """Whether each logical worker has its own process and copy."""
+        return self.binding.bound
+
+    @property
+    def keep_state(self) -> bool:
+        """Whether logical workers keep state from one iteration to the next."""
+        return self._persistent and self.bound
+
+    def keeps_state(self, lease: TaskLease, *, in_run: bool) -> bool:
+        """Return whether state of logical workers would end with a lease."""
+        return bool(lease.workers) and (in_run or self._persistent)
+
+    def of(self, lease: TaskLease) -> Binding:
+        """Return the binding of a lease's chunk: a watched chunk stays watched until it reports."""
+        released = self.binding is Binding.RELEASED
+        return Binding.WATCHED if released and lease.name in self._unreported else self.binding
+
+    def taken(self) -> set[int]:
+        """Return the logical workers that are bound to the process of a current lease."""
+        workers: set[int] = set()
+        return workers.union(*(t.workers for t in self._leases.values() if not t.ended))
+
+    def homeless(self, chunks: Iterable[WaitingChunk]) -> list[int]:
+        """Return the logical workers of these chunks that have no process, in order."""
+        if not self.bound:
+            return []
+        taken = self.taken()
+        return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in taken]
+
+    def place_for(self, lease: TaskLease, chunks: Iterable[WaitingChunk]) -> int | None:
+        """Return the index of the first chunk that a lease may get, or None."""
+        if not self.bound:
+            unknown = self._unreported.values()
+            fitting = (i for i, chunk in enumerate(chunks) if chunk.worker not in unknown)
+            return next(fitting, None)
+        taken = self.taken() if not lease.workers else ()
+        for place, chunk in enumerate(chunks):
+            if chunk.worker in lease.workers or not (lease.workers or chunk.worker in taken):
+                return place
+        return None
+
+    def bind(self, lease: TaskLease, worker: int) -> None:
+        """Bind a logical worker to a lease."""
+        lease.workers.add(worker)
+        lease.restarted = worker in self._placed
+        self._placed.add(worker)
+
+    def note_given(self, lease: TaskLease, worker: int) -> None:
+        """Record that a lease got a chunk of a logical worker."""
+        if self.bound and worker not in lease.workers:
+            self.bind(lease, worker)
+        if self.binding is Binding.WATCHED:
+            self._unreported[lease.name] = worker
+
+    def note_asked(self, lease: TaskLease) -> None:
+        """Record that a lease's task has finished its chunk."""
+        # Without a report, the chunk was cancelled or not started.
+        self._unreported.pop(lease.name, None)
+        if not self.bound:
+            lease.workers.clear()
+
+    def note_state(self, name: str, unchanged: bool) -> None:
+        """Record whether a batch left its dataset copy unchanged.
+
+        Until a batch changes its copy, a logical worker is bound only while a task makes one of its
+        batches. All logical workers are released once the first batch of each left its copy
+        unchanged.
+
+        Args:
+            name: Name of the lease that made the batch.
+            unchanged: Whether the copy is unchanged.
+        """
+        self._unreported.pop(name, None)
+        lease = self._leases.get(name)
+        if not unchanged:
+            self.binding = Binding.ALWAYS
+            if lease and not lease.workers and lease.last_worker not in self.taken():
+                self.bind(lease, lease.last_worker)  # the process has its state now
+        elif lease and self.binding is not Binding.ALWAYS:
+            lease.workers.discard(lease.last_worker)
+            self._placed.discard(lease.last_worker)
+            self._unchanged.add(lease.last_worker)
+            if len(self._unchanged) == self._num_workers:
+                self.binding = Binding.RELEASED
+
+    def begin(self, *, in_run: bool) -> None:
+        """Start an iteration, or a pause between iterations.
+
+        Unless logical workers are persistent, each restarts on a new dataset copy.
+        """
+        self._unreported.clear()
+        self._unchanged.clear()
+        if in_run and not self._persistent:
+            self._placed.clear()
+            for lease in self._leases.values():
+                lease.workers.clear()
+
+    def release(self) -> None:
+        """Forget reports that may be lost, and free the logical workers of chunks sent alone."""
+        self._unreported.clear()
+        if self.bound:
+            for lease in self._leases.values():
+                if lease.alone:  # it ends with its chunk, so its logical workers restart elsewhere
+                    lease.workers.clear()
