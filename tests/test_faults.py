@@ -27,6 +27,7 @@ from living import (
 
 from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
+from dpex.wire.losses import Loss, LossCause
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
@@ -232,8 +233,9 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     epoch = iterator._epoch
     receiver = epoch._run.receiver
     wait_until(lambda: receiver.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
-    ask_actor(loader, lambda host: [lane.note_error("a full disk") for lane in host._opened()])
-    wait_until(lambda: receiver._errors == ["a full disk"], 30, "reason")
+    full = Loss(LossCause.NO_ROOM, "a full disk")
+    ask_actor(loader, lambda host: [lane.note_loss(full) for lane in host._opened()])
+    wait_until(lambda: receiver._losses == [full], 30, "reason")
     assert len(list(iterator)) == 3
 
 

@@ -28,7 +28,8 @@ from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, POLL_S, FairShare, ask_others, free_cpus
 from dpex.pipeline.scheduler import OtherJobs, Scheduler
 from dpex.pipeline.task_lease import MAX_DEATHS
-from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk
+from dpex.wire.losses import Loss, LossCause
+from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 from dpex.worker.task import FIRST_TASKS
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]
@@ -53,14 +54,14 @@ class Reply:
         ended: Whether the run gets no more blocks.
         replaceable: Whether a private name of Ray ended the pipeline. A new pipeline then uses the
             public way.
-        errors: Errors that lost chunks or blocks in flight.
+        losses: Chunks or blocks in flight that were lost.
     """
 
     blocks: list[tuple[Any, int]] = field(default_factory=list)
     quiet_at: int = 0
     ended: bool = False
     replaceable: bool = False
-    errors: list[str] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
 
 
 class _Pipeline:
@@ -81,7 +82,7 @@ class _Pipeline:
         self.job_key = spec.job_key
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
-        self._errors: list[str] = []
+        self._losses: list[Loss] = []
         self._told_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
@@ -148,7 +149,7 @@ class _Pipeline:
         self._first_chunk = self.scheduler.fed
         self._early: dict[int, tuple[bytes, int, bool]] = {}
         self._blocks.clear()
-        self._errors.clear()
+        self._losses.clear()
         self._starts.clear()
         self.changed.set()
 
@@ -164,29 +165,29 @@ class _Pipeline:
 
     def news(self) -> Reply | None:
         """Return the news since the last call, or None if there is none."""
-        blocks, errors, quiet_at = list(self._blocks), list(self._errors), self.scheduler.quiet_at
+        blocks, losses, quiet_at = list(self._blocks), list(self._losses), self.scheduler.quiet_at
         broken = self.broken
         self._blocks.clear()
-        self._errors.clear()
-        if not (blocks or errors or broken or quiet_at != self._told_quiet_at):
+        self._losses.clear()
+        if not (blocks or losses or broken or quiet_at != self._told_quiet_at):
             return None
         self._told_quiet_at = quiet_at
         replaceable = broken and failed_shortcuts() > self._failed_before
-        return Reply(blocks, quiet_at - self._first_chunk, broken, replaceable, errors)
+        return Reply(blocks, quiet_at - self._first_chunk, broken, replaceable, losses)
 
-    def note_error(self, text: str) -> None:
-        """Record an error that lost chunks or blocks in flight."""
-        self._errors.append(text)
+    def note_loss(self, loss: Loss) -> None:
+        """Record the loss of chunks or blocks in flight."""
+        self._losses.append(loss)
         self.changed.set()
         self.scheduler.release()
 
     def deliver(
-        self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, error: str
+        self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, loss: Loss | None
     ) -> None:
-        """Accept a block from a worker process, or the error that lost the block."""
+        """Accept a block from a worker process, or its loss."""
         self._blocks.extend((block, size_bytes) for block in blocks)
-        if error:
-            self.note_error(error)
+        if loss is not None:
+            self.note_loss(loss)
         self.scheduler.delivered(*origin)
         self.changed.set()
 
@@ -203,7 +204,7 @@ class _Pipeline:
         if self._starts[block] <= MAX_DEATHS:
             return True
         text = f"the worker process of a later stage died {MAX_DEATHS} times in a row"
-        self.deliver(origin, [], 0, text)
+        self.deliver(origin, [], 0, Loss(LossCause.TASK, text))
         return False
 
     def _take_end(self, error: BaseException) -> None:
@@ -211,7 +212,7 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
-            self._errors.append(f"{type(error).__name__}: {error}")
+            self._losses.append(loss_of(error))
             self.changed.set()
 
         self._loop.call_soon_threadsafe(end)
@@ -362,7 +363,7 @@ class _PipelineActor:
         try:
             return await pipeline.scheduler.next_chunk(name, place, made, attempt)
         except MemoryError as error:
-            pipeline.note_error(f"{type(error).__name__}: {error}")
+            pipeline.note_loss(loss_of(error))
             return None
 
     async def deliver(
@@ -372,9 +373,9 @@ class _PipelineActor:
         origin: tuple[str, str],
         blocks: list[Any],
         size_bytes: int,
-        error: str,
+        loss: Loss | None,
     ) -> None:
-        """Accept a block, or the error that lost it.
+        """Accept a block, or its loss.
 
         Args:
             pipeline_key: The pipeline that the block belongs to.
@@ -383,12 +384,12 @@ class _PipelineActor:
             blocks: A reference to the block, or the block itself if it is small; empty if the
                 block is lost.
             size_bytes: The block's size.
-            error: Why the block is lost; empty if it is not.
+            loss: The loss of the block, or None.
         """
         if pipeline_key not in self._closed:
             pipeline = await self._opening(pipeline_key)
             if pipeline.arrived.add(message):
-                pipeline.deliver(origin, blocks, size_bytes, error)
+                pipeline.deliver(origin, blocks, size_bytes, loss)
 
     async def may_begin(
         self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]

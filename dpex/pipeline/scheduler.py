@@ -191,7 +191,7 @@ class Scheduler:
         lease = self._leases.get(name)
         if lease is None:
             lease = self._leases[name] = TaskLease(name, attempt, time.monotonic())
-            self._tasks.note_begun()
+            self._tasks.note_running()
             self._forget_ended()
         self._leases.move_to_end(name)
         lease.note_process(attempt, made)
@@ -425,13 +425,13 @@ class Scheduler:
     @property
     def waits(self) -> bool:
         """Whether a task may be about to begin, for which other jobs hold their tasks back."""
-        return self._tasks.about_to_begin
+        return self._tasks.may_run_soon
 
     @property
     def _active(self) -> int:
-        """Number of tasks that have not ended, including tasks that have not begun to ask."""
+        """Number of tasks that have not ended, pending tasks included."""
         alive = sum(lease.busy or not lease.ended for lease in self._leases.values())
-        return alive + self._tasks.not_begun
+        return alive + self._tasks.pending
 
     @property
     def _most_tasks(self) -> int:
@@ -458,11 +458,11 @@ class Scheduler:
         room = self._most_tasks - active
         if self._choosy:
             room -= self._tasks.not_known_free()
-        return max(0, min(room, wanted - self._tasks.not_begun))
+        return max(0, min(room, wanted - self._tasks.pending))
 
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
-        if self._tasks.not_begun or not self._chunks or quiet_s < _STUCK_IDLE_S:
+        if self._tasks.pending or not self._chunks or quiet_s < _STUCK_IDLE_S:
             return False
         return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()

@@ -17,6 +17,7 @@ from dpex.training.deferred_errors import KeptError
 from dpex.training.in_flight import ChunkInFlight, InFlight, described
 from dpex.training.recovery import Recovery, Resend, recover
 from dpex.wire.block_format import Entry
+from dpex.wire.losses import joined
 
 if TYPE_CHECKING:
     from dpex.pipeline.session import RemoteRun, Session
@@ -144,7 +145,7 @@ class Epoch:
         self._flushed_at = 0.0
         self._in_flight = InFlight()
         self._ready: dict[int, Entry] = {}
-        self._losses = 0
+        self._losses_in_a_row = 0
         self._failure: KeptError | None = None
         self._run: RemoteRun | None = None
         self._opening: Callable[[], RemoteRun] | None = self._open()
@@ -347,7 +348,7 @@ class Epoch:
             arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
             if not arrived and self._run.forsaken(self._planner.batch_s):
                 # ``forsaken`` reports a node's death only once, so this loss need not count.
-                self._losses -= 1
+                self._losses_in_a_row -= 1
                 self._replace_pipeline()
             if not arrived and deadline is None and time.monotonic() >= note_at:
                 note_s = min(2 * note_s, _MOST_NOTE_S)
@@ -371,11 +372,11 @@ class Epoch:
         # Read before the loop, so that the loop takes every block of the chunks that it counts.
         quiet_at = receiver.quiet_at
         while (arrival := receiver.take()) is not None:
-            self._losses = 0
+            self._losses_in_a_row = 0
             if arrival.block.run == self._run_spec.key:
                 self._notes.note(arrival, self._run_spec.num_workers)
                 self._take_block(arrival)
-        self._in_flight.note_errors(receiver.take_errors())
+        self._in_flight.note_losses(receiver.take_losses())
         if self._in_flight.lost(quiet_at):
             self._resend_lost(self._recover)
         self._in_flight.settle()
@@ -419,12 +420,12 @@ class Epoch:
     def _recover(self, lost: list[ChunkInFlight]) -> None:
         """Resend the batches that were lost with worker processes; see ``recover``."""
         self._in_flight.draining = False
-        plan = recover(lost, self._in_flight.errors)
+        plan = recover(lost, self._in_flight.losses)
         if plan.blocks_only:
-            self._losses += 1
-            if self._losses == _MOST_LOSSES:
+            self._losses_in_a_row += 1
+            if self._losses_in_a_row == _MOST_LOSSES:
                 self._fail(None)
-        self._in_flight.errors = []
+        self._in_flight.losses = []
         self._meter.retries += plan.retries
         time.sleep(plan.wait_s)
         for batch in plan.ended:
@@ -460,9 +461,9 @@ class Epoch:
         """
         assert self._run is not None
         failure = self._run.failure()
-        self._in_flight.errors.extend(self._run.receiver.take_errors())
-        self._losses += 1
-        if not self._run.lost or not self._session.alive or self._losses == _MOST_LOSSES:
+        self._in_flight.losses.extend(self._run.receiver.take_losses())
+        self._losses_in_a_row += 1
+        if not self._run.lost or not self._session.alive or self._losses_in_a_row == _MOST_LOSSES:
             self._fail(failure)
         logger.warning(
             "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
@@ -498,8 +499,7 @@ class Epoch:
             f"{self._demand.next_batch}"
         )
         if self._session.alive:
-            errors = dict.fromkeys(self._in_flight.errors)
-            reason = "; ".join(errors) or str(cause or "no reason known")
+            reason = joined(self._in_flight.losses) or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = f"the loader was closed, or Ray was shut down or lost, {where}"

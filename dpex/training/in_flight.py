@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from dpex.errors import ChunkLostError
 from dpex.wire.block_format import Entry
+from dpex.wire.losses import Loss
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 
@@ -112,15 +113,15 @@ class InFlight:
 
     Attributes:
         sent: Number of chunks sent in this run.
-        errors: Ray's error texts since all chunks last arrived.
+        losses: What the pipeline has reported since all chunks last arrived.
         draining: Whether nothing new may be sent.
     """
 
     def __init__(self) -> None:
         self.sent = 0
-        self.errors: list[str] = []
+        self.losses: list[Loss] = []
         self.draining = False
-        self._sent_before_errors = 0
+        self._sent_before_losses = 0
         self._chunks: dict[int, ChunkInFlight] = {}
 
     def __len__(self) -> int:
@@ -167,11 +168,11 @@ class InFlight:
             del self._chunks[number]
         return new
 
-    def note_errors(self, errors: list[str]) -> None:
-        """Record errors of the pipeline; send nothing until their chunks are known."""
-        if errors:
-            self.errors.extend(errors)
-            self._sent_before_errors = self.sent
+    def note_losses(self, losses: list[Loss]) -> None:
+        """Record losses; send nothing until their chunks are known."""
+        if losses:
+            self.losses.extend(losses)
+            self._sent_before_losses = self.sent
             self.draining = True
 
     def lost(self, quiet_at: int) -> bool:
@@ -183,11 +184,11 @@ class InFlight:
         return bool(self._chunks) and quiet_at >= self.sent
 
     def settle(self) -> None:
-        """Stop draining if nothing is in flight; forget errors that later chunks have survived."""
+        """Stop draining if nothing is in flight; forget losses that later chunks have survived."""
         if not self._chunks:
             self.draining = False
-            if self.sent > self._sent_before_errors:
-                self.errors = []
+            if self.sent > self._sent_before_losses:
+                self.losses = []
 
     def take(self) -> list[ChunkInFlight]:
         """Return all chunks in flight and forget them."""
@@ -198,7 +199,7 @@ class InFlight:
         """Start to count for another run, in which nothing has been sent."""
         self.sent = 0
         self.draining = False
-        self.errors = []
+        self.losses = []
 
     def holding(self, batch: int | None) -> ChunkInFlight | None:
         """Return the chunk that a batch is missing from, or None."""

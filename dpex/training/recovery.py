@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 from dpex.errors import ChunkLostError
 from dpex.training.in_flight import ChunkInFlight, joined_streams, lost_error
-from dpex.wire.block_format import BLOCK_LOST
+from dpex.wire.losses import Loss, LossCause, joined
 from dpex.worker.map_style import Chunk
 
 __all__ = ["Recovery", "Resend", "recover"]
 
-# Ray's name for a full object store with a full disk.
-_NO_ROOM = "OutOfDiskError"
 # Ray frees blocks some time after they have been read.
 _ROOM_S = 2.0
 _ROOM_TRIES = 6
@@ -51,7 +49,7 @@ class Recovery:
         ended: Streams that end with their failed batch, each as the number of its next batch.
         retries: Number of batches that are resent because of this loss.
         blocks_only: Whether finished blocks were lost, and no worker process died over a batch.
-        reason: Ray's error texts.
+        reason: The reasons that the pipeline reports.
         wait_s: Seconds to wait before the first message.
     """
 
@@ -64,7 +62,7 @@ class Recovery:
     wait_s: float = 0.0
 
 
-def recover(lost: Sequence[ChunkInFlight], errors: Sequence[str]) -> Recovery:
+def recover(lost: Sequence[ChunkInFlight], losses: Sequence[Loss]) -> Recovery:
     """Decide about lost chunks.
 
     A task makes many batches, so dpex cannot know which batch killed it. It resends each batch to a
@@ -73,17 +71,17 @@ def recover(lost: Sequence[ChunkInFlight], errors: Sequence[str]) -> Recovery:
 
     Args:
         lost: The chunks that were in flight.
-        errors: Ray's error texts about them.
+        losses: What the pipeline reports about them.
     """
-    if errors and all(error.startswith(BLOCK_LOST) for error in errors):
-        joined = joined_streams(lost)
+    causes = {loss.cause for loss in losses}
+    if causes == {LossCause.BLOCK}:
         return Recovery(
-            resends=[Resend(list(sent.rest()), sent.alone, sent.tries) for sent in joined],
+            resends=[Resend(list(s.rest()), s.alone, s.tries) for s in joined_streams(lost)],
             retries=sum(len(sent.missing) for sent in lost),
             blocks_only=True,
         )
-    found = Recovery(reason="; ".join(dict.fromkeys(errors)) or "no reason known")
-    no_room = _NO_ROOM in found.reason
+    found = Recovery(reason=joined(losses) or "no reason known")
+    no_room = LossCause.NO_ROOM in causes
     if no_room:
         # All finished blocks have been read, so Ray soon frees them. Then a single block fits where
         # several blocks did not.

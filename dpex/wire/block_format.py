@@ -23,11 +23,7 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BLOCK_LOST", "Block", "BlockWriter", "Entry", "decode", "read_block"]
-
-BLOCK_LOST = "a block was lost"
-"""Prefix of an error text if blocks were lost after a worker process had made them."""
-
+__all__ = ["Block", "BlockWriter", "Entry", "decode", "read_block"]
 
 # Below this size a memcpy costs less than one more Arrow column.
 _OWN_COLUMN_BYTES = 1 << 20

@@ -18,8 +18,9 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
-from dpex.wire.block_format import BLOCK_LOST, Block, Entry, decode, read_block
+from dpex.wire.block_format import Block, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.losses import Loss, LossCause
 
 __all__ = ["Arrival", "BlockSource", "Receiver"]
 
@@ -137,7 +138,7 @@ class Receiver:
         self._handed = 0
         self._notes: deque[tuple[int, int]] = deque()
         self._quiet_at = 0
-        self._errors: list[str] = []
+        self._losses: list[Loss] = []
         self._failure: BaseException | None = None
         self._ended = False
         self.replaceable = False
@@ -179,7 +180,7 @@ class Receiver:
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._handed += len(reply.blocks)
-            self._note(self._handed, reply.quiet_at, reply.errors)
+            self._note(self._handed, reply.quiet_at, reply.losses)
             self._known_at = time.perf_counter()
             stored: list[StoredBlock] = []
             for block, size_bytes in reply.blocks:
@@ -262,22 +263,23 @@ class Receiver:
         if self._may_call:
             self._actor.handle.release.remote(self._pipeline_key, self._run)
         with self._changed:
-            self._errors.append(f"{BLOCK_LOST}: {type(error).__name__}")
+            text = f"a block was lost: {type(error).__name__}"
+            self._losses.append(Loss(LossCause.BLOCK, text))
             self._read = self._handed
             self._settle()
             self._changed.notify_all()
 
-    def _note(self, blocks: int, quiet_at: int, errors: list[str]) -> None:
+    def _note(self, blocks: int, quiet_at: int, losses: list[Loss]) -> None:
         """Record the contents of a reply, apart from its blocks.
 
         Args:
             blocks: Number of blocks up to and including this reply.
             quiet_at: Number of chunks that are finished once all these blocks are read.
-            errors: Reasons why blocks or chunks in flight were lost.
+            losses: Blocks or chunks in flight that were lost.
         """
         with self._changed:
             self._notes.append((blocks, quiet_at))
-            self._errors.extend(errors)
+            self._losses.extend(losses)
             self._settle()
             self._changed.notify_all()
 
@@ -286,7 +288,7 @@ class Receiver:
             self._quiet_at = self._notes.popleft()[1]
 
     def wait(self, timeout: float | None, quiet_above: int) -> bool:
-        """Wait for a block, an error, the end, or more than ``quiet_above`` finished chunks.
+        """Wait for a block, a loss, the end, or more than ``quiet_above`` finished chunks.
 
         Returns:
             Whether there was such an event before the timeout.
@@ -295,18 +297,18 @@ class Receiver:
             return self._changed.wait_for(lambda: self._has_news(quiet_above), timeout)
 
     def _has_news(self, quiet_above: int) -> bool:
-        return bool(self._arrivals or self._errors or self._ended or self._quiet_at > quiet_above)
+        return bool(self._arrivals or self._losses or self._ended or self._quiet_at > quiet_above)
 
     def take(self) -> Arrival | None:
         """Return the next decoded block, or None if none has arrived."""
         with self._changed:
             return self._arrivals.popleft() if self._arrivals else None
 
-    def take_errors(self) -> list[str]:
-        """Return the reasons for losses in flight since the last call."""
+    def take_losses(self) -> list[Loss]:
+        """Return the losses since the last call."""
         with self._changed:
-            errors, self._errors = self._errors, []
-            return errors
+            losses, self._losses = self._losses, []
+            return losses
 
     @property
     def quiet_at(self) -> int:

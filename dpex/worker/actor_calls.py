@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from dpex.wire.losses import Loss, LossCause
 from dpex.worker.binding import Binding
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Patience",
     "ask_actor",
     "get_soon",
+    "loss_of",
     "pipeline_actor",
 ]
 
@@ -85,6 +87,16 @@ def pipeline_actor(name: str) -> Any:
         ValueError: No actor has this name.
     """
     return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def loss_of(error: BaseException) -> Loss:
+    """Return the loss that an error of Ray means."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ray.exceptions.OutOfDiskError):
+        # An error of a task has the error in the worker process as its ``cause``.
+        found = found.__cause__ or found.__context__ or getattr(found, "cause", None)
+    cause = LossCause.TASK if found is None else LossCause.NO_ROOM
+    return Loss(cause, f"{type(error).__name__}: {error}")
 
 
 def get_soon(answer: ray.ObjectRef) -> Any:

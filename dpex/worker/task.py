@@ -22,6 +22,7 @@ from dpex.worker.actor_calls import (
     Patience,
     ask_actor,
     get_soon,
+    loss_of,
     pipeline_actor,
 )
 from dpex.worker.binding import Binding
@@ -142,20 +143,20 @@ def make_batches(
 def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> None:
     """Put a block into the object store and send a reference, or send a small block itself.
 
-    If the object store fails, the pipeline actor gets the error in place of the block.
+    If the object store fails, the pipeline actor gets the loss in place of the block.
 
     Args:
         table: The block.
         origin: The task that began the block, and its process.
         messages: The messages of the current task to the pipeline actor.
     """
-    block, error = [], ""
+    block, loss = [], None
     try:
         # A block in the object store, however small, keeps an autoscaler from removing its node.
         block.append(table if table.nbytes < _SMALL_BYTES else ray.put(table))
     except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
-        error = f"{type(failure).__name__}: {failure}"
-    messages.send("deliver", origin, block, table.nbytes, error)
+        loss = loss_of(failure)
+    messages.send("deliver", origin, block, table.nbytes, loss)
 
 
 def transform_batches(

@@ -16,7 +16,8 @@ from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
-from dpex.wire.block_format import BLOCK_LOST, Block, Entry
+from dpex.wire.block_format import Block, Entry
+from dpex.wire.losses import Loss, LossCause
 from dpex.wire.receiver import Arrival
 from dpex.wire.timings import Costs
 from dpex.worker.binding import Binding
@@ -26,8 +27,9 @@ from dpex.worker.training_settings import Settings
 
 WORKERS = 2
 RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
-# What becomes of a chunk: its entries, the texts of errors in their place, or the pipeline's end.
-Fate = Sequence[Entry] | Sequence[str] | None
+# What becomes of a chunk: its entries, its losses, or the pipeline's end.
+Fate = Sequence[Entry] | Sequence[Loss] | None
+DIED, BLOCK = Loss(LossCause.TASK, "died"), Loss(LossCause.BLOCK, "a block was lost")
 
 
 class Indices:
@@ -62,7 +64,7 @@ class FakeRun:
         self._pipeline, self._key = pipeline, key
         self._arrivals: deque[Arrival] = deque()
         self._late: deque[Arrival] = deque()
-        self._errors: list[str] = []
+        self._losses: list[Loss] = []
         self.receiver = self
         self._fed = 0
         self.ended = self.lost = self.closed = False
@@ -77,7 +79,7 @@ class FakeRun:
             if fate is None:
                 self.ended = self.lost = True
                 continue
-            self._errors += [part for part in fate if isinstance(part, str)]
+            self._losses += [part for part in fate if isinstance(part, Loss)]
             if entries := [part for part in fate if isinstance(part, Entry)]:
                 block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100, ("", ""))
                 late = self._pipeline.late in chunk.numbers
@@ -88,7 +90,7 @@ class FakeRun:
         return 0 if self._pipeline.at_work or self.ended or self._late else self._fed
 
     def wait(self, _: float | None, quiet_above: int) -> bool:
-        return bool(self._arrivals or self._errors or self.ended or self.quiet_at > quiet_above)
+        return bool(self._arrivals or self._losses or self.ended or self.quiet_at > quiet_above)
 
     def take(self) -> Arrival | None:
         if self._arrivals:
@@ -96,9 +98,9 @@ class FakeRun:
         self._arrivals, self._late = self._late, self._arrivals  # for the next look
         return None
 
-    def take_errors(self) -> list[str]:
-        errors, self._errors = self._errors, []
-        return errors
+    def take_losses(self) -> list[Loss]:
+        losses, self._losses = self._losses, []
+        return losses
 
     def failure(self) -> None:
         return None
@@ -197,16 +199,14 @@ def test_a_batch_is_delivered_once_though_it_comes_twice() -> None:
 
 
 def test_what_a_worker_that_died_had_is_resent_one_by_one() -> None:
-    reader = Reader(
-        lambda chunk, alone: made(chunk) if alone or 4 not in chunk.numbers else ["died"]
-    )
+    reader = Reader(lambda chunk, alone: made(chunk) if alone or 4 not in chunk.numbers else [DIED])
     assert reader.batches() == list(range(12))
     assert [(n, alone) for _, n, alone in reader.pipeline.messages if alone] == [([[4]], True)]
     assert reader.meter.retries == 1
 
 
 def test_a_batch_that_kills_every_worker_is_an_error_and_the_others_come() -> None:
-    reader = Reader(lambda chunk, _: ["died"] if 4 in chunk.numbers else made(chunk))
+    reader = Reader(lambda chunk, _: [DIED] if 4 in chunk.numbers else made(chunk))
     outcomes = {entry.batch: entry.outcome for entry in reader}
     assert [batch for batch, outcome in outcomes.items() if outcome == "error"] == [4]
     assert list(outcomes) == list(range(12))
@@ -216,12 +216,12 @@ def test_lost_blocks_are_made_again_and_end_the_epoch_if_no_block_comes() -> Non
     lost = iter([True, True, False])
 
     def fate(chunk: Chunk, _: bool) -> Fate:
-        return [BLOCK_LOST] if 11 in chunk.numbers and next(lost) else made(chunk)
+        return [BLOCK] if 11 in chunk.numbers and next(lost) else made(chunk)
 
     reader = Reader(fate)
     assert reader.batches() == list(range(12))
     assert reader.meter.retries == 2
-    never = Reader(lambda chunk, _: [BLOCK_LOST] if 11 in chunk.numbers else made(chunk))
+    never = Reader(lambda chunk, _: [BLOCK] if 11 in chunk.numbers else made(chunk))
     for call in (never.batches, never.epoch.raise_failure):
         with pytest.raises(ChunkLostError, match=r"the next one is 1[01].* a block was lost"):
             call()
@@ -253,7 +253,7 @@ def test_an_epoch_whose_pipelines_are_all_lost_fails() -> None:
 def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader = Reader(lambda chunk, _: ["died"] if 4 in chunk.numbers else made(chunk))
+    reader = Reader(lambda chunk, _: [DIED] if 4 in chunk.numbers else made(chunk))
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

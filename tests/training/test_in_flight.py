@@ -8,7 +8,10 @@ from chunks import RUN, sent
 
 from dpex.training.in_flight import InFlight, joined_streams
 from dpex.wire.block_format import Entry
+from dpex.wire.losses import Loss, LossCause
 from dpex.worker.map_style import Chunk
+
+DIED = Loss(LossCause.TASK, "died")
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:
@@ -67,21 +70,21 @@ def test_chunks_are_lost_once_all_of_them_are_done_without_their_batches() -> No
 
 def test_after_an_error_nothing_is_sent_until_all_has_arrived() -> None:
     flight = in_flight(sent(0, 0, 2).chunk)
-    flight.note_errors(["died"])
+    flight.note_losses([DIED])
     flight.settle()
     assert flight.draining
     flight.arrive(0, entries(0, 3))
     flight.settle()
     assert not flight.draining
-    assert flight.errors == ["died"]  # of the chunks that arrived, for all dpex knows
+    assert flight.losses == [DIED]  # of the chunks that arrived, for all dpex knows
 
 
-def test_errors_are_forgotten_once_a_later_chunk_has_arrived() -> None:
+def test_losses_are_forgotten_once_a_later_chunk_has_arrived() -> None:
     flight = in_flight(sent(0, 0, 1).chunk)
-    flight.note_errors(["died"])
+    flight.note_losses([DIED])
     flight.arrive(0, entries(0))
     flight.settle()
     flight.add(flight.numbered([sent(0, 1, 1).chunk], RUN), alone=False, tries=1)
     flight.arrive(1, entries(1))
     flight.settle()
-    assert flight.errors == []
+    assert flight.losses == []

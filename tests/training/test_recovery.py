@@ -7,7 +7,11 @@ from chunks import sent
 
 from dpex.errors import ChunkLostError
 from dpex.training.recovery import Recovery, recover
-from dpex.wire.block_format import BLOCK_LOST
+from dpex.wire.losses import Loss, LossCause
+
+
+def loss(text: str, cause: LossCause = LossCause.TASK) -> Loss:
+    return Loss(cause, text)
 
 
 def resent(plan: Recovery) -> list[tuple[list[list[int]], bool, int]]:
@@ -17,13 +21,13 @@ def resent(plan: Recovery) -> list[tuple[list[list[int]], bool, int]]:
 def test_each_batch_gets_a_task_of_its_own() -> None:
     chunk = sent(0, 0, 3)
     chunk.missing -= {0}
-    plan = recover([chunk, sent(1, 1, 1)], ["a worker died"])
+    plan = recover([chunk, sent(1, 1, 1)], [loss("a worker died")])
     assert resent(plan) == [([[3], [6], [1]], True, 1)]
     assert (plan.retries, plan.failed, plan.reason) == (3, [], "a worker died")
 
 
 def test_a_batch_that_is_lost_alone_fails_and_names_its_indices() -> None:
-    plan = recover([sent(0, 4, 1, tries=1), sent(1, 1, 1)], ["killed", "killed"])
+    plan = recover([sent(0, 4, 1, tries=1), sent(1, 1, 1)], [loss("killed"), loss("killed")])
     [(batch, error)] = plan.failed
     assert batch == 4
     assert isinstance(error, ChunkLostError)
@@ -34,11 +38,11 @@ def test_a_batch_that_is_lost_alone_fails_and_names_its_indices() -> None:
 
 def test_a_stream_stays_whole_and_gets_a_second_try() -> None:
     lost = [sent(0, 0, 2, stream=True), sent(1, 6, 2, stream=True)]
-    first = recover(lost, ["died"])
+    first = recover(lost, [loss("died")])
     assert resent(first) == [([[0, 3, 6, 9]], True, 1)]
-    second = recover([sent(2, 0, 4, tries=1, stream=True)], ["died"])
+    second = recover([sent(2, 0, 4, tries=1, stream=True)], [loss("died")])
     assert resent(second) == [([[0, 3, 6, 9]], True, 2)]
-    third = recover([sent(3, 0, 4, tries=2, stream=True)], ["died"])
+    third = recover([sent(3, 0, 4, tries=2, stream=True)], [loss("died")])
     assert resent(third) == []
     assert [batch for batch, _ in third.failed] == [0]
     assert third.ended == [3]
@@ -47,29 +51,29 @@ def test_a_stream_stays_whole_and_gets_a_second_try() -> None:
 def test_lost_blocks_are_resent_as_they_were() -> None:
     chunk = sent(1, 1, 3, tries=2)
     chunk.missing -= {4}
-    plan = recover([sent(0, 0, 2), chunk], [f"{BLOCK_LOST}: ObjectLostError"])
+    plan = recover([sent(0, 0, 2), chunk], [loss("ObjectLostError", LossCause.BLOCK)])
     assert resent(plan) == [([[0, 3]], False, 1), ([[1], [7]], True, 2)]
     assert (plan.blocks_only, plan.retries, plan.failed) == (True, 4, [])
 
 
 def test_a_full_store_gets_time_and_more_tries_one_at_a_time() -> None:
-    errors = ["OutOfDiskError: no room"]
-    plan = recover([sent(0, 0, 2), sent(1, 1, 1, tries=5)], errors)
+    losses = [loss("no room", LossCause.NO_ROOM), loss("died")]
+    plan = recover([sent(0, 0, 2), sent(1, 1, 1, tries=5)], losses)
     assert plan.wait_s > 0
     assert resent(plan) == [([[0], [3]], True, 1), ([[1]], True, 6)]
     assert all(message.one_by_one for message in plan.resends)
-    assert [batch for batch, _ in recover([sent(0, 0, 1, tries=6)], errors).failed] == [0]
+    assert [batch for batch, _ in recover([sent(0, 0, 1, tries=6)], losses).failed] == [0]
 
 
-@pytest.mark.parametrize("errors", [[], ["died"], [BLOCK_LOST], ["OutOfDiskError"]])
+@pytest.mark.parametrize("causes", [[], *([cause] for cause in LossCause), list(LossCause)])
 @pytest.mark.parametrize("tries", [0, 1, 6])
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_missing_batch_is_resent_or_fails_once(
-    errors: list[str], tries: int, stream: bool
+    causes: list[LossCause], tries: int, stream: bool
 ) -> None:
     lost = [sent(n, n % 3 + 6 * (n // 3), 2, tries=tries, stream=stream) for n in range(6)]
     missing = sorted(batch for chunk in lost for batch in chunk.missing)
-    plan = recover(lost, errors)
+    plan = recover(lost, [loss("lost", cause) for cause in causes])
     again = [b for message in plan.resends for c in message.chunks for b in c.numbers]
     failed = [batch for batch, _ in plan.failed]
     after_the_end = [b for b in missing for end in plan.ended if b >= end and (b - end) % 3 == 0]

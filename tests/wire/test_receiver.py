@@ -14,8 +14,9 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
-from dpex.wire.block_format import BLOCK_LOST, BlockWriter, Entry
+from dpex.wire.block_format import BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.losses import Loss, LossCause
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
 
@@ -86,8 +87,8 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
         read += [entry.batch for entry in arrival.batches]
     assert read == [0, 2]
     assert receiver.failure is None
-    [error] = receiver.take_errors()
-    assert error.startswith(BLOCK_LOST)
+    [loss] = receiver.take_losses()
+    assert loss == Loss(LossCause.BLOCK, "a block was lost: ObjectLostError")
     assert ray.get(host.calls.remote()) == [("lane", "run")]
     assert receiver.quiet_at == 0, "of the last reply, which has ended the run"
 

@@ -7,10 +7,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from dpex.wire.losses import LossCause
 from dpex.worker import actor_calls
-from dpex.worker.actor_calls import Arrived, Messages, Patience
+from dpex.worker.actor_calls import Arrived, Messages, Patience, loss_of
 
 
 class Answer:
@@ -125,3 +127,26 @@ def test_a_fork_has_a_name_of_its_own() -> None:
     os.close(writable)
     assert os.read(readable, 64).decode() != ours
     os.close(readable)
+
+
+class TestLossOf:
+    full = ray.exceptions.OutOfDiskError("no room")
+
+    def test_the_object_store_itself_is_full(self) -> None:
+        loss = loss_of(self.full)
+        assert loss.cause is LossCause.NO_ROOM
+        assert loss.text.startswith("OutOfDiskError: ")
+
+    @pytest.mark.parametrize("dual", [False, True])
+    def test_a_task_found_it_full(self, dual: bool) -> None:
+        error = ray.exceptions.RayTaskError("make_batches", "its traceback", self.full)
+        assert loss_of(error.as_instanceof_cause() if dual else error).cause is LossCause.NO_ROOM
+
+    def test_an_error_was_raised_from_it(self) -> None:
+        error = ray.exceptions.RaySystemError("the execution failed")
+        error.__cause__ = self.full
+        assert loss_of(error).cause is LossCause.NO_ROOM
+
+    def test_anything_else_is_a_failed_task(self) -> None:
+        for error in (RuntimeError("OutOfDiskError"), ray.exceptions.WorkerCrashedError()):
+            assert loss_of(error).cause is LossCause.TASK

@@ -1,0 +1,35 @@
+"""Why chunks or blocks in flight were lost."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Loss", "LossCause", "joined"]
+
+
+class LossCause(enum.Enum):
+    """What was lost, which decides how dpex recovers it."""
+
+    TASK = "a task failed, most often because its worker process died"
+    BLOCK = "a finished block was lost with its worker process or node"
+    NO_ROOM = "a block found no room: the object store and its disk are full"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that the pipeline reports.
+
+    Attributes:
+        cause: What was lost.
+        text: The reason, for error messages.
+    """
+
+    cause: LossCause
+    text: str
+
+
+def joined(losses: Iterable[Loss]) -> str:
+    """Return the reasons of losses as one text, each reason once."""
+    return "; ".join(dict.fromkeys(loss.text for loss in losses))

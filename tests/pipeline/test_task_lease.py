@@ -1,0 +1,122 @@
+"""The states of a task lease."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dpex.pipeline.task_lease import MAX_DEATHS, LeaseState, TaskLease, WaitingChunk
+from dpex.worker.actor_calls import AssignedChunk
+from dpex.worker.binding import Binding
+
+RELEASED = Binding.RELEASED
+
+
+def new_lease() -> TaskLease:
+    return TaskLease("task", "process", began=0.0)
+
+
+def give(lease: TaskLease, payload: bytes, *, worker: int = 0, alone: bool = False) -> None:
+    lease.give(WaitingChunk(payload, worker, alone), run=1)
+
+
+def test_a_lease_waits_works_and_ends() -> None:
+    lease = new_lease()
+    seen = [lease.state]
+    give(lease, b"0")
+    seen.append(lease.state)
+    lease.ask()
+    seen.append(lease.state)
+    lease.end()
+    seen.append(lease.state)
+    assert seen == [
+        LeaseState.WAITING,
+        LeaseState.WORKING,
+        LeaseState.WAITING,
+        LeaseState.ENDED,
+    ]
+
+
+@pytest.mark.parametrize("state", list(LeaseState))
+def test_each_state_has_one_meaning(state: LeaseState) -> None:
+    lease = new_lease()
+    lease.state = state
+    assert lease.waiting is (state is LeaseState.WAITING)
+    assert lease.busy is (state in {LeaseState.WORKING, LeaseState.REPEATING})
+    assert lease.ended is (state in {LeaseState.ENDED, LeaseState.REPEATING})
+    assert not (lease.waiting and (lease.busy or lease.ended))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_restarted_task_repeats_its_chunk_and_ends_only_if_it_had_ended(ended: bool) -> None:
+    lease = new_lease()
+    give(lease, b"0")
+    if ended:
+        lease.ask()
+        lease.end()
+    assert lease.repeat(0, RELEASED) == AssignedChunk(b"0", 0, RELEASED, again=True)
+    assert lease.state is (LeaseState.REPEATING if ended else LeaseState.WORKING)
+    lease.ask()
+    assert lease.state is (LeaseState.ENDED if ended else LeaseState.WAITING)
+
+
+def test_a_chunk_that_kills_its_processes_ends_the_lease() -> None:
+    lease = new_lease()
+    give(lease, b"0")
+    lease.note_process("process", 3)
+    for _ in range(MAX_DEATHS - 1):
+        lease.repeat(0, RELEASED)
+    with pytest.raises(MemoryError, match=f"died {MAX_DEATHS} times in a row"):
+        lease.repeat(0, RELEASED)
+    assert lease.state is LeaseState.ENDED
+    assert not lease.in_flight
+
+
+def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
+    lease = new_lease()
+    for payload in (b"0", b"1"):
+        give(lease, payload)
+        for _ in range(MAX_DEATHS - 1):
+            lease.repeat(0, RELEASED)
+        lease.ask()
+    assert lease.waiting
+
+
+def test_blocks_of_an_earlier_process_are_no_longer_in_flight() -> None:
+    lease = new_lease()
+    give(lease, b"0")
+    lease.note_process("process", 2)
+    lease.ask()
+    assert lease.in_flight
+    lease.note_process("another", 0)
+    assert not lease.in_flight
+
+
+@pytest.mark.parametrize("change", ["give", "end", "repeat"])
+def test_who_waits_learns_of_each_change(change: str) -> None:
+    async def scenario() -> None:
+        lease = new_lease()
+        if change == "repeat":
+            give(lease, b"0")
+            lease.ask()
+        waiting = asyncio.ensure_future(lease.answered(30))
+        await asyncio.sleep(0)
+        assert not await lease.answered(0.001)
+        if change == "give":
+            give(lease, b"1")
+        elif change == "end":
+            lease.end()
+        else:
+            lease.repeat(0, RELEASED)
+        assert await waiting
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_worker_that_restarts_is_told_so_once() -> None:
+    lease = new_lease()
+    lease.restarted = True
+    give(lease, b"0")
+    assert lease.last_chunk(RELEASED).restarted
+    assert not lease.last_chunk(RELEASED).restarted

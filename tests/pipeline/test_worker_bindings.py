@@ -1,0 +1,108 @@
+"""Which task lease a logical worker is bound to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dpex.pipeline.task_lease import TaskLease, WaitingChunk
+from dpex.pipeline.worker_bindings import WorkerBindings
+from dpex.worker.binding import Binding
+
+
+def bindings(**options: Any) -> tuple[WorkerBindings, TaskLease, TaskLease]:
+    leases = {name: TaskLease(name, "", began=0.0) for name in "ab"}
+    options = {"num_workers": 2, "binding": Binding.ALWAYS, "persistent": False, **options}
+    return WorkerBindings(leases, **options), leases["a"], leases["b"]
+
+
+def chunks(*workers: int) -> list[WaitingChunk]:
+    return [WaitingChunk(b"", worker, alone=False) for worker in workers]
+
+
+def give(made: WorkerBindings, lease: TaskLease, worker: int) -> None:
+    lease.give(*chunks(worker), run=1)
+    made.note_given(lease, worker)
+
+
+def test_a_bound_worker_s_chunks_fit_its_own_lease_alone() -> None:
+    made, a, b = bindings()
+    give(made, a, 0)
+    assert made.taken() == {0}
+    assert made.homeless(chunks(1, 0, 1)) == [1]
+    assert made.place_for(a, chunks(1, 0)) == 1
+    assert made.place_for(b, chunks(0, 1)) == 1
+    assert made.place_for(b, chunks(0, 0)) is None
+    a.end()
+    assert made.taken() == set()
+    assert made.place_for(b, chunks(0)) == 0
+
+
+def test_released_workers_chunks_fit_any_lease() -> None:
+    made, a, b = bindings(binding=Binding.RELEASED)
+    give(made, a, 0)
+    assert made.place_for(b, chunks(0)) == 0
+    assert made.homeless(chunks(0, 1)) == []
+
+
+def test_watched_workers_are_released_when_each_first_batch_changed_nothing() -> None:
+    made, a, b = bindings(binding=Binding.WATCHED)
+    for worker, lease in enumerate((a, b)):
+        give(made, lease, worker)
+        assert made.of(lease) is Binding.WATCHED
+        made.note_state(lease.name, unchanged=True)
+    assert made.binding is Binding.RELEASED
+    assert made.taken() == set()
+
+
+def test_one_change_binds_all_workers_for_good() -> None:
+    made, a, _ = bindings(binding=Binding.WATCHED)
+    give(made, a, 0)
+    made.note_state("a", unchanged=False)
+    assert made.binding is Binding.ALWAYS
+    made.note_state("a", unchanged=True)
+    assert made.taken() == {0}
+
+
+def test_a_chunk_that_was_watched_stays_so_until_it_reports() -> None:
+    made, a, b = bindings(binding=Binding.WATCHED, num_workers=1)
+    give(made, a, 0)
+    give(made, b, 1)
+    made.note_state("a", unchanged=True)
+    assert made.binding is Binding.RELEASED
+    assert made.of(a) is Binding.RELEASED
+    assert made.of(b) is Binding.WATCHED
+    made.note_asked(b)
+    assert made.of(b) is Binding.RELEASED
+    assert made.place_for(a, chunks(1)) == 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iteration_starts_with_new_workers_unless_they_are_persistent(persistent: bool) -> None:
+    made, a, _ = bindings(persistent=persistent)
+    give(made, a, 0)
+    made.begin(in_run=False)
+    assert made.taken() == {0}
+    assert made.keeps_state(a, in_run=False) is persistent
+    made.begin(in_run=True)
+    assert made.taken() == ({0} if persistent else set())
+    assert made.keep_state is persistent
+
+
+def test_a_worker_that_had_another_process_is_restarted() -> None:
+    made, a, b = bindings()
+    give(made, a, 0)
+    assert not a.restarted
+    a.end()
+    give(made, b, 0)
+    assert b.restarted
+
+
+def test_a_chunk_that_was_sent_alone_frees_its_worker_when_something_is_lost() -> None:
+    made, a, b = bindings()
+    give(made, a, 0)
+    b.give(WaitingChunk(b"", 1, alone=True), run=1)
+    made.note_given(b, 1)
+    made.release()
+    assert made.taken() == {0}
