@@ -109,12 +109,14 @@ scale: bench-scale ## 1 to 8 nodes, then the tables in docs/scaling.md (half an 
 	$(RUN) -m benchmarks.report
 
 .PHONY: soak
-soak: $(VENV)/.installed-test ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
-	$(RUN) tests/programs/soak.py $(SOAK_ARGS)
+soak: $(VENV)/.installed-test $(VENV)/.installed-bench ## Faults of every kind, each many times (hours; SOAK_ARGS="--runs 1")
+	$(RUN) tests/programs/soak.py --out benchmarks/results/faults/soak.json $(SOAK_ARGS)
+	$(RUN) -m benchmarks.report
 
 .PHONY: endurance
-endurance: $(VENV)/.installed-test ## Whether anything grows in 300 epochs, and in 100,000 batches
-	$(RUN) tests/programs/endurance.py
+endurance: $(VENV)/.installed-test $(VENV)/.installed-bench ## Whether anything grows in 300 epochs, and in 100,000 batches
+	$(RUN) tests/programs/endurance.py --out benchmarks/results/faults/endurance.json
+	$(RUN) -m benchmarks.report
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray and torch that dpex supports

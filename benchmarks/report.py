@@ -1,8 +1,8 @@
 """The report: goals, rates and figures of all records, written into the documentation.
 
 ``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
-between the markers of ``docs/benchmarks.md``, ``docs/scaling.md`` and both READMEs. Nothing in it
-is typed by hand, and ``--check`` tells whether it stands there as it is.
+between the markers of ``docs/benchmarks.md``, ``docs/scaling.md``, ``docs/faults.md`` and both
+READMEs. Nothing in it is typed by hand, and ``--check`` tells whether it stands there as it is.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.archive import RESULTS, Run, read_archive, rows_of, runs_of
 from benchmarks.commands import commands_table
+from benchmarks.fault_tables import endurance_table, faults_table, read_records
 from benchmarks.goals import goals_of, goals_table
 from benchmarks.harness import comparisons
 from benchmarks.peers import TURN_ORDER
@@ -24,6 +25,7 @@ from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "overview.svg"
+FAULTS = RESULTS / "faults"
 # Before all others, in this order: what a reader looks for first.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
 # Of the short report, in the language of its page; the last one stands once for each processor.
@@ -80,6 +82,8 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
     if "scale" in by_case:
         yield "docs/scaling.md", "scale", goals_table([by_case["scale"]])
         yield "docs/scaling.md", "model", scaling_table(by_case)
+    yield "docs/faults.md", "faults", faults_table(read_records(FAULTS / "soak.json"))
+    yield "docs/faults.md", "endurance", endurance_table(read_records(FAULTS / "endurance.json"))
 
 
 def load(folder: Path) -> list[Record]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from dpex import tuning
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
@@ -41,8 +42,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
-# dpex warns if two calls of ``iter()`` took this long to pickle the dataset.
-_SLOW_PICKLING_S = 1.0
 
 
 class DpexDataLoader(DataLoader[T_co]):
@@ -267,7 +266,7 @@ class DpexDataLoader(DataLoader[T_co]):
 
         dpex must pickle it every time: only its bytes show whether it has changed.
         """
-        if seconds < _SLOW_PICKLING_S or self.persistent_workers:
+        if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
         if self._pickled_slowly:
             _warn_once(

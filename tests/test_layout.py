@@ -1,6 +1,7 @@
 """The shape of the package: imports point one way, and importing dpex costs nothing of Ray."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -246,3 +247,44 @@ except SystemExit:
 assert not {"ray", "torch"} & set(sys.modules), "a mistyped command imports torch"
 """
     )
+
+
+# Programs that start without dpex, the kernel's own limit, and the readers of samples.
+OWN_CONSTANTS = {
+    "dpex.cluster.local.forked_worker",
+    "dpex.cluster.local.forkserver",
+    "dpex.compat.late_agent",
+    "dpex.wire.semaphores",
+}
+TUNING = re.compile(
+    r"^_?[A-Z][A-Z0-9_]*_(S|SECONDS|BYTES|SHARE|TRIES)(: \S+)? = [0-9.]", re.MULTILINE
+)
+
+
+def test_every_time_and_size_that_tunes_dpex_is_in_one_module() -> None:
+    elsewhere = {
+        module: [match[0] for match in TUNING.finditer(path.read_text())]
+        for module, path in MODULES.items()
+        if not module.startswith(("dpex.datasets", "dpex.doctor"))
+    }
+    found = {module for module, names in elsewhere.items() if names}
+    assert found - {"dpex.tuning", "dpex.dataloader"} == OWN_CONSTANTS, elsewhere
+    public = [n for n in elsewhere["dpex.dataloader"] if not n.startswith("DEFAULT_")]
+    assert public == [], "only defaults of public arguments stay with the arguments"
+
+
+def test_every_tuning_constant_is_used_and_says_why() -> None:
+    tree = ast.parse(MODULES["dpex.tuning"].read_text())
+    names = {n.targets[0].id: at for at, n in enumerate(tree.body) if isinstance(n, ast.Assign)}
+    for name, at in names.items():
+        reason = tree.body[at + 1]
+        assert isinstance(reason, ast.Expr), f"{name} has no reason"
+    used = {
+        node.attr
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "tuning"
+    }
+    assert used == names.keys()

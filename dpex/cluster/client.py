@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from dpex import tuning
 from dpex.cluster.local.launch import init_ray
 from dpex.cluster.nodes_here import probe, split
 from dpex.cluster.versions import PACKAGE
@@ -13,10 +14,6 @@ from dpex.errors import ClusterError
 __all__ = ["SCHEME", "check_server", "join_through_client"]
 
 SCHEME = "ray://"
-_ANSWER_SECONDS = 15.0
-# The server starts a new process for each client. That process loads Ray and dpex's dependencies.
-_JOIN_SECONDS = 90.0
-_JOIN_TRIES = 3
 
 
 def join_through_client(address: str, name: str) -> None:
@@ -39,7 +36,7 @@ def join_through_client(address: str, name: str) -> None:
         )
     host, port = split(endpoint)
     try:
-        probe(endpoint, _ANSWER_SECONDS)
+        probe(endpoint, tuning.CLUSTER_ANSWER_S)
     except OSError as error:
         raise ClusterError(
             f"no Ray Client server answers at {name}={address!r} ({error}). Start the cluster's "
@@ -59,9 +56,9 @@ def join_through_client(address: str, name: str) -> None:
 
 def _join(address: str) -> None:
     # The server forks while gRPC's threads run, and the child sometimes crashes (Ray issue 63202).
-    for tries_left in reversed(range(_JOIN_TRIES)):
+    for tries_left in reversed(range(tuning.CLIENT_JOIN_TRIES)):
         try:
-            init_ray(_JOIN_SECONDS, address=address, runtime_env=_our_package())
+            init_ray(tuning.CLIENT_JOIN_S, address=address, runtime_env=_our_package())
         except ConnectionAbortedError:
             if not tries_left:
                 raise

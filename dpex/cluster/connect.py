@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
@@ -49,9 +50,6 @@ __all__ = [
 
 logger = logging.getLogger("dpex")
 
-_ANSWER_SECONDS = 15.0
-_STALE_SECONDS = 2.0
-_JOIN_SECONDS = 30.0
 
 _lock = threading.Lock()
 _current: tuple[tuple[str, str], Connection] | None = None
@@ -304,7 +302,7 @@ def _running_cluster() -> str | None:
         logger.debug("ignoring %s: no node of %s runs on this host any more", file, address)
         return None
     try:
-        probe(address, _STALE_SECONDS)
+        probe(address, tuning.STALE_S)
     except OSError as error:
         logger.debug("ignoring %s: nobody answers at %s (%s)", file, address, error)
         return None
@@ -328,10 +326,10 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
     host, port = split(address)
     command = f"`ray start --address={address} --num-cpus=0`"
     try:
-        raylets, node = launch.within(_ANSWER_SECONDS, lambda: _answering(address))
+        raylets, node = launch.within(tuning.CLUSTER_ANSWER_S, lambda: _answering(address))
     except OSError as error:
         raise ClusterError(
-            f"no Ray cluster answers at {name}={address!r} within {_ANSWER_SECONDS:g} s "
+            f"no Ray cluster answers at {name}={address!r} within {tuning.CLUSTER_ANSWER_S:g} s "
             f"({error}). Check the address, or start the cluster: `ray start "
             f"--head --port={port}` on {host}, then {command} on this host if it is another"
         ) from error
@@ -347,7 +345,7 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
     if token:
         require_token(token)
     try:
-        launch.init_ray(_JOIN_SECONDS, address=node.address if node else address, **options)
+        launch.init_ray(tuning.JOIN_S, address=node.address if node else address, **options)
     except Exception as error:
         launch.disconnect()
         forget_token()
@@ -364,7 +362,7 @@ def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
     raylets = local_raylets()
     node = node_of(address, raylets or [])
     # Ray's head listens on its node's own address, so a probe of "localhost" may fail.
-    probe(node.address if node else address, _ANSWER_SECONDS)
+    probe(node.address if node else address, tuning.CLUSTER_ANSWER_S)
     return raylets, node
 
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpex import tuning
+
 __all__ = ["IdleCores", "free_memory", "usable_cores", "usable_memory"]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
-# The kernel counts in hundredths of a second, so a measurement over a shorter span is inaccurate.
-_SPAN_S = 0.3
 
 
 def usable_cores() -> int:
@@ -106,7 +106,7 @@ class IdleCores:
         before, idle_before_s = self._before
         if math.isinf(idle_s):
             return True
-        if now - before >= _SPAN_S:
+        if now - before >= tuning.CORES_SPAN_S:
             self._idle = idle_s - idle_before_s >= (now - before) / 2
             self._before = now, idle_s
         return self._idle

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpex import tuning
 from dpex.cluster.local.launch import within
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "split",
 ]
 
-_LOOKUP_SECONDS = 2.0
 HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@,]+):(?P<port>[0-9]{1,5})")
 
 
@@ -123,7 +123,7 @@ def same_endpoint(one: str, other: str) -> bool:
 def _ips(host: str) -> set[str]:
     """Resolve a host name; each of this machine's own addresses becomes ``"here"``."""
     try:
-        found = within(_LOOKUP_SECONDS, lambda: socket.getaddrinfo(host, None))
+        found = within(tuning.LOOKUP_S, lambda: socket.getaddrinfo(host, None))
     except (OSError, TimeoutError):
         return set()
     ips = {str(entry[4][0]) for entry in found}

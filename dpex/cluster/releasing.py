@@ -13,11 +13,12 @@ import queue
 import threading
 from collections.abc import Callable
 
+from dpex import tuning
+
 __all__ = ["be_ready", "release_later"]
 
 logger = logging.getLogger("dpex")
 
-_EXIT_WAIT_S = 2.0
 
 # SimpleQueue.put() is reentrant, so finalizers may call it; Queue.put() is not.
 _calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -51,7 +52,7 @@ def _end() -> None:
     """Stop the thread, so that it is not inside Ray when Ray shuts down."""
     if _thread is not None:
         _calls.put(None)
-        _thread.join(_EXIT_WAIT_S)
+        _thread.join(tuning.EXIT_S)
 
 
 def _forget_after_fork() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from dpex import tuning
 from dpex.cluster.local.launch import quiet_ray
 from dpex.errors import ClusterError
 
@@ -18,12 +19,6 @@ PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger("dpex")
 
-_ANSWER_SECONDS = 10.0
-# The nodes of a cluster come from a few images, so this many nodes are a sufficient sample.
-_MAX_NODES_ASKED = 64
-# Ray deletes an uploaded package that no job names, and only tasks name dpex's package. A node that
-# joins weeks after the training started must still find it.
-_PACKAGE_KEPT_SECONDS = 60 * 86_400
 
 Versions = dict[str, str | None]
 
@@ -117,14 +112,16 @@ def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str,
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    deadline = time.monotonic() + _ANSWER_SECONDS
+    deadline = time.monotonic() + tuning.VERSIONS_S
     nodes = [
         node
         for node in ray.nodes()
         if node["Alive"] and (node["Resources"].get("CPU", 0) > 0 or node["NodeID"] == including)
     ]
-    if len(nodes) > _MAX_NODES_ASKED:
-        logger.debug("asking %d of %d nodes for their versions", _MAX_NODES_ASKED, len(nodes))
+    if len(nodes) > tuning.MOST_NODES_ASKED:
+        logger.debug(
+            "asking %d of %d nodes for their versions", tuning.MOST_NODES_ASKED, len(nodes)
+        )
     task = ray.remote(probe)
     asked = {
         task.options(
@@ -133,7 +130,7 @@ def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str,
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote(): str(node["NodeManagerAddress"])
-        for node in nodes[:_MAX_NODES_ASKED]
+        for node in nodes[: tuning.MOST_NODES_ASKED]
     }
     answers = []
     refs = list(asked)
@@ -153,7 +150,7 @@ def _ask_nodes(probe: Callable[[], Versions], including: str) -> list[tuple[str,
     for ref in late:
         # Do not cancel the task. A cancellation during the import of numpy leaves a process that
         # can never import numpy again, and Ray reuses that process for other tasks.
-        logger.debug("node %s did not tell its versions within %g s", asked[ref], _ANSWER_SECONDS)
+        logger.debug("node %s did not tell its versions within %g s", asked[ref], tuning.VERSIONS_S)
     return answers
 
 
@@ -199,7 +196,7 @@ def _send_dpex(nodes: str) -> dict[str, Any]:
         from dpex.compat.uploads import upload_package
 
         with quiet_ray():
-            uris = upload_package(PACKAGE, _PACKAGE_KEPT_SECONDS)
+            uris = upload_package(PACKAGE, tuning.PACKAGE_KEPT_S)
     except (ImportError, AttributeError, TypeError) as error:
         raise ClusterError(
             f"dpex is missing, or another version, on {nodes}, and Ray {ray.__version__} offers "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dpex import tuning
 from dpex.compat import late_agent
 from dpex.compat.shortcut import PrivateName, Shortcut, replaced
 
@@ -118,9 +119,6 @@ LOOPBACK = Shortcut(
     single_host=_SINGLE_HOST,
 )
 
-_NODE_POLL_S = 0.01
-# A node takes about a second to register.
-_NODE_WAIT_S = 10.0
 # Without these Ray has no dashboard.
 _DASHBOARDS_OWN = ("aiohttp_cors", "opencensus", "prometheus_client")
 # The port that Ray's agents publish if they do not listen.
@@ -171,13 +169,13 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
     def wait_for_node(gcs_address: str, node_id: str) -> None:
         state = found["global_state"]()
         found["initialize_state"](state, found["options_of"](gcs_address))
-        deadline = time.monotonic() + _NODE_WAIT_S
+        deadline = time.monotonic() + tuning.NODE_START_S
         while not any(
             node["NodeID"] == node_id and node["Alive"] for node in found["node_table"](state)
         ):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no node has registered in {_NODE_WAIT_S:.0f} s")
-            time.sleep(_NODE_POLL_S)
+                raise TimeoutError(f"no node has registered in {tuning.NODE_START_S:.0f} s")
+            time.sleep(tuning.NODE_POLL_S)
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         try:
@@ -200,7 +198,7 @@ def lean_start(worker_program: Path | None) -> Iterator[Callable[[], None]]:
         _START_RAYLET: start_raylet,
         _GET_NODE: get_node,
         _WAIT_FOR_PORT: functools.partial(
-            found["wait_for_port"], poll_interval_ms=int(_NODE_POLL_S * 1e3)
+            found["wait_for_port"], poll_interval_ms=int(tuning.NODE_POLL_S * 1e3)
         ),
     }
     with replaced(replacements | own_group), _late_agents() as want_agents:

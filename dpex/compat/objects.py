@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from dpex import tuning
 from dpex.compat.shortcut import private_ray_allowed
 from dpex.wire.memory_map import address_of, spans
 
 __all__ = ["private_mappings"]
-
-
-# A mapping costs one or two system calls, and a page fault for every 64 KB.
-_MAPPED_BYTES = 1 << 20
 
 
 def private_mappings(
@@ -35,7 +32,7 @@ def private_mappings(
         For each view, a writable array of the same bytes. None if the view has less than 1 MB
         or the object store cannot be mapped: the caller must copy it.
     """
-    large = [view for view in views if view.nbytes >= _MAPPED_BYTES]
+    large = [view for view in views if view.nbytes >= tuning.MAPPED_BYTES]
     if not large or not private_ray_allowed():
         return [None] * len(views)
     start = min(map(address_of, large))
@@ -49,7 +46,9 @@ def private_mappings(
     copy.sources = large
     memory = np.frombuffer(copy, np.uint8)[copy.offset :]
     return [
-        memory[address_of(view) - start :][: view.nbytes] if view.nbytes >= _MAPPED_BYTES else None
+        memory[address_of(view) - start :][: view.nbytes]
+        if view.nbytes >= tuning.MAPPED_BYTES
+        else None
         for view in views
     ]
 

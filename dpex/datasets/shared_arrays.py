@@ -27,6 +27,7 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
+from dpex import tuning
 from dpex.datasets.node_memory import claim, job_directory, memory, one_at_a_time
 from dpex.wire.memory_map import address_of, from_files
 from dpex.wire.pickling import give_back_memory
@@ -36,8 +37,6 @@ __all__ = ["forget_at_exit", "share_arrays"]
 logger = logging.getLogger("dpex")
 
 _MEMORY = "arrays"
-# Smaller arrays are not shared: a mapping takes several system calls and a file.
-_LARGE_BYTES = 1 << 20
 # Each shared region keeps a file open.
 _MOST_REGIONS = 64
 
@@ -129,7 +128,7 @@ def _regions(arrays: list[_Array]) -> list[list[_Array]]:
         clusters[-1].append(array)
         end = max(end, array.start + array.size)
     same = (c for c in clusters if len({(array.start, array.size) for array in c}) == 1)
-    large = [cluster for cluster in same if cluster[0].size >= _LARGE_BYTES]
+    large = [cluster for cluster in same if cluster[0].size >= tuning.MAPPED_BYTES]
     return sorted(large, key=lambda cluster: -cluster[0].size)[:_MOST_REGIONS]
 
 

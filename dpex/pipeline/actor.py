@@ -20,24 +20,19 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dpex import tuning
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.local.forkserver import inheritance
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
-from dpex.pipeline.fair_share import ACTOR_PREFIX, POLL_S, FairShare, ask_others, free_cpus
+from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
 from dpex.pipeline.scheduler import OtherJobs, Scheduler
-from dpex.pipeline.task_lease import MAX_DEATHS
 from dpex.wire.losses import Loss, LossCause
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
-from dpex.worker.task import FIRST_TASKS
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]
 
-_QUIET_WAIT_S = 1.0
-# Persistent logical workers keep state, so begin() waits longer for them, as torch does.
-_STATE_WAIT_S = 60.0
-_MAX_RECENT = 10_000
 # Ray releases the CPUs of a task that waits for an answer, but not these resources.
 _HELD_WHILE_WAITING = frozenset({"resources", "memory", "accelerator_type"})
 
@@ -97,7 +92,7 @@ class _Pipeline:
             persistent=spec.persistent,
             idle=None if spec.claims_cpus else IdleCores().any,
             somebody_waits=somebody_waits,
-            first_tasks=FIRST_TASKS,
+            first_tasks=tuning.FIRST_TASKS,
         )
         self._starts: Counter[tuple[str, int, int]] = Counter()
         self.arrived = Arrived()
@@ -113,7 +108,7 @@ class _Pipeline:
 
     async def _add_tasks(self, spec: PipelineSpec) -> None:
         """Start the Dataset of the further tasks once the scheduler wants the first of them."""
-        if await self.scheduler.more_tasks(FIRST_TASKS) is not None:
+        if await self.scheduler.more_tasks(tuning.FIRST_TASKS) is not None:
             self._execute(spec, first=False, further=True)
 
     def _execute(self, spec: PipelineSpec, *, first: bool, further: bool) -> None:
@@ -201,9 +196,9 @@ class _Pipeline:
             origin: The task of the first stage that made the block, and its process.
         """
         self._starts[block] += 1
-        if self._starts[block] <= MAX_DEATHS:
+        if self._starts[block] <= tuning.MAX_DEATHS:
             return True
-        text = f"the worker process of a later stage died {MAX_DEATHS} times in a row"
+        text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
         self.deliver(origin, [], 0, Loss(LossCause.TASK, text))
         return False
 
@@ -222,9 +217,9 @@ class _Recent(OrderedDict[str, None]):
     """The names that were added last: a call asks for a name soon after its addition."""
 
     def add(self, name: str) -> None:
-        """Add a name, and remove the oldest if there are more than ``_MAX_RECENT``."""
+        """Add a name, and remove the oldest names that are too many."""
         self[name] = None
-        while len(self) > _MAX_RECENT:
+        while len(self) > tuning.MAX_CLOSED_PIPELINES:
             self.popitem(last=False)
 
 
@@ -288,7 +283,7 @@ class _PipelineActor:
         if pipeline_key in self._closed:
             return False
         pipeline = await self._opening(pipeline_key)
-        patience_s = _STATE_WAIT_S if pipeline.scheduler.keeps_state else _QUIET_WAIT_S
+        patience_s = tuning.STATE_QUIET_S if pipeline.scheduler.keeps_state else tuning.QUIET_S
         deadline = time.monotonic() + patience_s
         while pipeline.scheduler.at_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -483,7 +478,7 @@ class _PipelineActor:
             opened = self._opened()
             waits = any(pipeline.scheduler.waits for pipeline in opened)
             # Between iterations the answer is None: an old answer would mislead the next iteration.
-            others, pause_s = None, POLL_S
+            others, pause_s = None, tuning.POLL_S
             if waits or any(pipeline.scheduler.in_run for pipeline in opened):
                 others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)
             for pipeline in opened:

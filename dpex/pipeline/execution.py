@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dpex import tuning
+
 if TYPE_CHECKING:
     import ray.data
 
 __all__ = ["Execution"]
 
 logger = logging.getLogger("dpex")
-
-# torch's time limit for the end of its workers.
-_END_S = 5.0
 
 
 class Execution:
@@ -52,4 +51,4 @@ class Execution:
     def close(self) -> None:
         """Wait some seconds for the execution to end, which it does when its tasks have ended."""
         self._closed = True
-        self._thread.join(_END_S)
+        self._thread.join(tuning.END_S)

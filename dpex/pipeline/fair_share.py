@@ -21,26 +21,14 @@ from typing import Any, cast
 
 import ray
 
+from dpex import tuning
 from dpex.pipeline.scheduler import OtherJobs
 from dpex.worker.actor_calls import NAMESPACE
 
-__all__ = ["ACTOR_PREFIX", "FairShare", "POLL_S", "ask_others", "free_cpus"]
+__all__ = ["ACTOR_PREFIX", "FairShare", "ask_others", "free_cpus"]
 
 ACTOR_PREFIX = "dpex-host-"
 """Prefix of the names of pipeline actors."""
-POLL_S = 0.25
-"""Seconds between two reports of a pipeline actor, if there are few actors."""
-
-# The recorder answers at most this many calls per second, however many actors there are.
-_CALLS_PER_S = 64
-# An actor is idle or dead if it has not reported for this many pauses and this many seconds.
-_GONE_PAUSES = 3
-_GONE_S = 3.0
-# After this time without a waiting task, each job may keep one, which an autoscaler sees.
-_CALM_S = 5.0
-_ANSWER_S = 2.0
-# How often an actor looks up the recorder.
-_LOOK_S = 5.0
 
 
 class FairShare:
@@ -62,7 +50,7 @@ class FairShare:
     @property
     def pause_s(self) -> float:
         """Seconds that a pipeline actor waits before it reports again."""
-        return max(POLL_S, len(self._hosts) / _CALLS_PER_S)
+        return max(tuning.POLL_S, len(self._hosts) / tuning.REPORTS_PER_S)
 
     async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
         """Record a pipeline actor's report, and return the state of the other training jobs.
@@ -76,19 +64,19 @@ class FairShare:
         """
         now = time.monotonic()
         self._hosts[name] = (now, waits)
-        gone_s = max(_GONE_S, _GONE_PAUSES * self.pause_s)
+        gone_s = max(tuning.GONE_S, tuning.GONE_PAUSES * self.pause_s)
         self._hosts = {n: host for n, host in self._hosts.items() if now - host[0] < gone_s}
         if waits:
             self._waited_at = now
         if len(self._hosts) == 1:
             return None, self.pause_s
-        if now - self._looked_at >= POLL_S:
+        if now - self._looked_at >= tuning.POLL_S:
             self._looked_at = now
             loop = asyncio.get_running_loop()
             self._free.append(await loop.run_in_executor(None, self._free_cpus))
         others_wait = any(waits for n, (_, waits) in self._hosts.items() if n != name)
         free = int(min(self._free))
-        calm = now - self._waited_at >= _CALM_S
+        calm = now - self._waited_at >= tuning.CALM_S
         room = max(1, free // len(self._hosts)) if free else int(calm)
         return OtherJobs(others_wait, room), self.pause_s
 
@@ -104,12 +92,12 @@ def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
     If the recorder does not answer, the other jobs are None.
     """
     try:
-        notes = _who_notes(int(time.monotonic() / _LOOK_S))
-        answer = ray.get(notes.others.remote(name, waits), timeout=_ANSWER_S)
+        notes = _who_notes(int(time.monotonic() / tuning.RECORDER_S))
+        answer = ray.get(notes.others.remote(name, waits), timeout=tuning.RECORDER_ANSWER_S)
         others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
     except Exception:  # it has died, or has another dpex version: sharing must not stop work
         _who_notes.cache_clear()
-        return None, POLL_S
+        return None, tuning.POLL_S
     return others, pause_s
 
 

@@ -12,16 +12,13 @@ from typing import Any
 
 import ray
 
+from dpex import tuning
 from dpex.cluster.local.launch import within
 from dpex.errors import ClusterError
 
 __all__ = ["Nodes"]
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S = 5.0
-# dpex leaves a head that does not answer in time to Ray, which mostly ends this process.
-_ANSWER_S = 1.0
 
 
 class Nodes:
@@ -47,7 +44,7 @@ class Nodes:
         if not ray.is_initialized():
             return
         try:
-            nodes = within(_ANSWER_S, ray.nodes)
+            nodes = within(tuning.HEAD_ANSWER_S, ray.nodes)
         except Exception:  # such as gRPC's, if a Ray Client has lost its server
             return
         dead = {node["NodeID"] for node in nodes if not node["Alive"]}
@@ -71,10 +68,10 @@ class Nodes:
             Exception: The pipeline actor raised it, or the actor has died.
         """
         began = time.monotonic()
-        told_s = _LOOK_S
+        told_s = tuning.HEAD_LOOK_S
         while True:
             try:
-                return ray.get(ref, timeout=_LOOK_S)
+                return ray.get(ref, timeout=tuning.HEAD_LOOK_S)
             except ray.exceptions.GetTimeoutError:
                 self.look()
             waited_s = time.monotonic() - began

@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dpex import tuning
 from dpex.pipeline.task_lease import TaskLease, WaitingChunk
 from dpex.pipeline.task_starts import TaskStarts
 from dpex.pipeline.worker_bindings import WorkerBindings
@@ -26,33 +27,6 @@ from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
 __all__ = ["OtherJobs", "Scheduler"]
-
-# The length of a lease if other Ray tasks may wait for the task's CPU. A lease has no time limit
-# otherwise.
-_LEASE_S = 5.0
-# The length of a lease while a task of another training job waits.
-_WAITED_FOR_LEASE_S = 1.0
-# The lease of a bound logical worker has no time limit. A task that has waited gets its CPU back
-# even if none is free. So bound leases alternate while a task of another training job waits. They
-# get no chunks for this time, then get chunks for the same time.
-_HELD_BACK_S = 5.0
-# If CPUs are free, a waiting task of another training job most likely waits until its process has
-# started and loaded torch. The job counts as waiting only after this time.
-_PROCESS_STARTS_S = 10.0
-# How long a task waits for its next chunk: if other Ray tasks may want what it holds, and if not.
-# Without the longer wait, most tasks would end in the last second of each iteration. With 32 tasks
-# that use public names of Ray, starting them again takes two seconds of an iteration of seven.
-_IDLE_S = 0.5
-_LONG_IDLE_S = 30.0
-# If no task asks for this time, samples may wait for samples of logical workers that have not
-# started. On a machine without an idle processor, samples may also just take long. So dpex then
-# waits for the longer time before it starts more tasks.
-_STUCK_IDLE_S = 1.0
-_STUCK_S = 3.0
-# How often the scheduler checks conditions that change with time.
-_LOOK_S = 0.1
-# How many ended leases are kept, because Ray restarts a task if its output is lost.
-_MAX_ENDED = 256
 
 
 @dataclass(frozen=True)
@@ -113,9 +87,9 @@ class Scheduler:
         self._num_workers = num_workers
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
-        self._lease_s = _LEASE_S if claims_cpus else math.inf
+        self._lease_s = tuning.LEASE_S if claims_cpus else math.inf
         # A task that resumes after a wait gets its CPU back, even if none is free.
-        self._patience_s = _IDLE_S if holds_resources or claims_cpus else _LONG_IDLE_S
+        self._patience_s = tuning.IDLE_S if holds_resources or claims_cpus else tuning.LONG_IDLE_S
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
@@ -214,7 +188,7 @@ class Scheduler:
     async def _wait_for_answer(self, lease: TaskLease) -> None:
         """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""
         waits_since = time.monotonic()
-        while lease.waiting and not await lease.answered(_IDLE_S):
+        while lease.waiting and not await lease.answered(tuning.IDLE_S):
             self._hand_out()
             too_long = time.monotonic() - waits_since >= self._patience_of(lease)
             if lease.waiting and too_long and not self._adopt(lease):
@@ -229,7 +203,7 @@ class Scheduler:
             return math.inf
         others_wait = self._others is not None and self._others.wait
         wanted = self._bindings.homeless(self._chunks) or others_wait or self._somebody_waits()
-        return math.inf if self.in_run and not wanted else _IDLE_S
+        return math.inf if self.in_run and not wanted else tuning.IDLE_S
 
     def _adopt(self, lease: TaskLease) -> bool:
         """Bind one more logical worker to a lease, and give it that worker's chunk.
@@ -278,7 +252,7 @@ class Scheduler:
     def _expired(self, lease: TaskLease) -> bool:
         """Return whether a lease has taken its time."""
         waited_for = time.monotonic() >= self._waited_for_since
-        lease_s = _WAITED_FOR_LEASE_S if waited_for else self._lease_s
+        lease_s = tuning.WAITED_FOR_LEASE_S if waited_for else self._lease_s
         late = lease.given > 0 and time.monotonic() - lease.began >= lease_s
         if not late or lease.workers:
             return False
@@ -299,7 +273,7 @@ class Scheduler:
         # A lease that holds other resources waits only briefly; it would end, and another begin.
         if not lease.workers or self._holds_resources or waited_for_s < 0:
             return False
-        return waited_for_s % (2 * _HELD_BACK_S) < _HELD_BACK_S
+        return waited_for_s % (2 * tuning.HELD_BACK_S) < tuning.HELD_BACK_S
 
     def note_state(self, name: str, unchanged: bool) -> None:
         """Record whether a batch left its dataset copy unchanged; see ``WorkerBindings``."""
@@ -350,7 +324,7 @@ class Scheduler:
 
     def _forget_ended(self) -> None:
         ended = [name for name, lease in self._leases.items() if lease.ended]
-        for name in ended[: max(0, len(ended) - max(_MAX_ENDED, 4 * self.parallel))]:
+        for name in ended[: max(0, len(ended) - max(tuning.MAX_ENDED_LEASES, 4 * self.parallel))]:
             del self._leases[name]
 
     def drop(self) -> None:
@@ -401,7 +375,7 @@ class Scheduler:
                 self._tasks.start(tasks)
                 continue
             self._changed.clear()
-            timeout = _LOOK_S if self._chunks else None
+            timeout = tuning.LOOK_S if self._chunks else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout)
         return None
@@ -412,7 +386,7 @@ class Scheduler:
         if others is None or not others.wait:
             self._waited_for_since = math.inf
         else:
-            since = time.monotonic() + (_PROCESS_STARTS_S if others.room else 0.0)
+            since = time.monotonic() + (tuning.PROCESS_STARTS_S if others.room else 0.0)
             self._waited_for_since = min(since, self._waited_for_since)
         self._hand_out()
         self._changed.set()
@@ -463,6 +437,6 @@ class Scheduler:
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for logical workers that have not started."""
         quiet_s = time.monotonic() - self._asked_at
-        if self._tasks.pending or not self._chunks or quiet_s < _STUCK_IDLE_S:
+        if self._tasks.pending or not self._chunks or quiet_s < tuning.STUCK_IDLE_S:
             return False
-        return quiet_s >= _STUCK_S or self._idle_machine is None or self._idle_machine()
+        return quiet_s >= tuning.STUCK_S or self._idle_machine is None or self._idle_machine()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dpex import tuning
 from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
 from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
@@ -47,7 +48,6 @@ __all__ = ["RemoteRun", "Session"]
 
 logger = logging.getLogger("dpex")
 
-_EXIT_WAIT_S = 2.0
 # RayActorError includes ActorUnavailableError: dpex also replaces an actor that it cannot reach.
 _ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
 _PIPELINE_LOST = (
@@ -55,12 +55,6 @@ _PIPELINE_LOST = (
     ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
 )
-# In most cases, Ray restarts the work of a dead node elsewhere within this time.
-_NODE_REPLACED_S = 10.0
-# How long a loader waits for a node that meets worker_options, if nothing starts nodes.
-_NODE_JOINS_S = 300.0
-# dpex warns about a larger dataset, which is better built on the nodes that read it.
-_LARGE_BYTES = 100 << 20
 # Numbers the sessions of this process, for the tag of their metrics.
 _numbers = itertools.count()
 
@@ -217,7 +211,7 @@ class Session:
             ClusterError: No node meets the options, no such node has joined for minutes, and the
                 cluster has no autoscaler to start one.
         """
-        lacking = self._lacking() if waited_s >= _NODE_JOINS_S else None
+        lacking = self._lacking() if waited_s >= tuning.NODE_JOINS_S else None
         if lacking is not None and starts_no_nodes():
             raise ClusterError(
                 f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "
@@ -294,7 +288,7 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
-        if pickled.size_bytes > _LARGE_BYTES and not Session._warned_of_size:
+        if pickled.size_bytes > tuning.LARGE_DATASET_BYTES and not Session._warned_of_size:
             Session._warned_of_size = True
             warnings.warn(
                 f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
@@ -533,7 +527,7 @@ def _end_open_runs() -> None:
     """End all open runs, so that no thread is inside Ray when Ray shuts down."""
     for run in list(_open_runs):
         run.end()
-    deadline = time.monotonic() + _EXIT_WAIT_S
+    deadline = time.monotonic() + tuning.EXIT_S
     for receiver in list(_receivers):
         receiver.join(max(0.0, deadline - time.monotonic()))
 
@@ -613,7 +607,7 @@ class RemoteRun:
             return True
         died_at = self._nodes.died_at
         quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
-        if died_at < self._began_at or quiet_s < _NODE_REPLACED_S + batch_s:
+        if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
             return False
         self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
         return True

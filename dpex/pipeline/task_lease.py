@@ -8,13 +8,12 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from dpex import tuning
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["MAX_DEATHS", "LeaseState", "TaskLease", "WaitingChunk"]
+__all__ = ["LeaseState", "TaskLease", "WaitingChunk"]
 
-MAX_DEATHS = 4
-"""How often a worker process may die on one chunk or block. Ray restarts tasks without limit."""
 
 # Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
 # chunk. So a restarted task repeats at most this many chunks.
@@ -178,7 +177,7 @@ class TaskLease:
             MemoryError: The process has died too often on the chunk; the lease has ended.
         """
         self._deaths += place == 0
-        if self._deaths >= MAX_DEATHS:
+        if self._deaths >= tuning.MAX_DEATHS:
             self.made = self.delivered
             self.end()
             raise MemoryError(

@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["TaskStarts"]
+from dpex import tuning
 
-# The time until the cluster knows that a node's CPU is free again: Ray's nodes exchange this ten
-# times a second. A task that starts earlier would not get the node that it prefers.
-_FREED_S = 0.25
-# A task that is pending after this time requests resources that no node has.
-_HOPELESS_S = 60.0
+__all__ = ["TaskStarts"]
 
 
 class TaskStarts:
@@ -42,7 +38,7 @@ class TaskStarts:
 
     def note_ended(self) -> None:
         """Record that a task's lease has ended."""
-        self._freed.append(time.monotonic() + _FREED_S)
+        self._freed.append(time.monotonic() + tuning.FREED_S)
         self.not_known_free()  # keeps the record short, also if nothing else asks
 
     @property
@@ -53,7 +49,7 @@ class TaskStarts:
     @property
     def may_run_soon(self) -> bool:
         """Whether a task is pending, and may still get its resources."""
-        return bool(self.pending) and time.monotonic() - self._started_at < _HOPELESS_S
+        return bool(self.pending) and time.monotonic() - self._started_at < tuning.HOPELESS_S
 
     def not_known_free(self) -> int:
         """Return how many tasks ended so recently that their CPUs count as in use."""

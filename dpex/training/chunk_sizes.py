@@ -11,24 +11,9 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["ChunkPlanner"]
+from dpex import tuning
 
-_CHUNK_SECONDS = 1.0
-_MOST_CHUNK_SECONDS = 5.0
-_CHUNKS_PER_SECOND = 20
-_CHUNK_BYTES = 256 << 20
-# Chunks grow by this factor each time that every logical worker has had one more chunk.
-_GROWTH = 4
-# Chunks for each logical worker: one that a task makes, one that waits, and one being drawn.
-_CHUNKS_IN_WINDOW = 3
-# If fewer tasks run than there are logical workers, chunks are shorter, down to this share.
-_LEAST_CHUNK_SHARE = 0.1
-# The fractional parts of its multiples are evenly distributed in [0, 1), for any number of them.
-_GOLDEN_SHARE = (math.sqrt(5) - 1) / 2
-# Limits the window even for tiny batches: dpex keeps the indices of every batch in flight.
-_MAX_WINDOW = 1024
-# Lower bound of the CPU share of a batch's time: at most 64 tasks run for each free core.
-_SMALLEST_SHARE = 1 / 64
+__all__ = ["ChunkPlanner"]
 
 
 class ChunkPlanner:
@@ -79,7 +64,7 @@ class ChunkPlanner:
         """Update the measured costs with some finished batches."""
         if batches == 0:
             return
-        share = min(1.0, max(_SMALLEST_SHARE, cpu_seconds / max(seconds, 1e-9)))
+        share = min(1.0, max(tuning.LEAST_CPU_SHARE, cpu_seconds / max(seconds, 1e-9)))
         weight = 0.25 if self._observed else 1.0
         self._batch_seconds += weight * (seconds / batches - self._batch_seconds)
         self._batch_bytes += weight * (size_bytes / batches - self._batch_bytes)
@@ -115,7 +100,7 @@ class ChunkPlanner:
         if not self._observed:
             return self._guaranteed
         affordable = int(self._prefetch_bytes / max(1.0, self._batch_bytes))
-        return max(self._guaranteed, min(_MAX_WINDOW, affordable))
+        return max(self._guaranteed, min(tuning.MOST_IN_WINDOW, affordable))
 
     def size(self, *, remaining: int | None) -> int:
         """Return the number of batches for the next chunk.
@@ -125,18 +110,18 @@ class ChunkPlanner:
         """
         parallel, workers = self.parallel, self._num_workers
         # Sizes vary. With equal sizes all tasks would end, and be replaced, at the same time.
-        spread = self.chunks_issued * _GOLDEN_SHARE % 1.0
-        grown = _GROWTH ** min(10, self.chunks_issued // workers)
-        sizes = [self.window // (_CHUNKS_IN_WINDOW * workers)]
+        spread = self.chunks_issued * tuning.GOLDEN_SHARE % 1.0
+        grown = tuning.CHUNK_GROWTH ** min(10, self.chunks_issued // workers)
+        sizes = [self.window // (tuning.CHUNKS_IN_WINDOW * workers)]
         if not self._observed:
             sizes.append(1)  # samples may wait for samples of other logical workers
         else:
-            sizes.append(int(grown * (1 + (_GROWTH - 1) * spread)))
-            seconds = max(_CHUNK_SECONDS, min(_MOST_CHUNK_SECONDS, parallel / _CHUNKS_PER_SECOND))
+            sizes.append(int(grown * (1 + (tuning.CHUNK_GROWTH - 1) * spread)))
+            seconds = max(tuning.CHUNK_S, min(tuning.MOST_CHUNK_S, parallel / tuning.CHUNKS_PER_S))
             # Fewer tasks must not need more time for one chunk of every logical worker.
-            seconds *= max(_LEAST_CHUNK_SHARE, parallel / workers)
+            seconds *= max(tuning.LEAST_CHUNK_SHARE, parallel / workers)
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
-            sizes.append(int(_CHUNK_BYTES / max(1.0, self._batch_bytes)))
+            sizes.append(int(tuning.CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
             sizes.append(math.ceil(remaining / workers))
         return max(1, min(sizes))

@@ -7,6 +7,7 @@ import uuid
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from dpex import tuning
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.stats import Meter
 from dpex.training.batch_order import Demand, IndexDemand, StreamDemand
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from dpex.training.sampler_epochs import SamplerEpochs
 
 __all__ = ["ClusterIter"]
-
-_PUBLISH_EVERY_S = 1.0
 
 
 class ClusterIter(BaseDataLoaderIter):
@@ -170,7 +169,7 @@ class ClusterIter(BaseDataLoaderIter):
         """Publish the statistics as Ray's metrics, at intervals and at the end of the epoch."""
         now = time.monotonic()
         over = self._epoch is None or not self._epoch.open
-        if over or now - self._published_at > _PUBLISH_EVERY_S:
+        if over or now - self._published_at > tuning.PUBLISH_S:
             self._published_at = now
             stats = self.meter.stats(samples=self._epoch_progress.samples)
             self._session.publish(stats, self.meter.published)

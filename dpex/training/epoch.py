@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+from dpex import tuning
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
@@ -32,19 +33,6 @@ __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 
 logger = logging.getLogger("dpex")
 
-# Chunks drawn in one call of next(), and the time for each. Sampling must not make one step of
-# training much longer.
-_CHUNKS_PER_STEP = 2
-_DRAW_S = 0.01
-# A wait of at most this time draws nothing meanwhile.
-_PROMPT_S = 0.05
-# Chunks that are drawn within this time are sent in one message.
-_GATHER_S = 0.002
-# dpex explains a wait after this time, and then after intervals that double up to the maximum.
-_SLOW_WAIT_S = 5.0
-_MOST_NOTE_S = 300.0
-# Consecutive losses, of pipelines or blocks, with no block in between, that fail the epoch.
-_MOST_LOSSES = 3
 # stacklevel from StateNotes.note to the user's loop: note, _collect, _wait_for_batch, next_entry,
 # _next_batch, _next_data, __next__, the loop.
 _USERS_LOOP = 8
@@ -209,7 +197,7 @@ class Epoch:
         Returns:
             False if nothing more can be requested now.
         """
-        stop_at = time.monotonic() + _DRAW_S
+        stop_at = time.monotonic() + tuning.DRAW_S
 
         def enough() -> bool:
             if waiting:
@@ -226,7 +214,7 @@ class Epoch:
     def _take_chunk(self, chunk: Chunk) -> None:
         self._unsent.append(chunk)
         # Chunks share a message, but no chunk waits for others.
-        if time.monotonic() - self._flushed_at > _GATHER_S:
+        if time.monotonic() - self._flushed_at > tuning.GATHER_S:
             self._flush()
 
     def _flush(self) -> None:
@@ -285,7 +273,9 @@ class Epoch:
             self.fill()
             entry = self._wait_for_batch()
             self.fill()
-            for _ in range(0 if first else _CHUNKS_PER_STEP):  # the loop waited for the first one
+            for _ in range(
+                0 if first else tuning.CHUNKS_PER_STEP
+            ):  # the loop waited for the first one
                 if not self._ask_ahead():
                     break
             if entry.left_out:
@@ -318,7 +308,7 @@ class Epoch:
         timeout_s = self._options.timeout_s
         deadline = time.monotonic() + timeout_s if timeout_s else None
         began = time.monotonic()
-        note_at, note_s = began + _SLOW_WAIT_S, _SLOW_WAIT_S
+        note_at, note_s = began + tuning.SLOW_WAIT_S, tuning.SLOW_WAIT_S
         while True:
             self._collect()
             batch = self._demand.choose(self._ready, in_order=self._options.in_order)
@@ -332,7 +322,7 @@ class Epoch:
                 self.close()
                 self._demand.finish()
                 raise StopIteration
-            wait_s = _SLOW_WAIT_S
+            wait_s = tuning.SLOW_WAIT_S
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:
@@ -340,7 +330,7 @@ class Epoch:
             assert self._run is not None
             if self._in_flight and self._run.receiver.ended:
                 self._replace_pipeline()
-            prompt_s = min(wait_s, _PROMPT_S)
+            prompt_s = min(wait_s, tuning.PROMPT_S)
             if self._run.receiver.wait(prompt_s, self._quiet_seen):
                 continue
             if self._ask_ahead(waiting=True):
@@ -351,7 +341,7 @@ class Epoch:
                 self._losses_in_a_row -= 1
                 self._replace_pipeline()
             if not arrived and deadline is None and time.monotonic() >= note_at:
-                note_s = min(2 * note_s, _MOST_NOTE_S)
+                note_s = min(2 * note_s, tuning.MOST_NOTE_S)
                 note_at = time.monotonic() + note_s
                 logger.warning("%s", self._session.waiting_text())
                 self._session.check_still_possible(time.monotonic() - began)
@@ -423,7 +413,7 @@ class Epoch:
         plan = recover(lost, self._in_flight.losses)
         if plan.blocks_only:
             self._losses_in_a_row += 1
-            if self._losses_in_a_row == _MOST_LOSSES:
+            if self._losses_in_a_row == tuning.MOST_LOSSES:
                 self._fail(None)
         self._in_flight.losses = []
         self._meter.retries += plan.retries
@@ -463,7 +453,11 @@ class Epoch:
         failure = self._run.failure()
         self._in_flight.losses.extend(self._run.receiver.take_losses())
         self._losses_in_a_row += 1
-        if not self._run.lost or not self._session.alive or self._losses_in_a_row == _MOST_LOSSES:
+        if (
+            not self._run.lost
+            or not self._session.alive
+            or self._losses_in_a_row == tuning.MOST_LOSSES
+        ):
             self._fail(failure)
         logger.warning(
             "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",

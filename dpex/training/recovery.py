@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dpex import tuning
 from dpex.errors import ChunkLostError
 from dpex.training.in_flight import ChunkInFlight, joined_streams, lost_error
 from dpex.wire.losses import Loss, LossCause, joined
 from dpex.worker.map_style import Chunk
 
 __all__ = ["Recovery", "Resend", "recover"]
-
-# Ray frees blocks some time after they have been read.
-_ROOM_S = 2.0
-_ROOM_TRIES = 6
-# How often dpex sends a stream's chunk to a task that makes no other chunk.
-_STREAM_TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,8 @@ def recover(lost: Sequence[ChunkInFlight], losses: Sequence[Loss]) -> Recovery:
     if no_room:
         # All finished blocks have been read, so Ray soon frees them. Then a single block fits where
         # several blocks did not.
-        found.wait_s = _ROOM_S
-    most_tries = _ROOM_TRIES if no_room else _STREAM_TRIES
+        found.wait_s = tuning.NO_ROOM_WAIT_S
+    most_tries = tuning.NO_ROOM_TRIES if no_room else tuning.STREAM_TRIES
     single: list[Chunk] = []
     for sent in joined_streams(lost):
         if not sent.alone:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Pickled, load
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "BlockWriter", "Entry", "decode", "read_block"]
 
-# Below this size a memcpy costs less than one more Arrow column.
-_OWN_COLUMN_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
@@ -136,7 +135,7 @@ class BlockWriter:
         for entry in self._entries:
             places: list[tuple[int, int, int]] = []
             for buffer in entry.value.buffers:
-                if buffer.nbytes >= _OWN_COLUMN_BYTES:
+                if buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
                     places.append((len(columns), 0, buffer.nbytes))
                     columns[f"buffer{len(columns)}"] = _binary_column(
                         pa.py_buffer(buffer), buffer.nbytes

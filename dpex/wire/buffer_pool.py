@@ -7,14 +7,10 @@ import weakref
 
 import numpy as np
 
+from dpex import tuning
 from dpex.wire.pickling import Bytes, own_copy
 
 __all__ = ["MemoryPool"]
-
-# malloc itself keeps smaller pieces of memory for reuse.
-_LEAST_BYTES = 1 << 20
-# Reused memory may be larger than the array in it by at most this factor.
-_MOST_SPARE = 1.25
 
 
 class MemoryPool:
@@ -50,7 +46,7 @@ class MemoryPool:
         Returns:
             The copy. The pool can reuse its memory when neither the copy nor a view of it exists.
         """
-        if buffer.nbytes < _LEAST_BYTES:
+        if buffer.nbytes < tuning.REUSED_BYTES:
             return own_copy(buffer)
         memory = self._take(buffer.nbytes)
         if memory is None:
@@ -66,7 +62,7 @@ class MemoryPool:
         if self._lock.acquire(blocking=False):
             try:
                 for place in reversed(range(len(self._idle))):
-                    if nbytes <= self._idle[place].nbytes <= _MOST_SPARE * nbytes:
+                    if nbytes <= self._idle[place].nbytes <= tuning.MOST_SPARE * nbytes:
                         return self._idle.pop(place)
             finally:
                 self._lock.release()

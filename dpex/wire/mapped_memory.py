@@ -29,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from dpex import tuning
 from dpex.wire.mapped_files import (
     MappedFile,
     MappedStorage,
@@ -50,9 +51,6 @@ from dpex.wire.semaphores import move_to_memory_file
 
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
 
-# The pickle holds the content of a smaller mapping if it is private. If readers may run on other
-# nodes, this also applies to a smaller mapping that is read-only.
-_LARGE_BYTES = 1 << 20
 _DELETED = " (deleted)"
 # Paths of named shared memory, which only this node has: torch, multiprocessing, semaphores.
 _NAMED_MEMORY = ("/dev/shm/torch_", "/dev/shm/psm_", "/dev/shm/pym-", "/dev/shm/sem.")
@@ -210,7 +208,7 @@ class Mappings:
         if span is None or not size or _is_foreign(span):
             return None
         writes = span.shared and span.writable
-        large = span.end - span.start >= _LARGE_BYTES
+        large = span.end - span.start >= tuning.MAPPED_BYTES
         if not span.shared and (not large or self._is_changed(span)):
             return None
         place = self._place(span)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
+from dpex import tuning
 from dpex.errors import SerializationError
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
@@ -37,10 +38,6 @@ __all__ = [
     "own_copy",
 ]
 
-# A smaller buffer stays in the stream: an out-of-band buffer would cost more than the copy.
-_OUT_OF_BAND_BYTES = 2048
-# About the size of the stream of a list of a million small objects.
-_LARGE_STREAM_BYTES = 16 << 20
 _ADVICE = {
     "batch": "Have the dataset, or collate_fn, return something that can be pickled",
     "state": "Have state_dict() return something that can be pickled",
@@ -285,7 +282,7 @@ def dump(obj: Any, what: str, readers: Readers | None = None) -> Pickled:
     Source:
         PEP 574 (pickle protocol 5, out-of-band data).
     """
-    return _dump_or_explain(obj, what, _OUT_OF_BAND_BYTES, readers)
+    return _dump_or_explain(obj, what, tuning.OUT_OF_BAND_BYTES, readers)
 
 
 def dump_in_band(obj: Any, what: str) -> bytes:
@@ -323,7 +320,7 @@ def _dump_or_explain(
 
 def _dump(
     obj: Any,
-    out_of_band_bytes: float = _OUT_OF_BAND_BYTES,
+    out_of_band_bytes: float = tuning.OUT_OF_BAND_BYTES,
     mappings: Mappings | None = None,
 ) -> Pickled:
     script = sys.modules.get("__mp_main__")
@@ -334,7 +331,7 @@ def _dump(
     file = io.BytesIO()
     buffers = _Buffers(out_of_band_bytes)
     _Pickler(file, buffers, mappings).dump(obj)
-    if file.tell() >= _LARGE_STREAM_BYTES:
+    if file.tell() >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     slots = buffers.slots
     return Pickled(
@@ -377,7 +374,7 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
         ) from error
     finally:
         _unpickling.object_refs = outer
-    if len(pickled.head) >= _LARGE_STREAM_BYTES:
+    if len(pickled.head) >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     return value
 

@@ -16,6 +16,7 @@ import ray
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
+from dpex import tuning
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.block_format import Block, Entry, decode, read_block
@@ -25,8 +26,6 @@ from dpex.wire.losses import Loss, LossCause
 __all__ = ["Arrival", "BlockSource", "Receiver"]
 
 logger = logging.getLogger("dpex")
-
-_FETCHES = 4
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class _Decode(ArrowBatchCollateFn):
 
 def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
     """Fetch the blocks of each reply in several threads, and yield their tables in order."""
-    with ThreadPoolExecutor(_FETCHES, "dpex-fetch") as pool:
+    with ThreadPoolExecutor(tuning.FETCHES, "dpex-fetch") as pool:
         for blocks in replies:
             refs = [ref for ref, _ in blocks]
             blocks.clear()

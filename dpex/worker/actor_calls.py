@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from dpex import tuning
 from dpex.wire.losses import Loss, LossCause
 from dpex.worker.binding import Binding
 
@@ -45,14 +46,6 @@ ACTOR_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 
 ``OutOfMemoryError`` means that Ray killed the actor because the node ran out of memory.
 """
-
-_PAUSE_S = 0.02
-_ACTOR_AWAY_S = 30.0
-# A task that waits in ``ray.get`` releases its CPU, and Ray may start another process on it. A task
-# that expects an answer soon keeps its CPU for this long.
-_KEEP_CPU_S = 1.0
-# Maximum number of unanswered messages of a sender. The actor remembers four times as many.
-_MOST_UNDER_WAY = 16
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ def loss_of(error: BaseException) -> Loss:
 def get_soon(answer: ray.ObjectRef) -> Any:
     """Return an answer that is expected soon; keep the task's CPU for the first second."""
     with contextlib.suppress(TimeoutError):
-        return answer.future().result(_KEEP_CPU_S)
+        return answer.future().result(tuning.KEEP_CPU_S)
     return ray.get(answer)
 
 
@@ -122,13 +115,13 @@ class Patience:
             ActorUnavailableError: ``error``, if the actor has been unreachable for 30 seconds.
         """
         now = time.monotonic()
-        if now - self._last > _ACTOR_AWAY_S:
+        if now - self._last > tuning.ACTOR_AWAY_S:
             # The actor was reachable in between: the last call waited there for its answer.
             self._first = now
         self._last = now
-        if now - self._first > _ACTOR_AWAY_S:
+        if now - self._first > tuning.ACTOR_AWAY_S:
             raise error
-        time.sleep(_PAUSE_S)
+        time.sleep(tuning.ACTOR_PAUSE_S)
 
 
 def ask_actor(name: str, method: str, *arguments: Any) -> Any:
@@ -184,7 +177,7 @@ class Messages:
         """
         arguments = (self._pipeline_key, (_sender(), next(_numbers)), *arguments)
         self._sent.append(_Message(method, arguments, self._call(method, arguments)))
-        self._confirm(_MOST_UNDER_WAY)
+        self._confirm(tuning.MOST_UNANSWERED)
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> ray.ObjectRef | None:
         """Call a method; return None if the pipeline actor no longer exists."""
@@ -249,7 +242,7 @@ class Arrived:
         """
         sender, number = message
         if sender not in self._numbers:
-            self._numbers[sender] = deque(maxlen=4 * _MOST_UNDER_WAY)
+            self._numbers[sender] = deque(maxlen=4 * tuning.MOST_UNANSWERED)
         if number in self._numbers[sender]:
             return False
         self._numbers[sender].append(number)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from dpex import tuning
 from dpex.compat.torch_names import (
     collate,
     collate_tensor_fn,
@@ -17,9 +18,6 @@ from dpex.compat.torch_names import (
 )
 
 __all__ = ["BatchMemory"]
-
-# A separate copy of a smaller tensor takes more time than reading it from memory once more.
-_LARGE_BYTES = 1 << 17
 
 
 class BatchMemory:
@@ -103,7 +101,7 @@ class _Stack:
     @classmethod
     def like(cls, tensor: torch.Tensor, samples: int) -> _Stack | None:
         """Return a stack for tensors like ``tensor``, or None if it is small or not plain."""
-        is_large = _is_plain(tensor) and tensor.nbytes >= _LARGE_BYTES
+        is_large = _is_plain(tensor) and tensor.nbytes >= tuning.COLLATE_BYTES
         return cls(tensor, samples) if is_large else None
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dpex import tuning
 from dpex.cluster.local.forkserver import inheritance
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["read_job", "release_when_closed", "working"]
 
-# Delay before the process repeats its call to a pipeline actor that could not be reached.
-_ASK_AGAIN_S = 2.0
-# Time that a task has to end after its pipeline is closed; torch gives its workers the same time.
-_MOST_END_S = 5.0
 # For each inherited job: the copy that uses the inherited memory itself.
 _borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
@@ -109,11 +106,11 @@ def _ask_for_the_end(actor_name: str, pipeline_key: str) -> None:
         error = closed.exception()
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ACTOR_DIED):
             # The pipeline actor is temporarily unreachable.
-            _later(_ASK_AGAIN_S, _ask_for_the_end, actor_name, pipeline_key)
+            _later(tuning.ASK_AGAIN_S, _ask_for_the_end, actor_name, pipeline_key)
         else:
             release_later(functools.partial(_release, pipeline_key))
             if error is None:
-                _later(_MOST_END_S, _end_work, pipeline_key)
+                _later(tuning.END_S, _end_work, pipeline_key)
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
         closed = pipeline_actor(actor_name).closed.remote(pipeline_key).future()

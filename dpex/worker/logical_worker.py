@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper, WorkerInfo, numpy_seed, set_worker_info
 from dpex.errors import SerializationError
 from dpex.wire.pickling import dump
@@ -40,7 +41,6 @@ __all__ = [
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 1 << 29
 
 _initial_seed: int | None = None
 
@@ -91,8 +91,8 @@ def _keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, tuning.MALLOC_KEEPS_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, tuning.MALLOC_KEEPS_BYTES)
 
 
 _process_initial_seed = torch.initial_seed

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from dpex import tuning
 from dpex.wire.block_format import Entry
 from dpex.wire.pickling import Pickled, dump
 from dpex.wire.timings import Costs, count, noted, spent
@@ -31,10 +32,6 @@ from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch
 
 __all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk"]
-
-# The pipeline actor answers within some milliseconds when all tasks ask at once. A chunk must not
-# wait longer than this for a task that is still making another chunk.
-_NEARLY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,7 @@ class _BetweenSamples:
 
     Args:
         cancelled: Called after each sample; returns whether nothing waits for the batch any more.
-        nearly_made: Called when the remaining samples should take at most ``_NEARLY_S``; or None.
+        nearly_made: Called shortly before the last sample (``NEARLY_S``), or None.
     """
 
     def __init__(
@@ -234,7 +231,7 @@ class _BetweenSamples:
             raise Cancelled
         if self._nearly_made is not None:
             per_sample_s = (time.monotonic() - self._began) / samples
-            if per_sample_s * (self._samples - samples) <= _NEARLY_S:
+            if per_sample_s * (self._samples - samples) <= tuning.NEARLY_S:
                 self._nearly_made()
 
 

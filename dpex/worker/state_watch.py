@@ -5,19 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from dpex import tuning
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import dump
 
 __all__ = ["StateWatch"]
-
-# Pickling and hashing this much takes tens of milliseconds. A larger copy stays bound.
-_MOST_STREAM_BYTES = 4 << 20
-_MOST_BYTES = 64 << 20
-# After a loader is released, dpex compares a copy again in two cases. Either the copy has made this
-# many times the batches that it had made at the last comparison. Or the last comparison took at
-# most this share of the time since.
-_BATCHES_FACTOR = 4
-_LOOKING_SHARE = 0.003
 
 
 class StateWatch:
@@ -39,7 +31,9 @@ class StateWatch:
     def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
         self._state = (dataset, collate_fn)
         self._batches = 0
-        watchable = stream_bytes <= _MOST_STREAM_BYTES and all_bytes <= _MOST_BYTES
+        watchable = (
+            stream_bytes <= tuning.WATCHED_PICKLE_BYTES and all_bytes <= tuning.WATCHED_BYTES
+        )
         self._digest = self._take() if watchable else None
         # The first comparison comes after the first batch.
         self._next_batches = 1
@@ -56,8 +50,8 @@ class StateWatch:
         finally:
             self._looked_batches = self._batches
             ended = time.perf_counter()
-            self._next_look = ended + (ended - started) / _LOOKING_SHARE
-            self._next_batches = self._batches * _BATCHES_FACTOR
+            self._next_look = ended + (ended - started) / tuning.COMPARING_SHARE
+            self._next_batches = self._batches * tuning.COMPARED_AGAIN
 
     def made_batch(self) -> bool:
         """Count a batch of the copy.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 import ray
 
+from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
@@ -34,30 +35,12 @@ if TYPE_CHECKING:
     from dpex.worker.map_style import Chunk, Job
 
 __all__ = [
-    "FIRST_TASKS",
     "TransformBatches",
     "lease_block",
     "make_batches",
     "start_tasks",
     "transform_batches",
 ]
-
-FIRST_TASKS = 1
-"""Number of tasks that start with a pipeline; a second process would delay the first batch."""
-
-# Ray passes arguments below about this size inside the call, not through the object store.
-_SMALL_BYTES = 100_000
-# A task sends a block when it reaches this size, or has taken this much time. It sends a long batch
-# at once, because the next batch may never end. `_PATIENT_SECONDS` replaces both time limits if
-# enough is in flight before the chunk: fewer blocks cause less overhead.
-_BLOCK_BYTES = 8 << 20
-_BLOCK_SECONDS = 0.25
-_LONG_BATCH_S = 0.025
-_PATIENT_SECONDS = 2.0
-# Chunks up to this size occur at the start and at the end of an epoch, where the training process
-# waits for each batch.
-_SHORT_CHUNK = 4
-_CANCEL_CHECK_S = 0.1
 
 
 def lease_block() -> pa.Table:
@@ -77,7 +60,7 @@ def start_tasks(_: pa.Table, *, actor_name: str, pipeline_key: str) -> Iterator[
     Yields:
         Source blocks, which carry no data.
     """
-    started = FIRST_TASKS
+    started = tuning.FIRST_TASKS
     with contextlib.suppress(ValueError, *ACTOR_DIED):
         while True:
             tasks = ask_actor(actor_name, "more_tasks", pipeline_key, started)
@@ -153,7 +136,7 @@ def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> Non
     block, loss = [], None
     try:
         # A block in the object store, however small, keeps an autoscaler from removing its node.
-        block.append(table if table.nbytes < _SMALL_BYTES else ray.put(table))
+        block.append(table if table.nbytes < tuning.SMALL_BYTES else ray.put(table))
     except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
         loss = loss_of(failure)
     messages.send("deliver", origin, block, table.nbytes, loss)
@@ -349,16 +332,16 @@ def _make_chunk(
     if again:  # each batch is sent at once, so it survives another death of the process
         long_block_s = long_batch_s = 0.0
     elif chunk.patient:
-        long_block_s = long_batch_s = _PATIENT_SECONDS
+        long_block_s = long_batch_s = tuning.PATIENT_S
     else:
-        long_block_s = _BLOCK_SECONDS
-        long_batch_s = 0.0 if remaining <= _SHORT_CHUNK else _LONG_BATCH_S
+        long_block_s = tuning.BLOCK_S
+        long_batch_s = 0.0 if remaining <= tuning.SHORT_CHUNK else tuning.LONG_BATCH_S
     for entry, costs in batches:
         writer.add(entry, costs)
         remaining -= 1
         ended = entry.outcome == "end"
         del entry
-        full = writer.size_bytes >= _BLOCK_BYTES or time.monotonic() - opened >= long_block_s
+        full = writer.size_bytes >= tuning.BLOCK_BYTES or time.monotonic() - opened >= long_block_s
         last = remaining == 0 or ended
         if last or full or costs.seconds >= long_batch_s:
             if last:
@@ -390,14 +373,14 @@ class _Interest:
         if run != self._run:
             self._run = run
             self._over = None
-            self._next_look = time.monotonic() + _CANCEL_CHECK_S
+            self._next_look = time.monotonic() + tuning.CANCEL_CHECK_S
 
     def lost(self) -> bool:
         """Return whether the run is over or the actor has died, without waiting for the actor."""
         now = time.monotonic()
         if now < self._next_look:
             return False
-        self._next_look = now + _CANCEL_CHECK_S
+        self._next_look = now + tuning.CANCEL_CHECK_S
         try:
             if self._over is None:
                 # A future, because each ray.wait would report to the node that this task waits.

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from dpex.pipeline import fair_share, task_starts
+from dpex import tuning
 from dpex.pipeline import scheduler as scheduler_module
+from dpex.pipeline import task_starts
 from dpex.pipeline.fair_share import FairShare
 from dpex.pipeline.scheduler import OtherJobs, Scheduler
-from dpex.pipeline.task_lease import MAX_DEATHS
+from dpex.tuning import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -157,11 +158,11 @@ def test_a_task_soon_gives_back_what_other_tasks_may_want(options: dict[str, boo
 def test_a_task_waits_longer_where_no_other_task_wants_its_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(tuning, "IDLE_S", 0.01)
 
     async def scenario(scheduler: Scheduler) -> None:
         asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
-        await asyncio.wait([asking], timeout=10 * scheduler_module._IDLE_S)
+        await asyncio.wait([asking], timeout=10 * tuning.IDLE_S)
         assert not asking.done()
         monkeypatch.setattr(scheduler, "_patience_s", 0.0)
         assert await asking is None
@@ -185,7 +186,7 @@ def test_a_task_that_waits_ends_with_its_pipeline() -> None:
 def test_an_iteration_that_begins_waits_for_no_task_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_LEASE_S", 0.0)
+    monkeypatch.setattr(tuning, "LEASE_S", 0.0)
 
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.begin(in_run=True)
@@ -336,14 +337,14 @@ def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
         feed(scheduler, b"0")
         assert await start_tasks(scheduler) == 1
         assert scheduler.waits
-        monkeypatch.setattr(task_starts, "_HOPELESS_S", 0.0)
+        monkeypatch.setattr(tuning, "HOPELESS_S", 0.0)
         assert not scheduler.waits
 
     play(scenario)
 
 
 def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_WAITED_FOR_LEASE_S", 0.0)
+    monkeypatch.setattr(tuning, "WAITED_FOR_LEASE_S", 0.0)
 
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, *[b"chunk"] * 9)
@@ -468,7 +469,7 @@ def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
 
 
 def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_share, "POLL_S", 0.0)
+    monkeypatch.setattr(tuning, "POLL_S", 0.0)
     free = 9.0
 
     async def scenario() -> None:
@@ -485,10 +486,10 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         free = 0.5
         assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
         assert await ask("a", waits=False) == OtherJobs(wait=False, room=0)
-        monkeypatch.setattr(fair_share, "_CALM_S", 0.0)
+        monkeypatch.setattr(tuning, "CALM_S", 0.0)
         assert await ask("a", waits=False) == OtherJobs(wait=False, room=1)
-        monkeypatch.setattr(fair_share, "_GONE_S", 1e-9)
-        monkeypatch.setattr(fair_share, "_GONE_PAUSES", 0)
+        monkeypatch.setattr(tuning, "GONE_S", 1e-9)
+        monkeypatch.setattr(tuning, "GONE_PAUSES", 0)
         assert await ask("b", waits=False) is None  # "a" has gone
 
     asyncio.run(scenario())
@@ -775,7 +776,7 @@ def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
 def test_where_tasks_hold_what_others_need_a_process_has_several_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(tuning, "IDLE_S", 0.01)
 
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0a", b"1a")
@@ -796,9 +797,9 @@ def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -
         for name in "ab":
             await scheduler.next_chunk(name, 0, 0)
         assert await start_tasks(scheduler) == 0
-        clock.now += scheduler_module._STUCK_IDLE_S
+        clock.now += tuning.STUCK_IDLE_S
         assert await start_tasks(scheduler) == 0, "no processor is idle"
-        clock.now += scheduler_module._STUCK_S
+        clock.now += tuning.STUCK_S
         assert await start_tasks(scheduler) == 2
         for name in "cd":
             assert await scheduler.next_chunk(name, 0, 0) is not None

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from dpex.pipeline.task_lease import MAX_DEATHS, LeaseState, TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import LeaseState, TaskLease, WaitingChunk
+from dpex.tuning import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 

@@ -147,10 +147,9 @@ WAITING = """
 import sys
 import torch
 from torch.utils.data import TensorDataset
-from dpex import ClusterError, DpexDataLoader
-from dpex.pipeline import session
+from dpex import ClusterError, DpexDataLoader, tuning
 
-session._NODE_JOINS_S = 10
+tuning.NODE_JOINS_S = 10
 loader = DpexDataLoader(TensorDataset(torch.arange(100)), 4, num_workers=2, distribute_mode=True,
                         head_address=sys.argv[1], worker_options={"resources": {"decoder": 1}})
 try:

@@ -1,26 +1,25 @@
 """Whether anything grows in 300 epochs, and in one of 100,000 batches: ``make endurance``.
 
-What the processes hold is looked at ten times in the course of each. The table goes into
-``docs/faults.md``, every look into ``docs/endurance.json``.
+The program looks ten times in each run at what the processes hold, and writes every look to
+``--out``. ``python -m benchmarks.report`` makes the table of ``docs/faults.md`` from it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from cluster_programs import ROOT, run_program, workplace
-from tables import put_between
+from cluster_programs import run_program, workplace
 
 PROGRAM = Path(__file__).parent / "endurance_program.py"
 RUNS = {"300 epochs of 200 batches": (300, 200), "an epoch of 100,000 batches": (1, 100_000)}
 RUN_SECONDS = 3_600
 # What may come and go: allocators keep some memory, and Ray some threads and connections.
 MEMORY_SHARE, MEMORY_BYTES, OTHERS = 0.1, 10 << 20, 8
-OF_PROCESSES = ("threads", "files", "processes")
-OF_TABLES = ("actors", "groups", "jobs", "workers", "tasks", "keys")
+COUNTED = ("threads", "files", "processes", "actors", "groups", "jobs", "workers", "tasks", "keys")
 
 
 def run(epochs: int, batches: int) -> list[dict[str, Any]]:
@@ -33,46 +32,31 @@ def run(epochs: int, batches: int) -> list[dict[str, Any]]:
         return looks
 
 
-def rows(name: str, looks: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Lay a run out, a line for each kind of process; also returns what has grown."""
-    lines: list[str] = []
-    grown: list[str] = []
-    # What the first tenth brings with it stays.
+def grown(looks: list[dict[str, Any]]) -> list[str]:
+    """Return what has grown between the first look, after a tenth of the run, and the last."""
+    found = []
     first, last = looks[0]["held"], looks[-1]["held"]
     for kind, after in last.items():
         before = first[kind]
-        cells = [f"{before['bytes'] / 1e6:,.0f} → {after['bytes'] / 1e6:,.0f} MB"]
-        cells += [f"{before[what]} → {after[what]}" for what in OF_PROCESSES]
-        tables = [what for what in OF_TABLES if what in after]
-        cells.append(", ".join(f"{what} {before[what]} → {after[what]}" for what in tables))
-        grown += [
-            f"{name}: {what} of {kind}"
-            for what in (*OF_PROCESSES, *OF_TABLES)
+        found += [
+            f"{what} of {kind}: {before[what]} to {after[what]}"
+            for what in COUNTED
             if after.get(what, 0) > before.get(what, 0) + OTHERS
         ]
         if after["bytes"] > (1 + MEMORY_SHARE) * before["bytes"] + MEMORY_BYTES:
-            grown.append(f"{name}: memory of {kind}")
-        lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
-    return lines, grown
+            found.append(f"memory of {kind}: {before['bytes']:,} to {after['bytes']:,} bytes")
+    return found
 
 
 def main() -> None:
-    lines = [
-        "| run | kind of process | own memory, the most of one | threads | files | processes "
-        "| entries in Ray's tables |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    records, all_grown = {}, []
-    for name, (epochs, batches) in RUNS.items():
-        records[name] = run(epochs, batches)
-        more, grown = rows(name, records[name])
-        lines += more
-        all_grown += grown
-        print(*more, sep="\n", flush=True)
-    (ROOT / "docs" / "endurance.json").write_text(json.dumps(records, indent=1) + "\n")
-    put_between("endurance", "\n".join(lines), ROOT / "docs" / "faults.md")
-    if all_grown:
-        sys.exit(f"has grown: {', '.join(all_grown)}")
+    parser = argparse.ArgumentParser(description="Whether anything grows.")
+    parser.add_argument("--out", type=Path, required=True, help="the record, JSON")
+    out: Path = parser.parse_args().out
+    records = {name: run(epochs, batches) for name, (epochs, batches) in RUNS.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(records, indent=1) + "\n")
+    if found := [f"{name}: {what}" for name, looks in records.items() for what in grown(looks)]:
+        sys.exit(f"has grown: {', '.join(found)}")
 
 
 if __name__ == "__main__":

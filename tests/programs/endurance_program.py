@@ -37,9 +37,9 @@ class Small:
 def kind_of(pid: int, command: str) -> str:
     """Tell what a process is for."""
     if pid == os.getpid():
-        return "trainer"
+        return "training process"
     for mark, kind in {
-        "ray::_PipelineActor": "host",
+        "ray::_PipelineActor": "pipeline actor",
         "ray::": "workers",
         "/raylet": "raylet",
         "/gcs_server": "head",

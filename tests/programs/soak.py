@@ -2,7 +2,7 @@
 
 Every run is a trainer on a cluster of its own, in the middle of whose epoch something dies, stops
 or fills up. Its batches are compared, in order and to the bit, with those of a run that nothing
-befell. The table goes into ``docs/faults.md``, every run into ``docs/faults.json``.
+befell. Every run goes into ``--out``, from which ``python -m benchmarks.report`` makes a table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from cluster_programs import ROOT, processes_in, small_disk, workplace
+from cluster_programs import processes_in, small_disk, workplace
 from cluster_programs.clusters import (
     SMALL_STORE_NODE,
     SPARE_BYTES,
@@ -32,7 +31,6 @@ from cluster_programs.clusters import (
 )
 from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, SMALL_STORE, Trainer, drawn
-from tables import put_between
 
 STOPPED_S = 20
 # Nobody takes batches out of the object stores.
@@ -251,14 +249,14 @@ FAULTS = (
     ),
     Fault("worker killed in collate_fn", options=deadly("collate", signal.SIGKILL)),
     Fault(
-        "worker killed in a stage of its own",
+        "worker killed in a separate stage",
         options=deadly("transform", signal.SIGKILL),
         both={"staged": True},
         node=("--num-cpus=2",),
     ),
     Fault("a sample that segfaults, once", options=deadly("read", signal.SIGSEGV)),
     Fault("worker killed at any moment", kill_process("ray::MapBatches")),
-    Fault("host of the pipelines killed", kill_process("ray::_PipelineActor")),
+    Fault("pipeline actor killed", kill_process("ray::_PipelineActor")),
     Fault("node killed", kill_node),
     Fault(f"node silent for {STOPPED_S} s", stop_node),
     Fault("node drained", drain_node),
@@ -275,8 +273,8 @@ FAULTS = (
     ),
     Fault("another job on the cluster", run_another_job),
     Fault("head killed, resumed on another cluster", kill_head, resumes=True),
-    Fault(f"trainer stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
-    Fault("trainer stopped for 10 min", stop_trainer(600), once=True),
+    Fault(f"training process stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
+    Fault("training process stopped for 10 min", stop_trainer(600), once=True),
     Fault(
         "worker killed by Ray for its memory", options=hungry, variables=little_memory, linked=True
     ),
@@ -360,30 +358,12 @@ def run(fault: Fault, seed: int) -> Outcome:
     )
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Lay the outcomes out, a line for each fault."""
-    lines = [
-        "| fault | runs | batches compared | lost | doubled | changed | recovery, median (most) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(outcome.fault for outcome in outcomes):
-        runs = [outcome for outcome in outcomes if outcome.fault == name]
-        waits = [outcome.recovery_s for outcome in runs]
-        sums = [sum(getattr(o, k) for o in runs) for k in ("batches", "lost", "doubled", "changed")]
-        lines.append(
-            f"| {name} | {len(runs)} | "
-            + " | ".join(f"{total:,}" for total in sums)
-            + f" | {median(waits):.1f} s ({max(waits):.1f} s) |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Faults, each many times.")
     parser.add_argument("--runs", type=int, default=10, help="of each fault")
     parser.add_argument("--only", default="", help="faults whose names contain this")
     parser.add_argument("--more", action="store_true", help="keep the runs that are there")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "faults.json")
+    parser.add_argument("--out", type=Path, required=True, help="the record, JSON")
     options = parser.parse_args()
     names = {fault.name: place for place, fault in enumerate(FAULTS)}
     outcomes: list[Outcome] = []
@@ -407,10 +387,9 @@ def main() -> None:
             print(outcomes[-1], flush=True)
             outcomes.sort(key=lambda o: (o.seed, names.get(o.fault, -1)))
             records = [asdict(outcome) for outcome in outcomes]
+            # It may be stopped before its end.
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(records, indent=1) + "\n")
-            if options.out.parent == ROOT / "docs":  # it may be stopped before its end
-                put_between("faults", table(outcomes), ROOT / "docs" / "faults.md")
-    print(table(outcomes))
     if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):
         raise SystemExit("an epoch was not what it is without the fault")
 

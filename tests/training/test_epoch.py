@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dpex import tuning
 from dpex.errors import ChunkLostError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
-from dpex.training import epoch as epoch_module
 from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
@@ -276,7 +276,7 @@ def test_a_chunk_that_cannot_be_pickled_is_an_error_in_the_place_of_its_batches(
         feed(run, chunks, **how)
 
     monkeypatch.setattr(FakeRun, "feed", refuse)
-    monkeypatch.setattr(epoch_module, "_GATHER_S", -1.0)  # each chunk in a message of its own
+    monkeypatch.setattr(tuning, "GATHER_S", -1.0)  # each chunk in a message of its own
     reader = Reader(lambda chunk, _: made(chunk))
     outcomes = [(entry.batch, entry.outcome) for entry in reader]
     assert ((3, "error") in outcomes, len(outcomes)) == (True, 12)

@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from dpex import tuning
 from dpex.wire.losses import LossCause
 from dpex.worker import actor_calls
 from dpex.worker.actor_calls import Arrived, Messages, Patience, loss_of
@@ -46,7 +47,7 @@ def away() -> ActorUnavailableError:
 
 def messages_to(monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> Messages:
     monkeypatch.setattr(actor_calls, "pipeline_actor", {"host": host}.__getitem__)
-    monkeypatch.setattr(actor_calls, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(tuning, "ACTOR_PAUSE_S", 0.0)
     return Messages("host", "lane")
 
 
@@ -83,7 +84,7 @@ def test_no_more_messages_are_under_way_than_the_host_remembers(
     for number in range(100):
         messages.send("deliver", number)
     again = [block for *_, block in host.calls].index(0, 1)
-    assert again == actor_calls._MOST_UNDER_WAY + 1
+    assert again == tuning.MOST_UNANSWERED + 1
     arrived = Arrived()
     assert all(arrived.add(message) for _, message, _ in host.calls[:again])
     assert not arrived.add(host.calls[again][1])
@@ -104,17 +105,17 @@ def test_a_host_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     messages.send("deliver", "a")
     with pytest.raises(ActorUnavailableError, match="connection reset"):
         messages.confirm()
-    assert next(times) == actor_calls._ACTOR_AWAY_S + 2
+    assert next(times) == tuning.ACTOR_AWAY_S + 2
 
 
 def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_calls, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(tuning, "ACTOR_PAUSE_S", 0.0)
     now = 0.0
     monkeypatch.setattr(actor_calls.time, "monotonic", lambda: now)
     patience = Patience()
     for _ in range(10):
         patience.wait(away())
-        now += actor_calls._ACTOR_AWAY_S + 1
+        now += tuning.ACTOR_AWAY_S + 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")

@@ -42,6 +42,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dpex import tuning
 from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.compat.shortcut import private_ray_allowed
@@ -71,7 +72,6 @@ _PRELOADED = (
 )
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 23
-_REQUEST_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 # Id of the first job of a local Ray, as in the environment of its worker processes.
 _OUR_JOB = "01000000"
@@ -273,8 +273,8 @@ class _Server:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + _REQUEST_SECONDS
-        connection.settimeout(_REQUEST_SECONDS)
+        deadline = time.monotonic() + tuning.FORK_REQUEST_S
+        connection.settimeout(tuning.FORK_REQUEST_S)
         message, streams, _flags, _sender = socket.recv_fds(connection, _READ_BYTES, 3)
         try:
             while more := connection.recv(_READ_BYTES):

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpex import tuning
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory
@@ -24,7 +25,6 @@ from dpex.errors import ClusterError
 
 __all__ = [
     "OUR_MODULES",
-    "START_SECONDS",
     "disconnect",
     "embedded_cpus",
     "free_cores",
@@ -41,9 +41,6 @@ logger = logging.getLogger("dpex")
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0
-# Deferred processes of a local Ray start after this time, or earlier when ``settled`` is set.
-_SETTLE_SECONDS = 5.0
 _GIB = 1 << 30
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
@@ -175,7 +172,7 @@ def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
     """Call ``ray.init`` in a context that yields a function to call afterwards."""
     with way as finish:
         return init_ray(
-            START_SECONDS,
+            tuning.START_S,
             afterwards=lambda: _finish_and_stay(finish),
             address="local",
             num_cpus=embedded_cpus(),
@@ -202,7 +199,7 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
 
     try:
         address = ray.get_runtime_context().gcs_address
-        settled.wait(_SETTLE_SECONDS)
+        settled.wait(tuning.SETTLE_S)
         if ray.is_initialized() and ray.get_runtime_context().gcs_address == address:
             finish()
     except Exception as error:  # this thread must not end

@@ -19,15 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from dpex import tuning
 from dpex.cluster.local.directory import runtime_directory
-from dpex.cluster.local.launch import START_SECONDS, settled, start
+from dpex.cluster.local.launch import settled, start
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.errors import ClusterError
 
 __all__ = ["join_keeper", "keep", "rank_environment", "shared_job"]
 
-_FIRST_RANK_SECONDS = 30.0
-_LAST_RANK_SECONDS = 2.0
 
 # Variables that differ between ranks. The keeper starts without them. Each rank passes its own to
 # its tasks in a runtime_env.
@@ -79,7 +78,7 @@ def join_keeper(job: str) -> tuple[str, dict[str, str]]:
             answer, with the path of its log.
     """
     stem = runtime_directory() / hashlib.sha256(job.encode()).hexdigest()[:16]
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + tuning.START_S
     for _ in range(3):
         with contextlib.closing(_reach_keeper(stem, deadline)) as connection:
             connection.settimeout(max(1.0, deadline - time.monotonic()))
@@ -190,7 +189,7 @@ def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     ranks = 0
-    end = time.monotonic() + _FIRST_RANK_SECONDS
+    end = time.monotonic() + tuning.FIRST_RANK_S
     while ranks or time.monotonic() < end:
         for key, _ in selector.select(None if ranks else max(0.0, end - time.monotonic())):
             if key.fileobj is listener:
@@ -207,8 +206,8 @@ def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
             selector.unregister(rank)
             rank.close()
             ranks -= 1
-            end = time.monotonic() + _LAST_RANK_SECONDS
-    with _locked(stem, time.monotonic() + _FIRST_RANK_SECONDS):
+            end = time.monotonic() + tuning.LAST_RANK_S
+    with _locked(stem, time.monotonic() + tuning.FIRST_RANK_S):
         stem.with_suffix(".sock").unlink(missing_ok=True)
     # A rank that has connected meanwhile reads the end of the stream and tries again.
     listener.close()

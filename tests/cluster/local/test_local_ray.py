@@ -202,7 +202,7 @@ def test_a_keeper_that_no_rank_reaches_ends(place: Path) -> None:
         listener.listen()
         program = (
             "import sys; from dpex.cluster.local import shared_by_ranks as keeper;"
-            "keeper._FIRST_RANK_SECONDS = 1;"
+            "from dpex import tuning;tuning.FIRST_RANK_S = 1;"
             "keeper.keep(sys.argv[1], int(sys.argv[2]))"
         )
         keeper = spawn(

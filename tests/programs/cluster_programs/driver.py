@@ -10,6 +10,7 @@ import time
 
 from output import take_stdout
 
+from dpex import tuning
 from dpex.cluster.connect import connect, report_busy_cpus
 from dpex.cluster.local import launch
 
@@ -40,7 +41,7 @@ def do_connect(head_address):
 
 def do_settle_after(seconds):
     """Have an embedded Ray's agents, which wait for the first block, wait no longer than this."""
-    launch._SETTLE_SECONDS = seconds
+    tuning.SETTLE_S = seconds
 
 
 def do_settle():
