@@ -68,7 +68,7 @@ check: $(VENV)/.installed-dev ## ruff, mypy --strict, the prose, and whether the
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) .ci/prose dpex $(PROSE)
+	$(RUN) .ci/prose dpex tests benchmarks examples $(PROSE)
 	$(RUN) -m benchmarks.report --check
 
 .PHONY: format

@@ -1,45 +1,50 @@
-"""What dpex costs and what it gains, one case per file.
+"""Benchmarks of dpex, most of them in comparison with other loaders; one case per file.
 
-Run one with ``python -m benchmarks.benchmark_tiny``, the short set with ``make bench``, everything
-with ``make bench-all``, which also writes the report.
+Run one case with ``python -m benchmarks.benchmark_tiny``, and the short set with ``make bench``.
+``make bench-all`` runs all cases and writes the report.
 
 Files:
-    workloads.py          the datasets, importable by workers
-    harness.py            the command line, the clock, the JSON record, the tables
-    goals.py              what a figure is held to, and whether it gets there
-    commands.py           the command that made each record
-    against.py            the working tree beside another revision; ``make bench-against``
-    verdicts.py           what the figures of two revisions say of each other
-    peers.py              the loaders that dpex is compared with
-    throughput.py         all peers in turn over one workload
-    nodes.py              Ray nodes of this machine, and samples that wait
-    both_modes.py         the same training with ``distribute_mode`` and without
-    training_loops.py     training loops that are fed, and what they wait for
-    plots.py              the SVG beside each record
-    report.py             all records, written into the documentation
-    archive.py            the figures of other runs, in one CSV
-    training_tables.py    the report's tables of whole trainings
-    benchmark_tiny.py     small images: the cost of a batch
-    benchmark_jpeg.py     decoding and augmenting: the cost of real work, spread over workers
-    benchmark_null.py     no work at all: the cost of moving 38 MB
-    benchmark_ragged.py   padded texts: many small batches, no two of one shape
-    benchmark_tabular.py  rows by ``__getitems__``: the cost of an index
-    benchmark_latency.py  samples that wait: far more workers than cores
-    benchmark_tax.py      what a loader costs the training loop beside it
-    benchmark_seeding.py  what seeding every sample costs
-    benchmark_accuracy.py whole trainings: losses step by step, and accuracy
-    benchmark_gpu.py      a ResNet-50's step at full speed: how much of it stands still
-    benchmark_training_speed.py  training time, and what of it waits, on 1 to 8 nodes
-    benchmark_cached.py   photographs whose deterministic beginning is cached
-    benchmark_cold.py     from a process's start to its first batch; ``start_up.py`` is the script
-    benchmark_driver.py   the trainer's own cost of a batch, as epochs get longer
-    benchmark_kept.py     what ``cached`` keeps samples in, beside what it might have
-    benchmark_memory.py   the memory of eight workers; ``in_memory.py`` has the datasets
-    benchmark_on_node.py  bytes that leave the trainer's node, counted by ``linked_node.py``
-    benchmark_scale.py    samples a second as nodes join; ``scaling_model.py`` reckons on from it
-    benchmark_store.py    pictures from an S3 server, ``object_store.py``
-    benchmark_transport.py  batches of 38 MB beside a plain copy
-    benchmark_uint8.py    bytes that normalising late saves
-    benchmark_widen.py    the first batch as ``num_workers`` grows
-    benchmark_worker_init.py  rate and memory with a ``worker_init_fn`` and without
+
+- ``workloads.py``: datasets, in a module that workers can import
+- ``harness.py``: command line, clock, JSON record and tables
+- ``goals.py``: goals of the figures, and their verdicts
+- ``commands.py``: the command that made each record
+- ``against.py``: comparison of the working tree with another revision; ``make bench-against``
+- ``verdicts.py``: verdicts of that comparison
+- ``peers.py``: the loaders that dpex is compared with
+- ``throughput.py``: one workload, read by all peers in turn
+- ``fresh.py``: measurements in fresh interpreters
+- ``nodes.py``: Ray nodes on this machine, and samples that wait
+- ``ray_processes.py``: processor time of Ray's processes
+- ``both_modes.py``: the same training with ``distribute_mode`` on and off
+- ``training_loops.py``: training loops, and their waiting times
+- ``plots.py``: an SVG for each record
+- ``report.py``: the report on all records, in the documentation
+- ``archive.py``: the figures of other runs, in one CSV file
+- ``training_tables.py``: tables of whole trainings for the report
+- ``fault_tables.py``: tables of faults and endurance for the report
+- ``benchmark_tiny.py``: small images; the overhead of a batch
+- ``benchmark_jpeg.py``: decoding and augmentation; real work, spread over workers
+- ``benchmark_null.py``: no work; the overhead of moving 38 MB
+- ``benchmark_ragged.py``: padded texts; many small batches
+- ``benchmark_tabular.py``: rows by ``__getitems__``; the overhead of an index
+- ``benchmark_latency.py``: samples that wait; many more workers than cores
+- ``benchmark_tax.py``: the overhead of a loader on the training loop
+- ``benchmark_seeding.py``: the overhead of seeding samples
+- ``benchmark_accuracy.py``: whole trainings; the loss of every step, and the accuracy
+- ``benchmark_gpu.py``: training steps of a ResNet-50; the share of time that the GPU is idle
+- ``benchmark_training_speed.py``: training time and waiting time on 1 to 8 nodes
+- ``benchmark_cached.py``: photographs whose deterministic transforms are cached
+- ``benchmark_cold.py``: time to the first batch of a process; ``start_up.py`` is the script
+- ``benchmark_driver.py``: processor time of the training process, in epochs of different lengths
+- ``benchmark_kept.py``: the store of ``cached``, compared with diskcache
+- ``benchmark_memory.py``: memory of eight workers; ``in_memory.py`` has the datasets
+- ``benchmark_on_node.py``: bytes of the rows of ``rows_in_file.py`` on the link of
+  ``linked_node.py``
+- ``benchmark_scale.py``: samples per second on 1 to 8 nodes; ``scaling_model.py`` extrapolates
+- ``benchmark_store.py``: pictures from the S3 server of ``object_store.py``
+- ``benchmark_transport.py``: batches of 38 MB, compared with a plain copy
+- ``benchmark_uint8.py``: bytes that late normalisation saves
+- ``benchmark_widen.py``: time to the first batch with 2 to 32 workers
+- ``benchmark_worker_init.py``: rate and memory with and without a ``worker_init_fn``
 """

@@ -1,8 +1,8 @@
-"""The working tree beside another revision: both in turn, on the same machine in the same minutes.
+"""Comparison of the working tree with another revision, on the same machine in the same minutes.
 
-``make bench-against REV=HEAD~1`` compares ``dpex/`` alone: the working tree's benchmarks measure
-both revisions. Each turn is a fresh process, and it and its workers import their revision's
-``dpex``. The revisions alternate: old new, new old, old new.
+``make bench-against REV=HEAD~1`` compares only ``dpex/``: the benchmarks of the working tree
+measure both revisions. Each measurement runs in a fresh process. That process and its workers
+import ``dpex`` of their revision. The revisions alternate: old new, new old, old new.
 """
 
 import argparse
@@ -57,10 +57,10 @@ from benchmarks.workloads import make_jpegs
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_CASES = ("tiny", "jpeg", "null", "cold", "widen")
-# Enough for a median; what a process costs before them is two to four times as long.
+# Enough for a median. The process needs two to four times as long before these epochs.
 EPOCHS = 3
 MEMORY_WORKERS = 8
-# As in the memory benchmark, with fewer objects: five million of them take 7 GB.
+# As in the memory benchmark, but with fewer objects: five million objects take 7 GB.
 MEMORY_ROWS = {
     "array": benchmark_memory.GIB // in_memory.ROW_BYTES,
     "objects": 1_000_000,
@@ -98,11 +98,11 @@ THROUGHPUT: Mapping[str, tuple[Callable[[], Case], int]] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of a side gave.
+    """One measurement of one side.
 
     Attributes:
         figures: The values that are compared.
-        detail: All that was measured, for the record.
+        detail: All measured values, for the record.
     """
 
     figures: Mapping[Figure, float]
@@ -111,11 +111,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a case is measured.
+    """The method that measures a case.
 
     Attributes:
         turn: Measures one side, given its tree.
-        warm_ups: Rounds that do not count.
+        warm_ups: Number of rounds that do not count.
     """
 
     turn: Callable[[Path], Turn]
@@ -146,7 +146,7 @@ def main() -> None:
 
 def arguments() -> Any:
     """Parse the command line."""
-    # A SIGTERM ends the run as Ctrl-C does: the trees are removed.
+    # SIGTERM ends the run like Ctrl-C, so that the trees are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("revision", help="what git calls the old side, such as HEAD~1")
@@ -172,7 +172,7 @@ def arguments() -> Any:
 
 
 def command(options: Any) -> str:
-    """Return the make target that runs this as the command line does."""
+    """Return the ``make`` command with the options of this command line."""
     cases = shlex.quote(" ".join(options.cases))
     more = "".join(f" --new-env {setting}" for setting in options.new_env)
     arguments = f'"--rounds {options.rounds} --epochs {options.epochs}{more}"'
@@ -192,11 +192,12 @@ def git(*words: str) -> str:
 def two_trees(revision: str) -> Iterator[dict[Side, Path]]:
     """Make a tree for each side, and remove both at the end.
 
-    A tree has its side's ``dpex``, the working tree's ``benchmarks``, and a link to the working
-    tree's ``build``, where the data lies. All code is copied: edits during the run change nothing.
+    A tree has ``dpex`` of its side, ``benchmarks`` of the working tree, and a link to the working
+    tree's ``build``, which has the data. The code is copied, so edits during the run change
+    nothing.
 
     Args:
-        revision: Of the old side.
+        revision: Revision of the old side.
     """
     with tempfile.TemporaryDirectory(prefix="dpex-against-") as folder:
         trees: dict[Side, Path] = {"old": Path(folder, "old"), "new": Path(folder, "new")}
@@ -213,7 +214,7 @@ def two_trees(revision: str) -> Iterator[dict[Side, Path]]:
 @contextmanager
 def worktree(revision: str, path: Path) -> Iterator[Path]:
     """Check a revision out into a git worktree, and remove it at the end."""
-    # An interrupted "add" removes what it has made.
+    # An interrupted "git worktree add" removes its own files.
     git("worktree", "add", "--quiet", "--detach", str(path), revision)
     try:
         yield path
@@ -222,12 +223,12 @@ def worktree(revision: str, path: Path) -> Iterator[Path]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a package's code."""
+    """Copy the code of a package."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "results"))
 
 
 class Origins(Dataset[str]):
-    """Samples that say where the process which reads them has imported dpex from."""
+    """Samples that are the path of dpex in the process that reads them."""
 
     def __len__(self) -> int:
         return 4
@@ -237,23 +238,24 @@ class Origins(Dataset[str]):
 
 
 def origin() -> str:
-    """Return where this process has imported dpex from."""
+    """Return the path of dpex in this process."""
     return dpex.__file__
 
 
 def check_workers() -> None:
-    """Check that dpex's workers and other processes of its Ray import this process's dpex.
+    """Check that workers and other Ray processes import the same dpex as this process.
 
-    :func:`benchmarks.fresh.run_fresh` checks the process itself, in every turn.
+    :func:`benchmarks.fresh.run_fresh` checks the process itself, in every measurement.
 
     Raises:
-        RuntimeError: One imports another dpex.
+        RuntimeError: A process imports another dpex.
     """
     import ray
 
     loader = make_loader("dpex", Origins(), batch_size=2, num_workers=2)
     origins = {path for batch in loader for path in batch}
-    # A worker process that Ray starts, and does not fork from this one, as the pipeline actor's.
+    # Ray starts the process of this task, like that of the pipeline actor. It is no fork of this
+    # process.
     origins.add(ray.get(ray.remote(num_cpus=0)(origin).remote()))
     close(loader)
     if origins != {dpex.__file__}:
@@ -264,10 +266,10 @@ def check_workers() -> None:
 
 
 def comparisons(epochs: int) -> dict[str, Comparison]:
-    """Return how each case is measured, by its name.
+    """Return the method that measures each case, by the name of the case.
 
     Args:
-        epochs: How many epochs of a throughput turn count.
+        epochs: Number of counted epochs in a throughput measurement.
     """
     return {
         **{name: Comparison(partial(throughput_turn, name, epochs)) for name in THROUGHPUT},
@@ -301,7 +303,7 @@ def throughput(name: str, epochs: int) -> dict[str, Any]:
 
 
 def cold_turn(tree: Path) -> Turn:
-    """Measure the first batch of photographs, in a fresh process."""
+    """Measure the time to the first batch of photographs, in a fresh process."""
     moments = run_fresh(
         first_jpeg_batch,
         peer="dpex",
@@ -314,7 +316,7 @@ def cold_turn(tree: Path) -> Turn:
 
 
 def widen_turn(tree: Path) -> Turn:
-    """Measure the first batch with the fewest and the most workers, in a fresh process each."""
+    """Measure the time to the first batch with the fewest and with the most workers."""
     ends = (benchmark_widen.WORKERS[0], benchmark_widen.WORKERS[-1])
     narrowest_s, widest_s = (
         run_fresh(
@@ -338,7 +340,7 @@ def widen_turn(tree: Path) -> Turn:
 
 
 def memory_turn(tree: Path) -> Turn:
-    """Measure the memory of all processes over each dataset, in a fresh process each."""
+    """Measure the memory of all processes for each dataset, in a fresh process each."""
     runs = {
         kind: run_fresh(
             in_memory.measure,
@@ -356,7 +358,7 @@ def memory_turn(tree: Path) -> Turn:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that start inside the block."""
+    """Set environment variables for the processes that start in this context."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -372,11 +374,11 @@ def compare(
     """Measure both sides of a case in turn.
 
     Args:
-        name: Of the case.
-        trees: By side.
-        rounds: How many turns of each side count.
-        new_env: Environment variables of the new side alone.
-        epochs: How many epochs of a throughput turn count.
+        name: Name of the case.
+        trees: Tree of each side.
+        rounds: Number of counted measurements of each side.
+        new_env: Environment variables of the new side only.
+        epochs: Number of counted epochs in a throughput measurement.
 
     Returns:
         The case's part of the record.
@@ -411,7 +413,7 @@ def compare(
 
 
 def compare_figure(figure: Figure, old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
-    """Sum up one figure of both sides, whose values are given round by round."""
+    """Summarise a figure of both sides; each side has one value per round."""
     ratios = [value / other for value, other in zip(new, old, strict=True)]
     return {
         "figure": figure.name,
@@ -427,7 +429,7 @@ def compare_figure(figure: Figure, old: Sequence[float], new: Sequence[float]) -
 
 
 def report(record: Mapping[str, Any]) -> str:
-    """Write the table and its caption as Markdown."""
+    """Return the table and its caption as Markdown."""
     rows = [
         "| case | figure | old, median [min, max] | new, median [min, max] "
         "| new / old, median [range] | verdict |",

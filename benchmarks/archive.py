@@ -1,7 +1,7 @@
-"""The figures of other runs: a row for each in ``results/other_runs.csv``.
+"""The archive of other runs: ``results/other_runs.csv``, with one row per figure.
 
-``python -m benchmarks.archive 2026-11-26-amd`` adds the present records under that name, before
-new ones replace them.
+``python -m benchmarks.archive 2026-11-26-amd`` adds the present records under that name. Run it
+before new records replace them.
 """
 
 import csv
@@ -29,11 +29,11 @@ class Row:
     Attributes:
         run: Name of the run.
         date: Day of the record that has the figure.
-        cpu: Processor that it was measured on.
+        cpu: Processor of the machine.
         kind: ``"goal"``, ``"ratio"`` (dpex over torch) or ``"command"``.
         name: The goal, the workload or the case.
         value: The figure, or the command.
-        verdict: Whether a goal was met; empty for other kinds.
+        verdict: Verdict on a goal; empty for other kinds.
     """
 
     run: str
@@ -50,8 +50,8 @@ class Run:
     """The figures of a run.
 
     Attributes:
-        dates: Days on which its records were made.
-        cpus: Processors on which they were made.
+        dates: Days of its records.
+        cpus: Processors of its records.
         goals: Figure and verdict of each goal.
         ratios: Ratio of dpex to torch for each processor and workload.
         commands: Command of each case.
@@ -68,7 +68,7 @@ def rows_of(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Yield the figures of some records.
 
     Args:
-        run: Name of their run.
+        run: Name of the run that made the records.
         records: The records.
     """
     for record in records:
@@ -82,7 +82,7 @@ def rows_of(run: str, records: Iterable[Record]) -> Iterator[Row]:
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:
-    """Return the runs that some rows belong to, by their names."""
+    """Group rows by run, and return the runs in the order of their names."""
     runs: dict[str, Run] = {}
     for row in rows:
         run = runs.setdefault(row.run, Run())

@@ -1,7 +1,8 @@
-"""Accuracy and loss with ``distribute_mode`` on and off: one device, ``DataParallel``, DDP.
+"""The benchmark ``accuracy``: loss and accuracy with ``distribute_mode`` on and off.
 
-A round is a seed. With equal seeds and no random transforms every step's loss is to be the same to
-the bit, so the two modes' accuracies differ by nothing, and the seeds' by what training does.
+It trains on one device, with ``DataParallel``, and with DDP. Each round has another seed. There are
+no random transforms, so with equal seeds the loss of every step must be equal to the bit. The
+difference between seeds shows how much trainings vary.
 """
 
 import sys
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def equal_losses(parts: dict[str, Any]) -> Goal:
-    """Hold the number of losses that differ to zero."""
+    """Return the goal that no step has different losses in the two modes."""
     differing = [run["differing"] for found in parts.values() for run in found["runs"]]
     steps = {name: sum(run["steps"] for run in found["runs"]) for name, found in parts.items()}
     return Goal(
@@ -83,7 +84,7 @@ def equal_losses(parts: dict[str, Any]) -> Goal:
 
 
 def equal_accuracy(setting: str, found: dict[str, Any]) -> Goal:
-    """Hold the modes' difference, seed by seed, to the range of the seeds."""
+    """Return the goal that the modes differ, seed by seed, by at most the range of the seeds."""
     off, on = (found["accuracy"][mode] for mode in DISTRIBUTE_MODE)
     return Goal.of(
         f"accuracy, {setting}: percentage points between distribute_mode on and off",

@@ -1,9 +1,10 @@
-"""Photographs whose deterministic beginning is cached, against torch, which makes it every time.
+"""The benchmark ``cached``: photographs whose deterministic transforms are cached, against torch.
 
-dpex reads them from a cache that its first epoch has filled. What that can win is known: a sample
-costs torch the cached part and the rest, to which collating belongs; dpex the rest alone. Both are
-timed in each round, in one process without a loader, and their quotient stands beside what was
-reached in that round.
+dpex reads the results of these transforms from a cache, which its first epoch fills. torch computes
+them every time. The possible gain is known: for torch, a sample takes the time of the cached part
+and of the rest. For dpex, it takes only the rest, which includes collating. Each round measures the
+time of both parts in one process, without a loader. The record has the possible gain of each round
+beside the measured gain.
 """
 
 import statistics
@@ -57,7 +58,7 @@ REST_OF_LARGE = transforms.Compose(
 
 
 def seconds_a_sample(make: Callable[[range], Any], length: int) -> float:
-    """Time a batch, as the median of several; returns a sample's share."""
+    """Return the time of a sample: the median time of some batches, divided by their size."""
     times = []
     for start in range(0, length - BATCH_SIZE + 1, BATCH_SIZE)[:TIMED_BATCHES]:
         began = time.perf_counter()
@@ -70,9 +71,9 @@ def measure(name: str, fixed: MappedDataset, rest: Any, options: Any) -> dict[st
     """Run both loaders in turn.
 
     Args:
-        name: Of the workload.
-        fixed: The photographs, with what is cached of their chain.
-        rest: What is not.
+        name: Name of the workload.
+        fixed: Photographs with the cached transforms.
+        rest: The other transforms.
         options: ``workers`` and ``rounds``.
     """
     samples = [fixed[index] for index in range(min(len(fixed), TIMED_BATCHES * BATCH_SIZE))]
@@ -108,7 +109,7 @@ def measure(name: str, fixed: MappedDataset, rest: Any, options: Any) -> dict[st
         for loader in loaders.values():
             close(loader)
     over = [ours / torchs for ours, torchs in zip(rates["dpex"], rates["torch"], strict=True)]
-    # Less those of the round in which workers start and the cache is filled.
+    # Without the first round, in which workers start and dpex fills the cache.
     fixed_s, rest_s = fixed_s[1:], rest_s[1:]
     possible = [1 + cached_s / left_s for cached_s, left_s in zip(fixed_s, rest_s, strict=True)]
     return {

@@ -1,8 +1,8 @@
-"""The cold start: from the start of a training script's process to its first batch.
+"""The benchmark ``cold``: time from the start of a training script's process to its first batch.
 
-Everything counts that a user waits for: the interpreter, the imports of torch, torchvision and the
-dataset, the workers, with dpex also its embedded Ray, and the first batch of photographs itself.
-Every run is a process of its own, with none beside it; the first round only fills the page cache.
+The time includes the interpreter, the imports of torch, torchvision and the dataset, the start of
+the workers, and the first batch. With dpex it also includes the start of a local Ray. Each run has
+a fresh process, and no other run beside it. The first round only fills the page cache.
 """
 
 import sys

@@ -1,14 +1,16 @@
-"""The trainer's own cost of a batch, as epochs get longer and indices more.
+"""The benchmark ``driver``: processor time and memory of the training process.
 
-Nothing that a loader does for a batch may grow with the number of batches: so epochs of 10^2 to
-10^5 tiny batches, and the processor time that the trainer's process takes for each of them, Ray's
-threads in it included. And nothing may be done for every index ahead of time: so a dataset of 10^8
-samples beside one of 10^4, the time from ``iter()`` to the first batch, and what the trainer's
-memory has grown by fifty batches later. The order there is sequential, or that of a user's own
-sampler, a generator; ``shuffle=True`` is torch's own sampler, which makes a tensor and a list of
-10^8 numbers before any loader is asked.
+A loader's work for a batch must not depend on the number of batches. So the benchmark runs epochs
+of 10^2 to 10^5 tiny batches. It measures the processor time of the training process for each batch,
+including Ray's threads.
 
-Every turn of a peer is a process of its own, none beside another; workers are warm.
+A loader must not do work for every index ahead of time. So the benchmark compares a dataset of 10^8
+samples with one of 10^4. It measures the time from ``iter()`` to the first batch, and the memory of
+the training process 50 batches later. The order is sequential, or that of a user's sampler, which
+is a generator. The benchmark does not use ``shuffle=True``: torch's own sampler would first make a
+tensor and a list of 10^8 numbers.
+
+Each measurement has a fresh process, and no other measurement beside it. The workers are warm.
 """
 
 import itertools
@@ -50,10 +52,10 @@ GOAL_GROWTH_MB = 200.0
 
 
 class FirstIndices:
-    """A sampler as users write them: a generator of indices, in order.
+    """A typical sampler of a user: a generator of indices, in order.
 
     Args:
-        length: How many; another may be set from epoch to epoch.
+        length: Number of indices; may change between epochs.
     """
 
     def __init__(self, length: int) -> None:
@@ -67,19 +69,19 @@ class FirstIndices:
 
 
 def measure(peer: str, workers: int) -> dict[str, Any]:
-    """Take one turn of a peer.
+    """Measure one peer once.
 
     Args:
-        peer: As ``make_loader`` takes it.
+        peer: A peer of ``make_loader``.
         workers: Number of workers.
 
     Returns:
-        ``starts``, by order: what :func:`begin` gave for few and for many indices. ``epochs``:
-        what :func:`run_epochs` gave.
+        ``starts``: the results of :func:`begin` for few and for many indices, by order. ``epochs``:
+        the result of :func:`run_epochs`.
     """
     torch.set_num_threads(1)
-    begin(peer, workers, FEW, "sequential")  # dpex's second worker may be on its way all the time
-    # The memory comes first, while little that is free already can hide what it grows by.
+    begin(peer, workers, FEW, "sequential")  # dpex may still start its second worker
+    # Measure memory first: later, free memory of the process could hide the growth.
     starts = {
         order: [begin(peer, workers, length, order) for length in (FEW, MANY)] for order in ORDERS
     }
@@ -87,10 +89,11 @@ def measure(peer: str, workers: int) -> dict[str, Any]:
 
 
 def begin(peer: str, workers: int, length: int, order: str) -> dict[str, float]:
-    """Begin two epochs, of which the second finds warm workers, and measure that one.
+    """Start two epochs, and measure the second one, which has warm workers.
 
     Returns:
-        ``first_batch_s``, from ``iter()`` on, and the trainer's ``pss_mb`` some batches later.
+        ``first_batch_s``, measured from ``iter()``, and ``pss_mb`` of the training process some
+        batches later.
     """
     loader = make_loader(
         peer,
@@ -116,8 +119,8 @@ def run_epochs(peer: str, workers: int) -> list[dict[str, float]]:
     """Run an epoch of every length.
 
     Returns:
-        For each: ``seconds``, ``process_s`` (of the processor, in all threads of this process) and
-        ``thread_s`` (of the processor, in the thread of the training loop).
+        For each epoch: ``seconds``, ``process_s`` and ``thread_s``. The last two are the processor
+        time of all threads of this process, and of the training loop's thread.
     """
     sampler = FirstIndices(WARM_BATCHES)
     dataset = SameTensor(max(EPOCHS), SAMPLE_SHAPE)
@@ -136,7 +139,7 @@ def run_epochs(peer: str, workers: int) -> list[dict[str, float]]:
 
 
 def marginal_us(costs: Sequence[dict[str, float]], epoch: int) -> float:
-    """Return what each batch costs by which an epoch is longer than the next shorter one."""
+    """Return the processor time of a batch beyond the length of the next shorter epoch."""
     more_s = costs[epoch]["process_s"] - costs[epoch - 1]["process_s"]
     return more_s / (EPOCHS[epoch] - EPOCHS[epoch - 1]) * 1e6
 
@@ -248,13 +251,13 @@ def main() -> None:
 
 
 def growths_mb(runs: Sequence[dict[str, Any]], order: str) -> list[float]:
-    """Return how much more memory the trainer has with many indices than with few."""
+    """Return how much more memory the training process has with many indices than with few."""
     pairs = (run["starts"][order] for run in runs)
     return [many["pss_mb"] - few["pss_mb"] for few, many in pairs]
 
 
 def first_batch_ratios(runs: Sequence[dict[str, Any]], order: str) -> list[float]:
-    """Return how many times later the first of many indices comes than the first of few."""
+    """Return the time to the first batch with many indices, divided by that with few."""
     pairs = (run["starts"][order] for run in runs)
     return [many["first_batch_s"] / few["first_batch_s"] for few, many in pairs]
 

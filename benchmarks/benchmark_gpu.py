@@ -1,8 +1,8 @@
-"""A ResNet-50 on a GPU, fed by torch's loader and by dpex: how much of its time it stands still.
+"""The benchmark ``gpu``: the share of time that a ResNet-50's GPU is idle, with torch and dpex.
 
-Pictures leave the workers as uint8, in pinned memory, and become floating point on the GPU. What
-the same steps take over a batch that stays there is what they would take if batches cost nothing.
-Without a CUDA device nothing is measured, and that is said.
+The workers make uint8 pictures. The GPU gets them from pinned memory, and converts them to floating
+point. The same steps with a batch that stays on the GPU show the time without a loader. Without a
+CUDA device, the benchmark prints a message and measures nothing.
 """
 
 import random
@@ -35,11 +35,11 @@ Step = Callable[[Batch], None]
 
 
 class Crops(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures in memory, uint8 (3, ``side``, ``side``): a random part of a random one of them.
+    """Random crops of pictures in memory, uint8 of shape (3, ``side``, ``side``).
 
     Args:
-        samples: How many there are in an epoch.
-        side: In pixels.
+        samples: Number of samples in an epoch.
+        side: Side of a crop, in pixels.
     """
 
     def __init__(self, samples: int, side: int) -> None:
@@ -58,7 +58,7 @@ class Crops(Dataset[tuple[torch.Tensor, int]]):
 
 
 def make_step(device: torch.device) -> Step:
-    """Make a ResNet-50's training step, from uint8 pictures in pinned memory."""
+    """Return a ResNet-50's training step, which takes uint8 pictures in pinned memory."""
     model = resnet50(num_classes=CLASSES).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
@@ -77,7 +77,7 @@ def make_step(device: torch.device) -> Step:
 
 
 def seconds_of(batches: Iterable[Batch], step: Step, device: torch.device) -> float:
-    """Train for an epoch; the GPU has done with it when this returns."""
+    """Train for an epoch, and return the seconds until the device has finished."""
     began = time.perf_counter()
     for batch in batches:
         step(batch)
@@ -89,18 +89,19 @@ def seconds_of(batches: Iterable[Batch], step: Step, device: torch.device) -> fl
 def measure(
     device: torch.device, *, workers: int, rounds: int, steps: int, batch_size: int, side: int
 ) -> dict[str, list[float]]:
-    """Train in turns from both loaders and from a batch that stays on the device.
+    """Train in turns with both loaders, and with a batch that stays on the device.
 
     Args:
-        device: Where the model is.
-        workers: Of either loader.
-        rounds: Counted epochs; one more, the first, starts workers and tunes kernels.
-        steps: In an epoch.
-        batch_size: In samples.
-        side: Of a picture, in pixels.
+        device: Device of the model.
+        workers: Number of workers of each loader.
+        rounds: Number of counted epochs. One more epoch comes first, which starts workers and tunes
+            kernels.
+        steps: Number of steps in an epoch.
+        batch_size: Samples in a batch.
+        side: Side of a picture, in pixels.
 
     Returns:
-        Seconds of each epoch: ``"resident"``, ``"torch"`` and ``"dpex"``.
+        Seconds of each epoch, for ``"resident"``, ``"torch"`` and ``"dpex"``.
     """
     torch.backends.cudnn.benchmark = True
     crops = Crops(steps * batch_size, side)
@@ -115,7 +116,7 @@ def measure(
         "torch": DataLoader(crops, **options),
         "dpex": DpexDataLoader(crops, **options, distribute_mode=True),
     }
-    for loader in loaders.values():  # workers are forked, and that comes before the GPU's first use
+    for loader in loaders.values():  # torch must fork before the first use of the GPU
         first = next(iter(loader))
     step = make_step(device)
     stays: Any = tuple(part.to(device) for part in first)

@@ -1,7 +1,7 @@
-"""Photographs: 1,024 JPEG files of 500x375, decoded and augmented as for ImageNet, batch 64.
+"""The benchmark ``jpeg``: 1,024 JPEG files of 500x375, decoded and augmented as for ImageNet.
 
-Decoding takes nearly all the time, as in most training on images: a loader that keeps its workers
-busy reaches the limit (one process's rate times the cores), whatever it does per batch.
+Decoding takes nearly all the time, as in most training on images. A loader that keeps its workers
+busy reaches the limit: the rate of one process, times the number of cores.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Values kept on a disk by LMDB, which ``cached`` uses, and by diskcache, which it might have used.
+"""The benchmark ``kept``: the store that ``cached`` uses, LMDB, compared with diskcache.
 
-One process writes all values, then reads them in another order, and copies them out; neither store
-syncs at each value. The files are new in every round, and then in the kernel's cache.
+One process writes all values, then reads and copies them in another order. Neither store syncs
+after each value. The files are new in every round, so the kernel's cache has them when the process
+reads.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ Get = Callable[[bytes], bytes]
 
 @contextlib.contextmanager
 def by_lmdb(folder: Path) -> Iterator[tuple[Put, Get]]:
-    """Open LMDB with the options that ``cached`` gives it."""
+    """Open LMDB with the options that ``cached`` uses."""
     store = SampleStore(folder, 4 * TOTAL_BYTES)
     environment: lmdb.Environment = store._environment
 
@@ -50,7 +51,7 @@ def by_lmdb(folder: Path) -> Iterator[tuple[Put, Get]]:
 
 @contextlib.contextmanager
 def by_diskcache(folder: Path) -> Iterator[tuple[Put, Get]]:
-    """Open diskcache, with nothing to evict."""
+    """Open diskcache without eviction."""
     with diskcache.Cache(str(folder), size_limit=4 * TOTAL_BYTES, eviction_policy="none") as cache:
         yield cache.set, cache.__getitem__
 
@@ -59,7 +60,7 @@ STORES = {"LMDB": by_lmdb, "diskcache": by_diskcache}
 
 
 def measure(name: str, value_bytes: int, chance: random.Random) -> dict[str, float]:
-    """Return how many values a store writes and reads in a second, and what its files take."""
+    """Return a store's rates of writing and reading, and the size of its files."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, mode=0o700)
     keys = [number.to_bytes(8) for number in range(TOTAL_BYTES // value_bytes)]

@@ -1,7 +1,7 @@
-"""Waiting: 5 ms of sleep a sample, as a remote store makes one wait; 2, 8 and 32 workers.
+"""The benchmark ``latency``: samples that wait 5 ms, as for a remote store; 2, 8 and 32 workers.
 
-Samples take time and no processor, so the rate is to grow with the workers, far beyond the cores.
-An epoch takes about five seconds with any number of them.
+Samples take time but no processor time. So the rate should grow with the number of workers, far
+beyond the number of cores. An epoch takes about five seconds with any number of workers.
 """
 
 from benchmarks.harness import Case, arguments, describe_machine, table, write

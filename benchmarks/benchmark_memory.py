@@ -1,12 +1,13 @@
-"""The memory of eight workers over a dataset that lies in memory: forked, spawned, and dpex's.
+"""The benchmark ``memory``: memory of eight workers for a dataset in memory, with torch and dpex.
 
-What counts is the proportional set size (PSS) of all processes together, an embedded Ray's too: a
-page that several of them map is shared out among them and so counts once, which goes for pages
-that a fork left in common, for torch's shared memory and for what was touched of Ray's object
-store. (A library's pages are shared out to strangers too: where anybody else runs torch meanwhile,
-every figure is up to 0.15 GB too small.) It is taken after the epoch in which the last worker
-delivered. Every run is a process of its own, none beside another; a dataset of 1 MB tells what
-each peer takes without any data.
+It adds up the proportional set size (PSS) of all processes, with those of a local Ray. A page that
+several processes map counts once, because the PSS divides it among them. Examples are pages after a
+fork, torch's shared memory, and the used part of Ray's object store. Pages of libraries are also
+divided among processes outside the benchmark. If other users run torch on the machine, every figure
+is up to 0.15 GB too small.
+
+The benchmark measures after the epoch in which the last worker delivered. Each run has a fresh
+process, and no other run beside it. A dataset of 1 MB shows the memory of each loader without data.
 """
 
 import sys
@@ -24,8 +25,8 @@ from benchmarks.plots import bars
 PEERS = {"torch": "torch fork", "spawn": "torch spawn", "dpex": "dpex"}
 GIB = 1 << 30
 MB = 1e6
-# A name, the kind of dataset and its rows. What holds for spawned workers over an array holds for
-# an Arrow table too, and takes a minute to see again.
+# By name: the kind of dataset, its number of rows, and the peers. Spawned workers use as much
+# memory for an Arrow table as for an array. That run would take a minute, so it is left out.
 DATASETS = {
     "1 MB": ("array", 8, ("torch", "spawn", "dpex")),
     "array": ("array", GIB // ROW_BYTES, ("torch", "spawn", "dpex")),
@@ -34,7 +35,7 @@ DATASETS = {
     "objects": ("objects", 5_000_000, ("torch", "spawn", "dpex")),
 }
 EMPTY = "1 MB"
-# dpex over whom, by dataset.
+# By dataset: the peer that dpex is compared with, and the bound of their ratio.
 GOALS = {
     "array": ("torch", 1.10),
     "tensor": ("torch", 1.10),
@@ -44,7 +45,7 @@ GOALS = {
 
 
 def total_mb(run: Mapping[str, Any], role: str | None = None) -> float:
-    """Return the PSS of a run's processes, or of those of one role."""
+    """Return the PSS of a run's processes, or of those with one role, in MB."""
     weights = [w["pss_bytes"] for w in run["processes"] if role in (None, w["role"])]
     return float(sum(weights)) / MB
 
@@ -82,7 +83,7 @@ def main() -> None:
     }
 
     def data_mb(name: str, peer: str) -> float:
-        """Return what a peer takes more than for the dataset of 1 MB."""
+        """Return a peer's memory for a dataset, less its memory for the dataset of 1 MB."""
         summaries = record["total_mb"]
         return float(summaries[name][peer]["median"] - summaries[EMPTY][peer]["median"])
 

@@ -1,7 +1,7 @@
-"""No work: one (3, 224, 224) float32 tensor again and again, batch 64; transport alone.
+"""The benchmark ``null``: transport alone; every sample is the same (3, 224, 224) float32 tensor.
 
-Workers collate 38 MB and do nothing else, so the rate is that of moving a batch from a worker to
-the training loop.
+Workers only collate batches of 38 MB. So the rate is that of moving a batch from a worker to the
+training loop.
 """
 
 from benchmarks.harness import Case, arguments, table

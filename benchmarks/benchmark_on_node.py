@@ -1,12 +1,15 @@
-"""What a dataset has the trainer's node send to the workers' in an epoch: ``on_node``, or passed.
+"""The benchmark ``on_node``: bytes that the training process's node sends to the workers' node.
 
-The rows lie in a file that both nodes see. Passed directly they are read into the trainer's memory
-and travel with the dataset; with ``on_node`` its class and the file's name do, and the workers map
-the file. The link between the nodes counts, so that everything is in the figure: the dataset, the
-indices, calls and their answers, what Ray's nodes tell one another, and headers. A sample is the
-mean of its row, for what comes back in large batches would be acknowledged over the same link.
+The rows are in a file that both nodes see. Without ``on_node``, the training process reads the
+rows, and they travel with the dataset. With ``on_node``, only a function and the file's name
+travel, and the workers map the file.
 
-The first epoch is that of a new loader in a Ray that has run another one's; so is each figure's.
+The link between the nodes counts all bytes: the dataset, indices, calls and their answers, messages
+between Ray's nodes, and headers. A sample is only the mean of its row, because acknowledgements of
+large batches would count too.
+
+Before the measurement, another loader runs its epochs in the same Ray. Each figure has a new
+loader.
 """
 
 import itertools
@@ -39,15 +42,15 @@ GOAL_KB = 100.0
 
 
 def measure(files: Mapping[str, str], workers: int) -> dict[str, Any]:
-    """Read every file in both ways in a Ray of two nodes.
+    """Read every file with and without ``on_node``, in a Ray of two nodes.
 
     Args:
-        files: By name.
-        workers: Of each loader.
+        files: Paths of the files, by name.
+        workers: Number of workers of each loader.
 
     Returns:
-        ``quiet_bytes_per_s``, sent while nothing is read, and ``sent_bytes``: by way and name, in
-        each epoch of a new loader.
+        ``quiet_bytes_per_s``, the traffic while nothing is read, and ``sent_bytes``. The latter has
+        the bytes of each epoch of a new loader, by way and name.
     """
     from dpex import DpexDataLoader
     from dpex.datasets import on_node

@@ -1,7 +1,7 @@
-"""Texts: 300,000 lists of 16 to 512 tokens, padded to the longest of each batch of 64.
+"""The benchmark ``ragged``: 300,000 lists of 16 to 512 tokens, padded in batches of 64.
 
-A sample takes microseconds, and no two batches have the same shape: what counts is how a loader
-moves many small tensors of ever new sizes.
+A sample takes microseconds, and samples differ in length. So the benchmark shows how fast a loader
+moves many small batches.
 """
 
 from benchmarks.harness import Case, arguments, table

@@ -1,6 +1,7 @@
-"""Samples per second as nodes join: four tasks on each, and samples that wait and compute nothing.
+"""The benchmark ``scale``: samples per second on 1 to 8 nodes, with four tasks on each.
 
-What the nodes are, and when a point is void: ``benchmarks/nodes.py``.
+Samples wait and compute nothing. ``benchmarks/nodes.py`` explains the nodes, and when a figure is
+void.
 """
 
 import resource
@@ -23,7 +24,7 @@ from benchmarks.plots import lines
 NODES = (1, 2, 4, 8)
 WAIT_S = 0.1
 BATCH_SIZE = 16
-# Of each task in an epoch. At its end tasks wait for the last one, up to a batch each.
+# In each epoch. At its end, tasks wait for the last task, for at most one batch each.
 BATCHES_PER_TASK = 40
 EPOCHS = 2
 RUN_TIMEOUT_S = 900
@@ -33,17 +34,19 @@ GOAL_DRIVER = 1.2
 
 
 def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
-    """Read epochs from a cluster of some nodes, the first one not counted.
+    """Read epochs from a cluster, once all tasks have started.
 
     Args:
-        nodes: How many.
-        short_turns: Whether to read one more after each, in which every task makes one chunk.
+        nodes: Number of nodes.
+        short_turns: Whether each epoch is followed by one in which every task makes one chunk.
 
     Returns:
-        For each counted epoch ``samples_per_s``, ``readers`` (worker processes that delivered),
-        ``trainer_s``, ``host_s``, ``head_s`` and ``raylets_s`` (their processor seconds),
-        ``batches``, ``tasks``, ``place_s`` (of all places for tasks together), ``turn_s``, and the
-        machine's ``busy_percent``.
+        The figures of each epoch. ``readers`` is the number of worker processes that delivered, and
+        ``tasks`` the number of tasks that started. ``trainer_s``, ``host_s``, ``head_s`` and
+        ``raylets_s`` are processor seconds: of the training process, the pipeline actor, Ray's head
+        and the raylets. ``place_s`` is the time of the epoch, times the number of tasks that can
+        run at once. ``turn_s`` is the length of a task lease. ``busy_percent`` is the load of the
+        machine.
     """
     from benchmarks.ray_processes import Scheduler, spent_s
     from dpex import DpexDataLoader
@@ -59,7 +62,7 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
             distribute_mode=True,
             head_address=address,
         )
-        while len(readers_of(loader)) < tasks:  # until all have started
+        while len(readers_of(loader)) < tasks:  # until all tasks have started
             pass
         turns = Scheduler(loader)
         usual_s = turns.length_s
@@ -89,7 +92,7 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
 
 
 def measure_sampler(indices: int) -> dict[str, float]:
-    """Return what one rank's shuffled ``DistributedSampler`` takes for each index of the dataset.
+    """Return the cost of one rank's shuffled ``DistributedSampler`` for each index of the dataset.
 
     Returns:
         ``s_per_index`` and ``bytes_per_index``.
@@ -105,12 +108,13 @@ def measure_sampler(indices: int) -> dict[str, float]:
 
 
 def costs_of_a_task(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Compare epochs of one chunk a task with those before them.
+    """Compare epochs in which each task makes one chunk with the usual epochs before them.
 
     Returns:
-        For each task more ``host_ms``, ``head_ms`` and ``raylets_ms``, the processor time of the
-        pipelines' host, Ray's head and all raylets together, and ``place_ms``, the time that a
-        place for a task does nothing; the usual ``turn_s``, and how many ``tasks`` more it were.
+        The cost of each additional task. ``host_ms``, ``head_ms`` and ``raylets_ms`` are processor
+        time of the pipeline actor, Ray's head and all raylets. ``place_ms`` is the time for which
+        the CPU of a task is idle. ``turn_s`` is the usual length of a task lease, and ``tasks`` the
+        number of additional tasks.
     """
     usual, short = epochs[::2], epochs[1::2]
 
@@ -198,12 +202,12 @@ def main() -> None:
 
 
 def figures(epochs: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """Pick one figure of each epoch."""
+    """Return one figure of each epoch."""
     return [float(epoch[name]) for epoch in epochs]
 
 
 def ms(epochs: Sequence[dict[str, Any]], process: str) -> list[float]:
-    """Give a process's processor milliseconds a batch in each epoch."""
+    """Return a process's processor time for a batch in each epoch, in milliseconds."""
     return [1e3 * epoch[f"{process}_s"] / epoch["batches"] for epoch in epochs]
 
 

@@ -1,7 +1,7 @@
-"""What seeding every sample costs: its share of a tiny sample's time.
+"""The benchmark ``seeding``: the time of seeding a sample, as a share of a tiny sample's time.
 
-dpex seeds torch, numpy and ``random`` before every sample. Turns of samples read with and without
-it alternate in one process; no loader is involved.
+dpex seeds torch, numpy and ``random`` before every sample, if samples draw from them. The benchmark
+reads samples with and without seeding, in turns, in one process and without a loader.
 """
 
 import time
@@ -23,7 +23,7 @@ def main() -> None:
     dataset, key = TinyImages(), stream_key(1, 2)
 
     def read(*, seeded: bool) -> float:
-        """Return the microseconds that a sample takes."""
+        """Return the microseconds for each sample."""
         start = time.perf_counter()
         for position in range(SAMPLES):
             if seeded:

@@ -1,11 +1,12 @@
-"""Small pictures from an S3 store whose answers take 20 ms; 32 workers, and 2 for comparison.
+"""The benchmark ``store``: small pictures from an S3 store whose answers take 20 ms.
 
-The store is a real one, rclone's, on this machine, so that it takes part of its cores; how much is
-reported. An epoch has as many batches for each worker, however many there are.
+It compares 32 workers with 2 workers. The store is a real server, rclone, on this machine. It uses
+part of the machine's cores, and the benchmark reports how much. An epoch has the same number of
+batches for each worker, with any number of workers.
 
-Where cores are few both loaders wait for the pictures' processor time and no longer for the
-store. So there is a second part, in which an answer takes as many times longer as there are workers
-for a core: each has as much of a core's time for a picture as if it had one for itself.
+On a machine with few cores, both loaders wait for the pictures' processor time, and no longer for
+the store. So a second part multiplies the delay of an answer by the number of workers per core.
+Then a worker has as much core time for a picture as if it had a core of its own.
 """
 
 import itertools
@@ -45,7 +46,7 @@ PICTURES_PER_CLASS = 512
 SIZE = (64, 64)
 DELAY_S = 0.02
 BATCH_SIZE = 16
-# The epochs of all loaders together are shorter than dpex's workers wait for their next one.
+# Invariant: the epochs of all loaders together are shorter than dpex's tasks wait for an epoch.
 BATCHES_PER_WORKER = 8
 FEW_WORKERS = 2
 RUN_TIMEOUT_S = 1_800
@@ -58,15 +59,16 @@ Spent = Mapping[str, float]
 
 
 class Meter:
-    """What epochs take: processor time, and requests.
+    """The processor time and the requests of epochs.
 
     Args:
-        store: The server, told apart from what this process has started else.
+        store: The server, which is measured separately from the other processes of this run.
 
     Attributes:
-        spent: By name, for each epoch the processor seconds of the ``server``, of the ``loader``
-            (trainer, workers, an embedded Ray) and of everything on the machine (``busy``), what
-            it could have given (``machine``), and the number of requests of each method.
+        spent: Measurements of each epoch, by name of the loader. ``server``, ``loader`` (training
+            process, workers, local Ray) and ``busy`` (all processes of the machine) are processor
+            seconds. ``machine`` is the time that all cores had together. The other values are
+            numbers of requests, by method.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -75,18 +77,18 @@ class Meter:
 
     @contextmanager
     def watch(self, name: str) -> Iterator[None]:
-        """Note what is spent until the context ends."""
+        """Measure the time and the requests of this context."""
         before = self.read()
         yield
         after = self.read()
         self.spent[name].append({what: after[what] - before[what] for what in after})
 
     def read(self) -> dict[str, float]:
-        """Return what has been spent so far."""
+        """Return the totals so far."""
         serving = self.store.processes()
         machine = psutil.cpu_times()
         idle = machine.idle + machine.iowait
-        # A guest's time is in its host's too.
+        # User time includes the time of guests.
         total = sum(machine) - machine.guest - machine.guest_nice
         requests = self.store.requests()
         return {
@@ -107,23 +109,24 @@ def processor_s(process: psutil.Process) -> float:
 
 
 def measure(folder: str, delay_s: float, workers: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Serve the pictures, and let both loaders read them in turn.
+    """Serve the pictures, and read them with both loaders in turn.
 
     Args:
-        folder: With a bucket in it, and pictures in the bucket.
-        delay_s: How long an answer takes.
-        workers: How many each loader has, in turn.
-        rounds: Counted epochs of each.
+        folder: Folder of the bucket that has the pictures.
+        delay_s: Delay of an answer, in seconds.
+        workers: Numbers of workers; there is a loader of each kind for each number.
+        rounds: Number of counted epochs of each loader.
 
     Returns:
-        ``samples`` of an epoch, their rates, and what each epoch took, also the first, by loader.
+        ``samples`` of an epoch, ``rates``, and ``spent`` of every epoch including the first, by
+        loader.
     """
     torch.set_num_threads(1)
     with object_store(Path(folder), delay_s) as store:
         os.environ.update(store.environment)
         pictures = ImageFolder("s3://bucket/pictures", transforms.ToTensor())
         loaders, samples = {}, {}
-        # Both of torch's before dpex's: its forks are then of a process without Ray.
+        # torch's loaders come first, so that torch forks its workers from a process without Ray.
         for peer, number in itertools.product(("torch", "dpex"), workers):
             name = of(peer, number)
             samples[name] = number * BATCHES_PER_WORKER * BATCH_SIZE
@@ -144,16 +147,16 @@ def measure(folder: str, delay_s: float, workers: Sequence[int], rounds: int) ->
 
 
 def of(peer: str, workers: int) -> str:
-    """Name a loader."""
+    """Return the name of a loader."""
     return f"{peer}, {workers} workers"
 
 
 def sum_up(spent: Sequence[Spent], samples: int) -> dict[str, float]:
-    """Give shares of the machine, and what a sample took, over some epochs.
+    """Return shares of the machine's time, and the costs of a sample, over some epochs.
 
     Args:
-        spent: In each epoch, as :class:`Meter` has it.
-        samples: Of an epoch.
+        spent: Measurements of each epoch, as in :class:`Meter`.
+        samples: Number of samples in an epoch.
     """
     total = {what: sum(epoch[what] for epoch in spent) for what in spent[0]}
     count = samples * len(spent)
@@ -200,7 +203,7 @@ def main() -> None:
     record["spent"] = found["spent"]
     record["samples_per_s"] = {name: summarise(rate) for name, rate in rates.items()}
     record["means"] = means_of(found)
-    # In torch's turns dpex's workers wait, and their Ray, which its first epoch was without.
+    # dpex's idle workers and their Ray run during torch's epochs, except the first one.
     without_ray = sum_up(found["spent"][few][:1], found["samples"][few])
     idle_percent = record["means"][few]["loader_percent"] - without_ray["loader_percent"]
     record["without_ray"] = without_ray
@@ -261,14 +264,14 @@ def main() -> None:
 
 
 def means_of(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Sum up the counted epochs of each loader, of what ``measure`` has found."""
+    """Summarise the counted epochs of each loader, given the result of ``measure``."""
     return {
         name: sum_up(spent[1:], found["samples"][name]) for name, spent in found["spent"].items()
     }
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Divide turn by turn."""
+    """Return the ratios of two loaders' rates, round by round."""
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""A table: 4,000,000 rows of 32 float32 columns, read by ``__getitems__``, batch 4,096.
+"""The benchmark ``tabular``: 4,000,000 rows of 32 float32 columns, read by ``__getitems__``.
 
-The dataset gives a batch in one call, so that a row costs less than its index does: what counts is
-how a loader draws, sends and remembers indices.
+The dataset returns a batch in one call, so a row costs less than its index. The benchmark shows how
+fast a loader draws, sends and stores indices.
 """
 
 import sys
@@ -27,8 +27,8 @@ def case() -> Case:
 
 
 def main() -> None:
-    # An epoch begins with the shuffling of four million indices, which takes torch and dpex the
-    # same time, but 0.16 to 0.27 s of it: fewer rounds do not show what comes on top of that.
+    # At the start of an epoch, torch and dpex shuffle four million indices in the same way. This
+    # takes 0.16 to 0.27 s. With fewer rounds, that range hides the difference between the loaders.
     options = arguments(__doc__, "tabular", ["--rounds", "15", *sys.argv[1:]])
     print(table([compare(case(), options)]))
 

@@ -1,15 +1,14 @@
-"""The tax on the trainer: how much slower the training loop runs because a loader works beside it.
+"""The benchmark ``tax``: the overhead of a loader on the training loop beside it.
 
-A training step here is a fixed amount of Python and of small torch operations in the main thread,
-50 ms of it, then one ``next(loader)``. Workers only sleep, so they take no core from the step, and
-they could deliver a quarter more than is asked for, so ``next()`` has no reason to block; what
-``next()`` takes is not subtracted, and the part of it that was blocked is reported apart. What
-makes the loop slower is then the loader itself: its threads that hold the GIL, its helper
-processes, its decoding of a batch.
+A training step here is 50 ms of Python and of small torch operations in the main thread, and then
+one ``next(loader)``. Workers only sleep, so they take no core from the step. They could deliver a
+quarter more batches than the loop needs, so ``next()`` has no reason to block. The time in
+``next()`` counts, and its blocked part is also reported separately. So the overhead comes from the
+loader itself: threads that hold the GIL, helper processes, and the decoding of batches.
 
-The same loop runs some per cent faster in one process than in the next, whatever else is in it:
-where its memory lies decides. So a loop is compared with loops of its own process: before there is
-a loader in it, and in turns while the loader is there and at rest. Every round has new processes.
+The same loop is some per cent faster in one process than in another, depending on the place of its
+memory. So the benchmark compares loops of one process. Some loops run before the loader exists. The
+others run in turns while the loader works and while it is idle. Each round has a new process.
 """
 
 import multiprocessing
@@ -43,9 +42,9 @@ BATCH_SIZE = 10
 SUPPLY_OVER_DEMAND = 1.25
 WARM_STEPS = 10
 TIMED_STEPS = 30
-# Short loops, and more of them: a shared machine drifts by more than is to be measured.
+# Several short loops: the speed of a shared machine drifts by more than the overhead.
 TURNS = 3
-# What the workers may be ahead by at the end, so that they deliver as long as the clock runs.
+# Batches that workers may have ahead at the end, so that they deliver until the clock stops.
 SPARE_BATCHES = 20
 BLOCKED_TOO_MUCH = 0.01
 GOAL_PERCENT = 3.0
@@ -53,24 +52,24 @@ GOAL_PERCENT = 3.0
 
 @dataclass(frozen=True)
 class Work:
-    """One training step: so many turns of a Python loop, then so many of a torch loop."""
+    """One training step: iterations of a Python loop, then iterations of a torch loop."""
 
     python_turns: int
     torch_turns: int
 
     def do(self) -> None:
-        """Take the step."""
+        """Run the step."""
         self.do_python()
         self.do_torch()
 
     def do_python(self) -> None:
-        """Keep the GIL busy, as losses, metrics and logging do."""
+        """Hold the GIL, as losses, metrics and logging do."""
         counts: dict[int, int] = {}
         for turn in range(self.python_turns):
             counts[turn & 63] = counts.get(turn & 31, 0) + turn
 
     def do_torch(self) -> None:
-        """Release and take the GIL at every operation, as a model's forward does."""
+        """Release and take the GIL at every operation, as a model's forward pass does."""
         state = weight = torch.eye(48)
         for _ in range(self.torch_turns):
             state = torch.relu(state @ weight)
@@ -78,13 +77,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Loop:
-    """One timed loop.
+    """The times of one loop.
 
     Attributes:
-        seconds: All of it.
-        work_s: The part in the steps.
-        next_s: The part in ``next()`` and in touching the batch.
-        blocked_s: The part of ``next_s`` in which this thread did not run.
+        seconds: Time of the whole loop.
+        work_s: Time in the steps.
+        next_s: Time in ``next()`` and in touching the batch.
+        blocked_s: Part of ``next_s`` in which this thread did not run.
     """
 
     seconds: float
@@ -98,9 +97,9 @@ class FairShare:
     """The loops of one process.
 
     Attributes:
-        before: Those before there was a loader.
-        at_work: Those that it fed.
-        at_rest: Those beside it, when its epoch was over; turn by turn with ``at_work``.
+        before: Loops before the loader existed.
+        at_work: Loops that the loader fed.
+        at_rest: Loops beside the idle loader, between its epochs. They alternate with ``at_work``.
     """
 
     before: list[Loop]
@@ -109,7 +108,7 @@ class FairShare:
 
 
 def calibrate() -> Work:
-    """Find the amount of work that takes ``STEP_S`` here, half in Python and half in torch."""
+    """Return a step that takes ``STEP_S`` on this machine, half in Python and half in torch."""
 
     def turns(kind: str, tried: int = 2_000) -> int:
         work = Work(tried, tried)
@@ -124,13 +123,13 @@ def calibrate() -> Work:
 
 
 def train(peer: str, work: Work, num_workers: int, control: Connection) -> None:
-    """Run all loops of one round, in a process of its own.
+    """Run all loops of one round in this process.
 
     Args:
-        peer: ``"torch"``, ``"dpex"``, or another one that ``make_loader`` knows.
+        peer: ``"torch"``, ``"dpex"``, or another peer of ``make_loader``.
         work: One step.
-        num_workers: Of the loader.
-        control: Gets a :class:`Round`.
+        num_workers: Number of workers of the loader.
+        control: Receives a :class:`FairShare`.
     """
     torch.set_num_threads(1)
     batches = WARM_STEPS + TIMED_STEPS + SPARE_BATCHES
@@ -138,11 +137,11 @@ def train(peer: str, work: Work, num_workers: int, control: Connection) -> None:
     dataset = SleepingSamples(batches * BATCH_SIZE, sleep_s)
     before = [loop(work, None) for _ in range(TURNS)]
     loader = make_loader(peer, dataset, batch_size=BATCH_SIZE, num_workers=num_workers)
-    loop(work, loader)  # its start-up
+    loop(work, loader)  # start-up
     at_work: list[Loop] = []
     at_rest: list[Loop] = []
     for turn in range(TURNS):
-        # There and back, so that a steady drift favours nobody.
+        # The order alternates, so that a steady drift favours neither kind of loop.
         loops = [(at_work, loader), (at_rest, None)]
         for kind, fed_by in loops if turn % 2 == 0 else reversed(loops):
             time.sleep(SETTLE_S)
@@ -152,7 +151,7 @@ def train(peer: str, work: Work, num_workers: int, control: Connection) -> None:
 
 
 def loop(work: Work, loader: Iterable[Any] | None) -> Loop:
-    """Time one loop; what is left of the epoch is read afterwards."""
+    """Time one loop, and then read the rest of the epoch."""
     iterator: Iterator[Any] = iter(loader if loader is not None else [])
     for _ in range(WARM_STEPS):
         work.do()
@@ -190,17 +189,17 @@ def run_round(peer: str, work: Work, num_workers: int) -> FairShare:
 
 
 def neighbours(rounds: Sequence[FairShare]) -> list[tuple[Loop, Loop]]:
-    """Pair each loop that a loader feeds with its neighbour beside one at rest."""
+    """Pair each loop that a loader feeds with the adjacent loop beside the idle loader."""
     return [pair for one in rounds for pair in zip(one.at_work, one.at_rest, strict=True)]
 
 
 def active(rounds: Sequence[FairShare]) -> list[float]:
-    """Give the time of each loop that a loader feeds, over its neighbour's."""
+    """Return the time of each loop that a loader feeds, divided by that of its neighbour."""
     return [fed.seconds / rest.seconds for fed, rest in neighbours(rounds)]
 
 
 def present(rounds: Sequence[FairShare]) -> list[float]:
-    """Give the time of the loops beside a loader at rest over that before there was one."""
+    """Return the time of loops beside an idle loader, divided by the time before it existed."""
     return [
         statistics.median(loop.seconds for loop in one.at_rest)
         / statistics.median(loop.seconds for loop in one.before)
@@ -209,7 +208,7 @@ def present(rounds: Sequence[FairShare]) -> list[float]:
 
 
 def slowdowns(rounds: Sequence[FairShare]) -> list[float]:
-    """Give the share by which each fed loop is slower than one without a loader."""
+    """Return by which share each fed loop is slower than one without a loader."""
     presence = statistics.median(present(rounds))
     return [ratio * presence - 1 for ratio in active(rounds)]
 

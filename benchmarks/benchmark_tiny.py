@@ -1,7 +1,7 @@
-"""Small images: 60,000 of 28x28 through PIL and ToTensor, batch 100; what a batch itself costs.
+"""The benchmark ``tiny``: 60,000 images of 28x28 through PIL and ToTensor, batch 100.
 
-A sample takes tens of microseconds, a batch a few milliseconds, and an epoch has 600 of them. What
-a loader does once per batch (a message, a task, a wake-up) shows here and nowhere else.
+A sample takes tens of microseconds, a batch takes a few milliseconds, and an epoch has 600 batches.
+The benchmark shows the overhead of a batch: a message, a task, a wake-up.
 """
 
 from benchmarks.harness import Case, arguments, table

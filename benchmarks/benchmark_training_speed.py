@@ -1,9 +1,9 @@
-"""Training time, and the share of it that waits, with light, medium and heavy preprocessing.
+"""The benchmark ``training_speed``: epoch time, with light, medium and heavy preprocessing.
 
-torch has one host with four workers, dpex 1, 2, 4 and 8 nodes with four tasks each. What step and
-preprocessing are: ``benchmarks/training_loops.py``; what the nodes are, and when a point is void:
-``benchmarks/nodes.py``. Beside that both have this host's cores, where nothing is simulated but the
-step.
+It also measures the share of time that the training loop waits. torch has one machine with four
+workers, and dpex has 1, 2, 4 and 8 nodes with four tasks each. ``benchmarks/training_loops.py``
+explains step and preprocessing. ``benchmarks/nodes.py`` explains the nodes, and when a figure is
+void. In a second part, both loaders use the cores of this machine, and only the step is simulated.
 """
 
 import sys
@@ -93,12 +93,12 @@ def main() -> None:
 
 
 def dpex_on(nodes: int) -> str:
-    """Name dpex's row."""
+    """Return the name of dpex's row."""
     return f"dpex, {nodes} nodes, {nodes * TASKS_PER_NODE} tasks"
 
 
 def sum_up(by_kind: dict[str, list[Run]]) -> dict[str, Any]:
-    """Sum up epochs by preprocessing."""
+    """Summarise the epochs of each kind of preprocessing."""
     figures = ("seconds", "waiting_share", "busy_percent")
     return {
         kind: {"runs": runs} | {name: summarise([run[name] for run in runs]) for name in figures}
@@ -107,17 +107,18 @@ def sum_up(by_kind: dict[str, list[Run]]) -> dict[str, Any]:
 
 
 def least_s(wait_s: float, workers: int) -> float:
-    """Return what an epoch takes at least.
+    """Return a lower bound of an epoch's time.
 
-    All workers begin with a batch each, so the first one comes when it is made. From then on either
-    the steps follow each other, or the workers' batches do and a step comes after the last.
+    All workers start with a batch each, so the first batch arrives after the time of one batch.
+    After that, either the steps or the workers determine the rate. In the second case, one step
+    follows the last batch.
     """
     batch_s = wait_s * WAITING_BATCH_SIZE
     return max(batch_s + WAITING_STEPS * STEP_S, WAITING_STEPS * batch_s / workers + STEP_S)
 
 
 def over_least(nodes: int, runs: list[Run]) -> Goal:
-    """Hold the time of heavy preprocessing to what its waiting allows."""
+    """Return the goal for the time of heavy preprocessing, divided by its lower bound."""
     least = least_s(WAIT_S["heavy"], nodes * TASKS_PER_NODE)
     busy = max(run["busy_percent"] for run in runs)
     return Goal.of(
@@ -131,7 +132,7 @@ def over_least(nodes: int, runs: list[Run]) -> Goal:
 
 
 def over_torch(kind: str, runs: dict[str, list[Run]]) -> Goal:
-    """Hold the time with dpex to that with torch, turn by turn."""
+    """Return the goal for the time with dpex, divided by that with torch, round by round."""
     width, height = PHOTOGRAPH_SIZE[kind]
     ours, theirs = runs["dpex"], runs["torch"]
     return Goal.of(
@@ -145,7 +146,7 @@ def over_torch(kind: str, runs: dict[str, list[Run]]) -> Goal:
 
 
 def waiting_percent(runs: list[Run]) -> str:
-    """Write down the median share of the time that waits."""
+    """Return the median share of waiting time as text."""
     share = summarise([run["waiting_share"] for run in runs])["median"]
     return f"{100 * share:.0f} %"
 

@@ -1,11 +1,13 @@
-"""What one consumer can get: batches of 38 MB, beside the speed of a plain copy of such a batch.
+"""The benchmark ``transport``: batches of 38 MB to one consumer, compared with a plain copy.
 
-With ``ready``, ``collate_fn`` gives the same array of 38 MB each time, so that nothing but the way
-from a worker to the training loop is left; the goal is about that. With ``stacked``, workers stack
-every batch of 64 tensors first, on the same cores. The consumer touches every page of what it gets.
-A machine's copies are as fast as its memory and its neighbours let them be, so they are measured
-in every turn: into memory that is in use already, and into fresh memory, where the kernel has to
-provide every page first.
+In the variant ``ready``, ``collate_fn`` returns the same array of 38 MB each time. Then only the
+transport from a worker to the training loop remains, and the goal is about this variant. In
+``stacked``, workers first stack 64 tensors for every batch, on the same cores. The consumer touches
+every page of a batch.
+
+The speed of a copy depends on the memory and on other processes of the machine. So the benchmark
+measures copies in every round: into memory that is already in use, and into fresh memory. For fresh
+memory, the kernel must first provide every page.
 """
 
 import sys
@@ -45,10 +47,10 @@ GOAL_OF_COPY = 0.5
 
 
 class ReadyBatch:
-    """A ``collate_fn`` whose batch is there already.
+    """A ``collate_fn`` that returns a ready batch.
 
-    The tensor is a new one each time, over memory of numpy's: torch moves a tensor that it sends
-    into shared memory, and would send the same one a second time for nothing.
+    The tensor is new each time, but its memory is numpy's. torch moves a tensor that it sends into
+    shared memory. It would send the same tensor a second time at no cost.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class ReadyBatch:
 
 
 def copy_rates() -> dict[str, float]:
-    """Return the GB/s at which this thread copies a batch, by where it copies to."""
+    """Return the GB/s at which this thread copies a batch, for each kind of target."""
     source = np.ones(BATCH_BYTES, dtype=np.uint8)
     used = np.ones_like(source)
     targets: dict[str, Callable[[], Any]] = {
@@ -87,7 +89,7 @@ def main() -> None:
     ready = SameTensor(BATCHES, (1,)), 1, ReadyBatch()
     stacked = SameTensor(BATCHES * BATCH_SIZE, SAMPLE_SHAPE), BATCH_SIZE, None
     workloads = dict(zip(VARIANTS, (ready, stacked), strict=True))
-    # torch comes first: it forks its workers, once, before Ray's threads are here.
+    # torch comes first, so that it forks its workers before Ray starts threads in this process.
     loaders = {
         (peer, variant): make_loader(
             peer, dataset, batch_size=batch_size, num_workers=options.workers, collate_fn=collate_fn
@@ -98,7 +100,7 @@ def main() -> None:
 
     def deliver(peer: str, variant: str) -> float:
         """Return the GB/s of one epoch."""
-        time.sleep(SETTLE_S)  # what a peer tidies up after its epoch is not the next one's cost
+        time.sleep(SETTLE_S)  # the clean-up of one epoch must not slow down the next
         epoch = time_epoch(loaders[peer, variant])
         assert epoch.samples == BATCHES * BATCH_SIZE
         return BATCHES * BATCH_BYTES / epoch.seconds / GB

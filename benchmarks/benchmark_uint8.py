@@ -1,8 +1,8 @@
-"""Photographs that leave the workers as uint8 or as float32: what is saved on the way.
+"""The benchmark ``uint8``: photographs that leave the workers as uint8 or as float32.
 
-The same chain, its end, where it becomes floating point, in the workers or in the training process.
-On a GPU that end is a fraction of a millisecond a batch; here it takes the trainer's core, and is
-reported apart.
+The transforms are the same, except that the workers convert only ``float32`` to floating point.
+With ``uint8``, the training process would convert. On a GPU, the conversion takes a fraction of a
+millisecond for a batch. Here it takes time of a core, and is reported separately.
 """
 
 import time

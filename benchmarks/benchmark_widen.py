@@ -1,9 +1,10 @@
-"""The first batch as ``num_workers`` grows, with samples that wait and take no processor time.
+"""The benchmark ``widen``: time to the first batch with 2, 10 and 32 workers.
 
-A loader that starts all its workers at once has them compete for the cores before the first
-batch; one that starts few must get to the others in time. So two moments count, both from the start
-of a fresh process: the first batch, and when the batches of one second come at nine tenths of the
-rate that all workers together can have. The latter is taken once; it is a matter of many seconds.
+Samples wait and take no processor time. If a loader starts all its workers at once, they compete
+for the cores before the first batch. If it starts few workers, it must start the others in time. So
+the benchmark measures two times, both from the start of a fresh process. One is the time to the
+first batch. The other is the time until the rate of one second is nine tenths of the ideal rate of
+all workers. This takes many seconds, so the benchmark measures it only once.
 """
 
 import sys
@@ -49,7 +50,8 @@ def main() -> None:
         say(f"widen {peer} {workers}: {moments}")
         return moments
 
-    # They come first, so that they fill the page cache too; their first batches do not count.
+    # These runs come first, so that they also fill the page cache. Their times to the first batch
+    # do not count.
     ramps = {
         peer: {workers: run(peer, workers, RAMP_SHARE) for workers in WORKERS} for peer in PEERS
     }

@@ -1,14 +1,15 @@
-"""A ``worker_init_fn`` that seeds the dataset's generator: rate and memory, with and without it.
+"""The benchmark ``worker_init``: rate and memory with and without a ``worker_init_fn``.
 
-The dataset is a list of a million strings, eight workers read it. With a ``worker_init_fn``, which
-may make the workers' datasets differ, dpex keeps one copy of the dataset for each logical worker
-that a process serves; without it, one copy for each process.
+The dataset is a list of a million strings, which eight workers read. The ``worker_init_fn`` seeds
+the generator of the dataset. It may make the workers' datasets differ, so dpex then keeps one copy
+of the dataset for each logical worker of a process. Without it, dpex keeps one copy for each
+process.
 
-The four loaders (torch's and dpex's, with and without it) take turns in one process tree. Every
-run that measures memory is a process of its own, as in ``benchmark_memory.py``. It is measured
-when all workers have delivered, and again two epochs later: processes gain copies in between.
-Torch's memory is a lower bound, since its workers read 8,192 of the strings only, and a page is
-copied when a worker reads an object of it.
+The four loaders (torch's and dpex's, with and without the function) take turns in one process tree.
+Memory is measured in other runs, each in a fresh process, as in ``benchmark_memory.py``. It is
+measured when all workers have delivered, and again two epochs later, because processes get further
+copies. torch's memory is a lower bound. Its workers read only 8,192 of the strings, and a page is
+copied when a worker reads an object in it.
 """
 
 import statistics
@@ -48,11 +49,11 @@ GOAL_MEMORY_WITH_OVER_WITHOUT = 1.2
 
 
 def case(*, worker_init: bool = True, dataset: SeededTexts | None = None) -> Case:
-    """Describe the workload.
+    """Return the workload.
 
     Args:
         worker_init: Whether the loaders have a ``worker_init_fn``.
-        dataset: What several cases share; made if None.
+        dataset: Dataset that several cases share; None makes a new one.
     """
     word = "with" if worker_init else "without"
     return Case(
@@ -120,7 +121,7 @@ def measure_rates(options: Any) -> dict[str, dict[str, Any]]:
         Field(cases["with"], options.workers) as with_it,
     ):
         fields = {"without": without, "with": with_it}
-        for peer in PEERS:  # all of torch's workers are forked before Ray starts
+        for peer in PEERS:  # torch forks all its workers before Ray starts
             for field in fields.values():
                 field.start([peer])
         runs: dict[str, dict[str, list[Epoch]]] = {
@@ -139,11 +140,12 @@ def measure_memory(options: Any) -> dict[str, Any]:
     """Measure the memory of all processes of each loader.
 
     Args:
-        options: ``workers`` and ``rounds``, of which memory has at most ``MEMORY_ROUNDS``.
+        options: ``workers`` and ``rounds``. At most ``MEMORY_ROUNDS`` rounds are measured.
 
     Returns:
-        For each peer and part the PSS in MB of all processes: ``first``, when all workers have
-        delivered, and ``later``, with the values of all rounds.
+        For each peer and part, the PSS of all processes in MB. ``first`` is the PSS when all
+        workers have delivered, and ``later`` that of two epochs later. Both have the values of all
+        rounds.
     """
     rounds = min(options.rounds, MEMORY_ROUNDS)
     found: dict[str, dict[str, dict[str, list[float]]]] = {
@@ -176,12 +178,12 @@ def measure_memory(options: Any) -> dict[str, Any]:
 
 
 def total_mb(processes: Sequence[Mapping[str, Any]]) -> float:
-    """Return the PSS of some processes together."""
+    """Return the PSS of some processes together, in MB."""
     return float(sum(process["pss_bytes"] for process in processes)) / MB
 
 
 def memory_goals(memory: Mapping[str, Any], workers: int) -> list[Goal]:
-    """Compare the memory with ``worker_init_fn`` with that without it, in dpex."""
+    """Return the goal for dpex's memory with ``worker_init_fn``, divided by that without it."""
 
     def over(peer: str, moment: str) -> list[float]:
         parts = memory[peer]

@@ -1,7 +1,8 @@
-"""The same training with ``distribute_mode`` and without, in one process; ``accuracy`` runs it.
+"""Trainings with ``distribute_mode`` on and off, in one process, for the benchmark ``accuracy``.
 
-Both models begin with the same weights and see the samples in the same order, and they take turns,
-one epoch each. Data, model, group and measure are those of the example programs.
+The models of both modes start with the same weights and see the samples in the same order. The
+trainings alternate, one epoch each. Data, model, process group and accuracy are those of the
+example programs.
 """
 
 import os
@@ -38,13 +39,13 @@ WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 
 @dataclass
 class Training:
-    """One model on its way.
+    """The state of one training.
 
     Attributes:
-        loader: What feeds it.
-        net: What is trained.
-        model: The same, wrapped for its devices.
-        losses: Of every step so far.
+        loader: Loader of the batches.
+        net: The network.
+        model: The network, wrapped for its devices.
+        losses: Loss of every step so far.
     """
 
     loader: DpexDataLoader[Any]
@@ -57,7 +58,7 @@ class Training:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
 
     def train_epoch(self, seed: int, device: torch.device) -> None:
-        """Train on all batches, in the order that follows from a seed."""
+        """Train on all batches, in the order that a seed determines."""
         if isinstance(self.loader.sampler, DistributedSampler):
             self.loader.sampler.set_epoch(seed)
         else:
@@ -72,18 +73,18 @@ class Training:
 
 
 def train(setting: str, seeds: int, epochs: int, workers: int) -> dict[str, Any]:
-    """Train with each seed, in this process or, under torchrun, as one of several ranks.
+    """Train with each seed, in this process or as one of several ranks of torchrun.
 
     Args:
         setting: One of ``WRAPPERS``.
-        seeds: How many.
-        epochs: With each seed.
-        workers: Of each loader.
+        seeds: Number of seeds.
+        epochs: Number of epochs with each seed.
+        workers: Number of workers of each loader.
 
     Returns:
-        ``data``, its number of ``samples``, the number of ``gpus``, and ``runs``: for each seed the
-        ``steps`` of all ranks, how many losses are ``differing``, and by mode the ``accuracy`` in
-        per cent and the mean ``loss`` of the last epoch.
+        ``data``, the number of its ``samples``, the number of ``gpus``, and ``runs``. A run has,
+        for one seed, the ``steps`` of all ranks and the number of ``differing`` losses. It also
+        has, by mode, the ``accuracy`` in per cent and the mean ``loss`` of the last epoch.
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
@@ -93,7 +94,7 @@ def train(setting: str, seeds: int, epochs: int, workers: int) -> dict[str, Any]
         device = join_group()
     data, train_set, test_set = find_data()
     tests = DataLoader(test_set, batch_size=500)
-    # torch's workers are forked first, before there is a Ray.
+    # The mode "off" comes first, so that torch forks its workers before Ray starts.
     loaders = {
         mode: make_loader(train_set, distribute_mode, ranks, workers)
         for mode, distribute_mode in DISTRIBUTE_MODE.items()
@@ -132,7 +133,7 @@ def train(setting: str, seeds: int, epochs: int, workers: int) -> dict[str, Any]
 
 
 def find_data() -> tuple[str, Dataset[Any], Dataset[Any]]:
-    """Give the name, the training set and the test set: FashionMNIST where it is, else digits."""
+    """Return name, training set and test set: FashionMNIST if it is on disk, else digits."""
     folder = Path(os.environ.get("DPEX_DATA", "data"))
     to_tensor = transforms.ToTensor()
     if fashion_is_in(folder):
@@ -147,7 +148,7 @@ def find_data() -> tuple[str, Dataset[Any], Dataset[Any]]:
 def make_loader(
     dataset: Dataset[Any], distribute_mode: bool, ranks: int, workers: int
 ) -> DpexDataLoader[Any]:
-    """Make one rank's loader; the batches of all ranks together have ``BATCH_SIZE`` samples."""
+    """Return one rank's loader; the batches of all ranks together have ``BATCH_SIZE`` samples."""
     order: dict[str, Any] = {"shuffle": True, "generator": torch.Generator()}
     if ranks > 1:
         order = {"sampler": DistributedSampler(dataset)}
@@ -174,8 +175,8 @@ def compare(losses: list[dict[str, list[float]]], epochs: int) -> dict[str, Any]
     """Compare the losses of every rank step by step.
 
     Args:
-        losses: Of each rank, by mode.
-        epochs: In which they arose.
+        losses: Losses of each rank, by mode.
+        epochs: Number of epochs of these losses.
 
     Returns:
         ``steps``, ``differing``, and by mode the mean ``loss`` of the last epoch.

@@ -1,4 +1,4 @@
-"""Which command made each record: as the record says, or as what it holds tells."""
+"""The command that made each record: as recorded, or derived from the figures of the record."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from benchmarks.harness import command, comparisons
 if TYPE_CHECKING:
     from benchmarks.archive import Run
 
-# Counted epochs of each round, where there are several.
+# Number of counted epochs in a round, for cases with more than one.
 EPOCHS_A_ROUND = {"scale": 2}
 WITHOUT_ALL_PEERS = {"torch", "dpex", "inline"}
 
@@ -16,15 +16,15 @@ Record = Mapping[str, Any]
 
 
 def commands_table(records: Iterable[Record], others: "Iterable[Run]", folder: str) -> str:
-    """Lay out the command that makes each record, beside those of other runs.
+    """Return the table of the commands of all records, beside those of other runs.
 
     Args:
-        records: The present ones.
+        records: The present records.
         others: Runs of other days or processors.
-        folder: Where the present ones are, as seen from the page.
+        folder: Path of the present records, relative to the page.
 
     Returns:
-        Markdown, one row a record.
+        Markdown, one row per record.
     """
     runs = [{case: f"`{made_by}`" for case, made_by in run.commands.items()} for run in others]
     rows = ["| record | command | in other runs |", "|---|---|---|"]
@@ -37,7 +37,7 @@ def commands_table(records: Iterable[Record], others: "Iterable[Run]", folder: s
 
 
 def command_of(record: Record) -> str:
-    """Give the command of a record; one from before commands were recorded has its rounds."""
+    """Return the command of a record; if it has none, derive the command from the figures."""
     if "command" in record:
         return str(record["command"])
     argv = ["--rounds", str(rounds_of(record))]
@@ -46,13 +46,16 @@ def command_of(record: Record) -> str:
 
 
 def rounds_of(record: Record) -> int:
-    """Count the rounds of a record: some figures have several values a round, some have one."""
+    """Return the number of rounds of a record.
+
+    Some figures have several values per round, and others have one. So the smallest number counts.
+    """
     fewest = min(len(values) for values in summarised(record))
     return fewest // EPOCHS_A_ROUND.get(record["case"], 1)
 
 
 def summarised(part: Record) -> Iterator[Sequence[float]]:
-    """Give the values behind every summary of a record."""
+    """Yield the values of every summary in a record."""
     if "all" in part:
         yield part["all"]
     for inner in part.values():

@@ -13,12 +13,12 @@ _RAY_TABLES = ("actors", "groups", "jobs", "workers", "tasks", "keys")
 
 
 def read_records(path: Path) -> Any:
-    """Read a record: of ``make soak`` a list of runs, of ``make endurance`` the looks by run."""
+    """Read the runs of ``make soak``, or the snapshots of ``make endurance`` by run."""
     return json.loads(path.read_text())
 
 
 def faults_table(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Lay out the disturbed runs, one row for each fault."""
+    """Return the table of the runs with faults, one row for each kind of fault."""
     rows = [
         "| fault | runs | batches compared | lost | delivered twice | changed "
         "| recovery, median (most) |",
@@ -37,7 +37,7 @@ def faults_table(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def endurance_table(looks_by_run: Mapping[str, list[Mapping[str, Any]]]) -> str:
-    """Compare the first and the last look at each kind of process."""
+    """Return a table with the first and the last snapshot of each kind of process."""
     rows = [
         "| run | kind of process | own memory, the most of one | threads | files | processes "
         "| entries in Ray's tables |",

@@ -1,7 +1,7 @@
-"""Interpreters of their own: one measurement in each, and all the processes that it starts.
+"""Measurements in fresh interpreters, and all processes that belong to one measurement.
 
-What such a run starts carries the run's mark in its environment, so it is found however it was
-detached: to sum up its memory, and to see it gone before the next run begins.
+Each process of a run has the run's mark in its environment, so that detached processes are found
+too. This is necessary to add up their memory, and to wait for their end before the next run.
 """
 
 import importlib
@@ -32,23 +32,23 @@ def run_fresh(
     tree: Path | None = None,
     **arguments: Any,
 ) -> Any:
-    """Call a function in a fresh interpreter, and wait for the end of everything that it started.
+    """Call a function in a fresh interpreter, and wait for the end of all processes that it starts.
 
     Args:
-        function: Of any module. If its loader's workers import that module too, as for a dataset
-            in it, it should import no more than they need.
-        timeout_s: How long it may take.
-        ranks: In how many interpreters, which torchrun starts if there are several.
-        tree: Directory whose ``dpex`` and ``benchmarks`` the interpreter and its workers import;
-            it is their working directory too. None changes nothing.
-        arguments: What JSON can carry.
+        function: A function of any module. If workers also import that module, for example for its
+            dataset, it should import only what they need.
+        timeout_s: Maximum time of the call.
+        ranks: Number of interpreters. torchrun starts them if there are several.
+        tree: Directory whose ``dpex`` and ``benchmarks`` the interpreter and its workers import. It
+            is also their working directory. None leaves both unchanged.
+        arguments: Arguments that JSON can represent.
 
     Returns:
-        What the function returned, in rank 0 if there are several, through JSON.
+        The function's result, converted to JSON and back; that of rank 0 if there are several.
 
     Raises:
-        RuntimeError: Some of its processes stay.
-        subprocess.SubprocessError: It failed, or took longer.
+        RuntimeError: Some of its processes do not end.
+        subprocess.SubprocessError: The call failed, or took longer.
     """
     mark = uuid.uuid4().hex
     module = sys.modules[function.__module__].__spec__
@@ -59,7 +59,7 @@ def run_fresh(
         command[2:2] = [*torchrun, "--local-ranks-filter=0", "-m"]
     environment = {
         **os.environ,
-        # More workers than cores are what some of the measurements are about.
+        # Some measurements need more workers than there are cores.
         "PYTHONWARNINGS": "ignore:This DataLoader will create",
         MARK: mark,
         STARTED_S: repr(time.monotonic()),
@@ -81,12 +81,12 @@ def run_fresh(
 
 
 def since_start_s() -> float:
-    """Return the age of this fresh interpreter; all processes of a host have one such clock."""
+    """Return the age of this fresh interpreter; all processes of a machine share this clock."""
     return time.monotonic() - float(os.environ[STARTED_S])
 
 
 def own_processes() -> list[psutil.Process]:
-    """Return this fresh interpreter's process and all that came of it, detached ones too."""
+    """Return this fresh interpreter's process and all its descendants, detached ones too."""
     return processes_of(os.environ[MARK])
 
 
@@ -94,17 +94,17 @@ def processes_of(mark: str) -> list[psutil.Process]:
     """Return the processes of one run."""
     processes = {process.pid: process for process in psutil.process_iter(["environ", "ppid"])}
     found = {p for p, q in processes.items() if (q.info["environ"] or {}).get(MARK) == mark}
-    # Ray's agents have their titles where their environment was.
+    # The titles of Ray's agents overwrite their environment, so only the parent identifies them.
     while more := {p for p, q in processes.items() if q.info["ppid"] in found} - found:
         found |= more
     return [processes[pid] for pid in found]
 
 
 def check_origin() -> None:
-    """Check that this fresh interpreter has imported the tree that it was started for.
+    """Check that this fresh interpreter imported dpex and the benchmarks from its tree.
 
     Raises:
-        RuntimeError: A module comes from elsewhere.
+        RuntimeError: A module comes from another place.
     """
     tree = os.environ.get(TREE)
     for name in ("dpex", "benchmarks"):

@@ -1,4 +1,4 @@
-"""What a benchmark is to reach, and whether it did: the ``"goals"`` of every record."""
+"""The goals of the benchmarks and their verdicts: the ``"goals"`` of every record."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,24 +27,24 @@ DECIMALS: Mapping[Form, int] = {
     "count": 0,
 }
 
-# In the note of a goal whose figure is the busy machine's and not dpex's.
+# Part of a goal's note if the busy machine, and not dpex, determined the figure.
 VOID = "void, for the machine was busy"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure beside the bound that it is held to.
+    """A figure with its bound.
 
     Attributes:
-        what: The figure, in words.
-        value: What was measured, as a rule the median.
-        min: The least value of any round.
-        max: The greatest.
+        what: Description of the figure.
+        value: The measured value, usually the median.
+        min: Smallest value of all rounds.
+        max: Largest value of all rounds.
         goal: The bound.
         relation: On which side of the bound the value must be.
-        form: What the numbers are: percent are 3.0 for 3 %, MB are 10**6 bytes,
-            kB 10**3.
-        note: What a reader of the figure must know.
+        form: Unit of the numbers. 3 % is 3.0 with ``"percent"``; MB are 10**6 bytes, and kB are
+            10**3.
+        note: Information that a reader of the figure needs.
     """
 
     what: str
@@ -66,7 +66,7 @@ class Goal:
         form: Form,
         note: str | None = None,
     ) -> "Goal":
-        """Judge the median of some values."""
+        """Make a goal from some values; the value that counts is their median."""
         return cls(
             what,
             statistics.median(values),
@@ -80,24 +80,24 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether the value is where it must be; unrounded, whatever a table shows."""
+        """Whether the value is on the right side of the bound, without rounding."""
         return self.value >= self.goal if self.relation == ">=" else self.value <= self.goal
 
     @property
     def void(self) -> bool:
-        """Whether the figure says nothing of dpex, so that it is neither met nor missed."""
+        """Whether the figure says nothing about dpex; it is then neither met nor missed."""
         return self.note is not None and VOID in self.note
 
     @property
     def verdict(self) -> str:
-        """Whether it was met, in a word."""
+        """``"met"``, ``"missed"`` or ``"void"``."""
         if self.void:
             return "void"
         return "met" if self.met else "missed"
 
     @property
     def figure(self) -> str:
-        """The value with its range and unit; with one digit more if it is next to the goal."""
+        """The value with its range and unit; with one more digit if it rounds to the goal."""
         decimals = DECIMALS[self.form]
         same = rounded(self.value, decimals) == rounded(self.goal, decimals)
         if same and self.value != self.goal:
@@ -107,30 +107,30 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        """The goal as one reads it."""
+        """The bound as text, with relation and unit."""
         sign = "≥" if self.relation == ">=" else "≤"
         return f"{sign} {rounded(self.goal, DECIMALS[self.form])}{UNITS[self.form]}"
 
 
 def rounded(value: float, decimals: int) -> str:
-    """Write a number with so many decimals."""
+    """Format a number with this many decimals."""
     return f"{value:,.{decimals}f}"
 
 
 def goals_of(record: Mapping[str, Any]) -> list[Goal]:
-    """Read the goals of a record, as JSON gave it."""
+    """Return the goals of a record, as read from JSON."""
     return [Goal(**goal) for goal in record.get("goals", ())]
 
 
 def goals_table(records: Iterable[Mapping[str, Any]], folder: str | None = None) -> str:
-    """Lay out every goal of some records, with its verdict.
+    """Return the table of all goals of some records, with their verdicts.
 
     Args:
-        records: As the benchmarks write them.
-        folder: Where their JSON is, for a link from each row; None for no links.
+        records: Records, as the benchmarks write them.
+        folder: Folder of their JSON, for a link in each row; None for no links.
 
     Returns:
-        Markdown, one row a goal; empty if there are none.
+        Markdown, one row per goal; empty if there are no goals.
     """
     rows = []
     for record in records:

@@ -1,11 +1,11 @@
-"""What all benchmarks share: the command line, the clock, the JSON record, the table of ratios.
+"""The common parts of all benchmarks: command line, clock, JSON record and tables.
 
-``python -m benchmarks.harness build/bench/*.json`` prints the table of what was recorded.
+``python -m benchmarks.harness build/bench/*.json`` prints the tables of existing records.
 """
 
 import os
 
-# Before torch and Ray load, so that every worker inherits it.
+# Set this before torch and Ray are imported, so that every worker inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -49,14 +49,14 @@ SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over a loader, as its consumer saw it.
+    """One pass over a loader, as its consumer sees it.
 
     Attributes:
-        seconds: From ``iter()`` to the end.
-        first_batch_s: From ``iter()`` to the first batch.
-        waiting_s: The part of ``seconds`` spent inside ``iter()`` and ``next()``.
-        samples: How many samples came.
-        samples_per_s: Their rate over ``seconds``.
+        seconds: Time from ``iter()`` to the end.
+        first_batch_s: Time from ``iter()`` to the first batch.
+        waiting_s: Part of ``seconds`` in ``iter()`` and ``next()``.
+        samples: Number of samples.
+        samples_per_s: Number of samples divided by ``seconds``.
     """
 
     seconds: float
@@ -68,23 +68,23 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Case:
-    """What one throughput benchmark runs, and what it is to reach.
+    """The workload and the goals of one throughput benchmark.
 
     Attributes:
-        name: Of the workload, and of its JSON file.
-        title: What a sample is, in a table or over a figure.
-        dataset: Read by every peer alike.
-        batch_size: In samples.
+        name: Name of the workload and of its JSON file.
+        title: Description of a sample, for tables and figures.
+        dataset: Dataset that every peer reads.
+        batch_size: Samples in a batch.
         shuffle: Whether the order is random; every peer gets the same permutations.
-        collate_fn: Of every peer that collates; torch's default if None.
-        worker_init_fn: Of every peer that takes torch's arguments.
-        inline_batches: How many batches the single process takes that gives the limit; it needs
-            fewer to be exact, since it starts nothing. 0 leaves it out.
-        peers: All that make sense here, in the order of their turns.
-        goals_over: For a peer, how many times its rate dpex is to have.
-        goal_of_limit: Which part of the limit dpex is to reach, if one is set.
-        goal_first_batch_ms: How much later than torch's the first batch of a warm epoch may come,
-            if that is held to anything.
+        collate_fn: ``collate_fn`` of every peer that collates; None for torch's default.
+        worker_init_fn: ``worker_init_fn`` of every peer that takes torch's arguments.
+        inline_batches: Number of batches that the single process reads to determine the limit. It
+            starts nothing, so fewer batches than an epoch suffice. 0 omits the limit.
+        peers: All useful peers, in the order of their turns.
+        goals_over: For some peers, the goal for dpex's rate over the peer's.
+        goal_of_limit: Goal for dpex's rate over the limit, if there is one.
+        goal_first_batch_ms: Goal for how much later than torch's the first batch of a warm epoch
+            comes, if there is one.
     """
 
     name: str
@@ -105,14 +105,14 @@ def arguments(description: str | None, case: str, argv: Sequence[str] | None = N
     """Parse the command line that all benchmarks share.
 
     Args:
-        description: What the benchmark says of itself.
-        case: Its name; the default of ``--out`` follows from it.
-        argv: The command line; the process's own when None.
+        description: Docstring of the benchmark. Its first line is the description.
+        case: Name of the benchmark; it determines the default of ``--out``.
+        argv: The command line; None for that of the process.
 
     Returns:
         A namespace with ``out``, ``rounds``, ``workers``, ``peers`` and ``all_peers``.
     """
-    # So that a benchmark which is told to end stops the processes it started.
+    # On SIGTERM, exit through sys.exit, so that the benchmark stops its processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(f"build/bench/{case}.json"))
@@ -134,16 +134,16 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> DataLoader[Any]:
-    """Make a loader that takes torch's arguments; nothing starts yet.
+    """Make a loader that takes torch's arguments, without starting it.
 
     Args:
-        peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers), ``"spawn"``
-            (torch's with spawned workers), ``"stateful"`` (torchdata's) or ``"dpex"``.
-        dataset: What it reads.
-        batch_size: In samples.
-        num_workers: Of all but the first; they keep their workers from epoch to epoch.
-        sampler: The order of indices, instead of ``shuffle``.
-        shuffle: Whether the order is random, from a generator seeded alike for every peer.
+        peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers), ``"spawn"`` (torch's
+            with spawned workers), ``"stateful"`` (torchdata's) or ``"dpex"``.
+        dataset: Dataset that the loader reads.
+        batch_size: Samples in a batch.
+        num_workers: Number of workers, which outlive an epoch; ``"inline"`` has none.
+        sampler: Order of the indices, instead of ``shuffle``.
+        shuffle: Whether the order is random. The generator has the same seed for every peer.
         collate_fn: torch's default if None.
         worker_init_fn: Called in each worker; ``"inline"`` has none.
 
@@ -151,7 +151,7 @@ def make_loader(
         The loader.
 
     Raises:
-        ValueError: No such peer.
+        ValueError: There is no such peer.
     """
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -192,7 +192,7 @@ def make_loader(
 
 
 def close(loader: DataLoader[Any]) -> None:
-    """Release what a loader holds, if it is of a kind that can."""
+    """Close a loader if it has a ``close`` method."""
     if hasattr(loader, "close"):
         loader.close()
 
@@ -200,14 +200,14 @@ def close(loader: DataLoader[Any]) -> None:
 def touch(batch: Any) -> float:
     """Read one element of every memory page of a batch's tensors, as a training step would.
 
-    A loader that hands over memory which nobody has mapped yet would otherwise look faster than
-    one that hands over memory which is ready.
+    Otherwise, a loader that returns memory which is not mapped yet would look faster than one that
+    returns ready memory.
 
     Args:
         batch: Tensors, or lists, tuples and mappings of them.
 
     Returns:
-        The sum of what was read.
+        The sum of these elements.
     """
     if isinstance(batch, torch.Tensor):
         flat = batch.reshape(-1)
@@ -220,7 +220,7 @@ def touch(batch: Any) -> float:
 
 
 def count_samples(batch: Any) -> int:
-    """Give the length of the first tensor of a batch."""
+    """Return the length of the first tensor of a batch."""
     while not isinstance(batch, torch.Tensor):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return len(batch)
@@ -231,12 +231,12 @@ def time_epoch(
     max_batches: int | None = None,
     step: Callable[[Any], object] = touch,
 ) -> Epoch:
-    """Take every batch of a loader, touch it, and measure.
+    """Read every batch of a loader, touch it, and measure.
 
     Args:
-        loader: Iterated once.
-        max_batches: Where to stop early; None for never.
-        step: What is done with a batch, instead of touching it.
+        loader: Loader that is read once.
+        max_batches: Number of batches after which to stop; None for all.
+        step: Called with each batch, instead of touching it.
 
     Returns:
         The measurement.
@@ -263,13 +263,15 @@ def take_turns(
     title: str,
     watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, list[float]]:
-    """Run one epoch of each loader after the other, several times.
+    """Run one epoch of each loader in turn, several times.
 
     Args:
-        loaders: By name.
-        rounds: Counted epochs of each; one more, the first, starts workers and fills caches.
-        title: Of what is run, for the progress.
-        watch: Given a name, what to enter around an epoch of that loader; it is not timed.
+        loaders: Loaders by name.
+        rounds: Number of counted epochs of each loader. One more epoch comes first, which starts
+            workers and fills caches.
+        title: Title of the progress lines.
+        watch: Given a loader's name, returns the context in which its epoch runs. Entering and
+            leaving it is not timed.
 
     Returns:
         The samples per second of every counted epoch, by name.
@@ -288,7 +290,7 @@ def take_turns(
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:
-    """Give the median and the spread of some values, with the values."""
+    """Return median, quartiles and range of some values, with the values."""
     lower, median, upper = (
         statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     )
@@ -302,7 +304,7 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def describe_machine(case: str) -> dict[str, Any]:
-    """Begin a record: what ran, when, where, and how busy it was there."""
+    """Start a record: case, command, date, versions, machine and its load."""
     versions: dict[str, str | None] = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -323,11 +325,11 @@ def describe_machine(case: str) -> dict[str, Any]:
 
 
 def command(case: str, argv: Sequence[str]) -> str:
-    """Give the make target, with its arguments, that runs a benchmark as a command line does.
+    """Return the ``make`` command that runs a benchmark like a given command line.
 
     Args:
-        case: The benchmark's name.
-        argv: Its command line; where the record goes is the target's affair and is left out.
+        case: Name of the benchmark.
+        argv: The command line. ``--out`` is left out, because the make target sets it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out")
@@ -336,7 +338,7 @@ def command(case: str, argv: Sequence[str]) -> str:
 
 
 def cpu_model() -> str:
-    """Give the processor's name as Linux knows it."""
+    """Return the name of the processor, on Linux from ``/proc/cpuinfo``."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -344,7 +346,7 @@ def cpu_model() -> str:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Close a record and write it as JSON, a line for each of its keys."""
+    """Complete a record and write it as JSON, one line per key."""
     record["load_after"] = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
@@ -353,37 +355,41 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def say(line: str) -> None:
-    """Report progress, apart from the results on stdout."""
+    """Print progress to stderr; results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def spread(summary: Mapping[str, Any], form: str = ".2f") -> str:
-    """Write a summary as its median and its range."""
+    """Format a summary as its median and its range."""
     return f"{summary['median']:{form}} [{summary['min']:{form}}, {summary['max']:{form}}]"
 
 
 def comparisons(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Give what was measured between peers in a record, by name: nothing, once, or by part."""
+    """Yield the comparisons of peers in a record, with their names.
+
+    A record has no comparison, one, or one for each of its parts.
+    """
     for name, part in record.get("parts", {"": record}).items():
         if "limit_samples_per_s" in part:
             yield f"{record['case']} {name}".strip(), part
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Lay records out as tables.
+    """Return the tables of some records.
 
     Args:
-        records: As the benchmarks write them.
+        records: Records, as the benchmarks write them.
 
     Returns:
-        Markdown: throughput, the tax on the trainer, the goals; those that there is any of.
+        Markdown: the tables of throughput, overhead on the training loop, and goals, without empty
+        tables.
     """
     tables = (rates_table(records), taxes_table(records), goals_table(records))
     return "\n\n".join(part for part in tables if part)
 
 
 def rates_table(records: Iterable[Mapping[str, Any]]) -> str:
-    """Lay out the rates of torch and of dpex, one row a comparison."""
+    """Return the table of the rates of torch and dpex, one row per comparison."""
     head = [
         "| workload | dpex/torch, median [range] | torch, samples/s | dpex, samples/s "
         "| dpex of limit | first batch warm, torch / dpex | start-up, torch / dpex |",
@@ -406,7 +412,7 @@ def rates_table(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def taxes_table(records: Iterable[Mapping[str, Any]]) -> str:
-    """Lay out what loaders cost the training loop beside them, one row a loader."""
+    """Return the table of the overhead on the training loop, one row per loader."""
     head = [
         "| beside the training loop | slower by, median [range] | at work / at rest "
         "| at rest / before | inside next() | of it blocked |",

@@ -1,6 +1,6 @@
-"""Datasets that lie in memory, and the memory that a loader over one takes.
+"""Datasets in memory, and a measurement of the memory that a loader of such a dataset uses.
 
-``memory`` and ``worker_init`` measure it.
+The benchmarks ``memory`` and ``worker_init`` use them.
 """
 
 import os
@@ -19,7 +19,7 @@ ROW_FLOATS = 32_768
 ROW_BYTES = 4 * ROW_FLOATS
 SAMPLES = 8_192
 BATCH_SIZE = 32
-# Samples that wait keep every worker of eight on two cores at work.
+# Samples wait, so that each of eight workers gets samples even on two cores.
 SLEEP_S = 0.002
 FEATURES = 4_096
 MAX_EPOCHS = 8
@@ -29,7 +29,7 @@ Sample = tuple[Any, int]
 
 
 class InMemory(Dataset[Sample]):
-    """Some rows, read in turn; with each comes the number of the process that read it."""
+    """Rows that are read in turn; a sample also has the pid of the process that read it."""
 
     samples = SAMPLES
     sleep_s = SLEEP_S
@@ -42,15 +42,15 @@ class InMemory(Dataset[Sample]):
         return self.read(index), os.getpid()
 
     def read(self, index: int) -> Any:
-        """Return what ``default_collate`` can stack."""
+        """Return a value that ``default_collate`` can stack."""
         raise NotImplementedError
 
 
 class ArrayRows(InMemory):
-    """One numpy array.
+    """Rows of one numpy array.
 
     Args:
-        rows: How many.
+        rows: Number of rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -61,10 +61,10 @@ class ArrayRows(InMemory):
 
 
 class TensorRows(InMemory):
-    """One tensor.
+    """Rows of one tensor.
 
     Args:
-        rows: How many.
+        rows: Number of rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -75,10 +75,10 @@ class TensorRows(InMemory):
 
 
 class ArrowRows(InMemory):
-    """One Arrow table.
+    """Rows of one Arrow table.
 
     Args:
-        rows: How many.
+        rows: Number of rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -91,17 +91,17 @@ class ArrowRows(InMemory):
 
 
 class ObjectRows(InMemory):
-    """A list of Python objects, as of the paths and labels of many files.
+    """A list of Python objects, like the paths and labels of many files.
 
     Args:
-        rows: How many.
+        rows: Number of rows.
     """
 
     def __init__(self, rows: int) -> None:
         self.rows = [(f"train/{row % 1_000:04d}/{row:08d}.jpg", row % 1_000) for row in range(rows)]
 
     def read(self, index: int) -> Any:
-        # Rows that lie far apart, so that they lie in different pages.
+        # These rows are far apart, so that they are in different pages.
         path, label = self.rows[index * (len(self.rows) // SAMPLES) % len(self.rows)]
         return len(path) + label
 
@@ -110,9 +110,9 @@ class SeededTexts(InMemory):
     """A list of strings, and a random generator that belongs to the dataset.
 
     Args:
-        rows: How many strings.
-        samples: Length of an epoch.
-        sleep_s: Time that a sample waits, beside its processor time.
+        rows: Number of strings.
+        samples: Number of samples in an epoch.
+        sleep_s: Time that a sample waits, in addition to its processor time.
     """
 
     def __init__(self, rows: int, samples: int = SAMPLES, sleep_s: float = SLEEP_S) -> None:
@@ -147,19 +147,20 @@ KINDS: dict[str, type[ArrayRows | TensorRows | ArrowRows | ObjectRows | SeededTe
 def measure(
     kind: str, rows: int, peer: str, workers: int, worker_init: bool = False
 ) -> dict[str, Any]:
-    """Read a dataset until every worker has delivered, and weigh all processes.
+    """Read a dataset until every worker has delivered, and measure the memory of all processes.
 
     Args:
         kind: One of ``KINDS``.
-        rows: How many the dataset has.
-        peer: As ``make_loader`` takes it.
+        rows: Number of rows of the dataset.
+        peer: A peer of ``make_loader``.
         workers: Number of workers.
-        worker_init: Whether the loader has :func:`seed_dataset`; ``kind`` must be ``"texts"``.
+        worker_init: Whether the loader has :func:`seed_dataset`; if so, ``kind`` is ``"texts"``.
 
     Returns:
-        ``epochs`` that it took, ``readers`` (worker processes that delivered), the memory of all
-        ``processes``, and of all ``processes_later``, after ``MORE_EPOCHS``; with dpex also
-        ``stored_bytes``, what Ray's object store holds at both moments.
+        The number of ``epochs``, and ``readers``, the number of worker processes that delivered.
+        ``processes`` has the memory of each process, and ``processes_later`` the same
+        ``MORE_EPOCHS`` epochs later. With dpex, ``stored_bytes`` has the size of the objects in
+        Ray's object store at both times.
     """
     torch.set_num_threads(1)
     loader = make_loader(
@@ -193,7 +194,7 @@ def measure(
 
 
 def object_store_bytes() -> float:
-    """Return what this process's Ray holds in its object store."""
+    """Return the size of the objects in the object store of this process's Ray."""
     import ray
 
     name = "object_store_memory"
@@ -202,7 +203,7 @@ def object_store_bytes() -> float:
 
 
 def weigh(process: Any, readers: set[int]) -> dict[str, Any]:
-    """Return what a process is and how much memory is its own."""
+    """Return role, name and memory of a process."""
     memory = process.memory_full_info()
     role = "trainer" if process.pid == os.getpid() else "other"
     return {

@@ -1,6 +1,6 @@
-"""A Ray whose only workers are on a node of their own, behind a link that counts bytes.
+"""A Ray whose workers are all on another node, behind a link that counts bytes.
 
-The node is on this machine, in a network namespace. It takes root and the command ``ip``.
+The other node is a network namespace of this machine. The link needs root and the command ``ip``.
 """
 
 import os
@@ -17,10 +17,12 @@ STORE_BYTES = 1 << 30
 
 
 class Link:
-    """The link between the trainer's node, which is the head and runs no task, and the other one.
+    """The link between the training process's node and the other node.
+
+    The training process's node is the head, and runs no task.
 
     Attributes:
-        name: Of its end here, and of the namespace at its other end.
+        name: Name of the end here, and of the namespace at the other end.
     """
 
     def __init__(self) -> None:
@@ -29,11 +31,11 @@ class Link:
         self.here, self.there = (f"10.214.{number}.{host}" for host in (1, 2))
 
     def sent_bytes(self) -> int:
-        """Return what has gone to the other node so far, with the headers of every layer."""
+        """Return the bytes sent to the other node so far, with the headers of every layer."""
         return int(Path(f"/sys/class/net/{self.name}/statistics/tx_bytes").read_text())
 
     def close(self) -> None:
-        """Remove both."""
+        """Remove the link and the namespace."""
         for kind in ("link", "netns"):
             with suppress(subprocess.CalledProcessError):
                 _ip(kind, "delete", self.name)
@@ -41,10 +43,10 @@ class Link:
 
 @contextmanager
 def new_link() -> Iterator[Link]:
-    """Have a link to a new namespace.
+    """Make a link to a new namespace, and remove both at the end.
 
     Raises:
-        OSError, subprocess.CalledProcessError: This user or kernel cannot make one.
+        OSError, subprocess.CalledProcessError: This user or kernel cannot make a link.
     """
     link = Link()
     _ip("netns", "add", link.name)
@@ -65,10 +67,10 @@ def new_link() -> Iterator[Link]:
 
 @contextmanager
 def linked_node(cpus: int) -> Iterator[Link]:
-    """Connect this process to a new Ray, all of whose CPUs are behind a link.
+    """Connect this process to a new Ray whose CPUs are all behind a link.
 
     Args:
-        cpus: How many.
+        cpus: Number of CPUs.
 
     Raises:
         OSError, subprocess.CalledProcessError: This user or kernel cannot make the link.
@@ -77,7 +79,7 @@ def linked_node(cpus: int) -> Iterator[Link]:
     import ray
 
     with new_link() as link, tempfile.TemporaryDirectory(prefix="dpex") as place:
-        # Whoever looks for a Ray of this host's is not to find this one.
+        # Other processes that look for a Ray on this machine must not find this one.
         os.environ["RAY_TMPDIR"] = place
         started = ray.init(
             "local",

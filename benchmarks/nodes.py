@@ -1,8 +1,8 @@
-"""Ray nodes of this one machine, and samples that wait and compute nothing.
+"""Several Ray nodes on one machine, and samples that wait and compute nothing.
 
-Each node has processes and an object store of its own, so what is measured on them is what dpex and
-Ray cost, not what a network costs. All of them share the machine's cores; where those are busy the
-rate is theirs, and the point is void.
+Each node has its own processes and its own object store. So a measurement shows the overhead of
+dpex and Ray, but not that of a network. All nodes share the machine's cores. If the cores are busy,
+they determine the rate, and the figure is void.
 """
 
 import os
@@ -21,11 +21,11 @@ VOID_PERCENT = 70.0
 
 
 class Waiting(Dataset[int]):
-    """Samples that take time and no processor; each is its reader's pid.
+    """Samples that take time and no processor time; each sample is its reader's pid.
 
     Args:
-        length: How many.
-        wait_s: What each one takes.
+        length: Number of samples.
+        wait_s: Seconds that a sample takes.
     """
 
     def __init__(self, length: int, wait_s: float) -> None:
@@ -42,7 +42,7 @@ class Waiting(Dataset[int]):
 
 @contextmanager
 def ray_nodes(nodes: int) -> Iterator[str]:
-    """Have some nodes with ``TASKS_PER_NODE`` CPUs each, beside a head that has none.
+    """Start some nodes with ``TASKS_PER_NODE`` CPUs each, and a head without CPUs.
 
     Yields:
         The cluster's address.
@@ -62,11 +62,11 @@ def ray_nodes(nodes: int) -> Iterator[str]:
 
 
 def readers_of(batches: Any) -> set[int]:
-    """Take all batches of waiting samples; return the processes that read them."""
+    """Read all batches of waiting samples, and return the pids of their readers."""
     return {pid for batch in batches for pid in batch.tolist()}
 
 
 def busy_note(percent: float) -> str:
-    """Say how busy the machine was, and whether a point is void for that."""
+    """Return a note on the load of the machine, which may declare a figure void."""
     void = f"; {VOID}" if percent > VOID_PERCENT else ""
     return f"machine at most {percent:.0f} % busy{void}"

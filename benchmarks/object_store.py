@@ -1,7 +1,7 @@
-"""An S3 server on this machine whose answers come late: rclone, behind a process that waits.
+"""An S3 server on this machine with delayed answers: rclone behind a relay.
 
-``python -m benchmarks.object_store SOCKET DELAY_S`` is that process. It holds back what the server
-says, on all connections at once, and counts what clients ask.
+``python -m benchmarks.object_store SOCKET DELAY_S`` runs the relay. It delays the server's answers
+on all connections at the same time, and counts the requests of the clients.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ END_OF_REQUEST = b"\r\n\r\n"
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A server that runs, and the process before it.
+    """A running server, and the relay in front of it.
 
     Attributes:
-        environment: What a client must have in its environment.
-        server: rclone.
-        relay: The process that waits.
+        environment: Environment variables for a client.
+        server: The process of rclone.
+        relay: The process that delays answers.
     """
 
     environment: dict[str, str] = field(repr=False)
@@ -41,7 +41,7 @@ class ObjectStore:
     relay: subprocess.Popen[str]
 
     def requests(self) -> dict[str, int]:
-        """Return how many requests have come, by method."""
+        """Return the number of requests so far, by method."""
         assert self.relay.stdin is not None
         assert self.relay.stdout is not None
         self.relay.stdin.write("\n")
@@ -50,30 +50,30 @@ class ObjectStore:
         return counts
 
     def processes(self) -> list[psutil.Process]:
-        """Return what serves."""
+        """Return the processes of the server and the relay."""
         return [psutil.Process(process.pid) for process in (self.server, self.relay)]
 
 
 @contextmanager
 def object_store(folder: Path, delay_s: float) -> Iterator[ObjectStore]:
-    """Serve a folder whose folders are buckets.
+    """Serve a folder whose subfolders are buckets.
 
     Args:
-        folder: What is served; only read.
-        delay_s: How late each answer comes.
+        folder: The folder, which is only read.
+        delay_s: Delay of each answer, in seconds.
 
     Yields:
         The server, which ends with the context.
 
     Raises:
-        RuntimeError: It does not start.
+        RuntimeError: The server does not start.
     """
     key, secret = secrets.token_hex(8), secrets.token_hex(16)
     rclone = str(Path(sys.executable).with_name("rclone"))
     serve = [rclone, "serve", "s3", "--read-only", "--quiet"]
     started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as place:
-        # A path of its own, where a port that was free may be another's by now.
+        # Another process could take a free port before rclone does, so rclone gets a socket file.
         behind = Path(place) / "s3"
         try:
             server = subprocess.Popen(
@@ -110,13 +110,13 @@ def object_store(folder: Path, delay_s: float) -> Iterator[ObjectStore]:
 
 
 class Answers(asyncio.Protocol):
-    """The server's end of a connection: what it says goes to the client, late.
+    """The server's side of a connection: it sends the server's data to the client after a delay.
 
     Args:
-        delay_s: How late.
+        delay_s: The delay in seconds.
 
     Attributes:
-        client: Where to; known before anything is said.
+        client: Transport to the client, which is set before the server sends data.
     """
 
     client: asyncio.WriteTransport
@@ -133,7 +133,7 @@ class Answers(asyncio.Protocol):
         self.data_received(b"")
 
     def pass_on(self) -> None:
-        # The oldest first, also where two timers end at the same time.
+        # Send the oldest data first, even if two timers end at the same time.
         data = self.held.popleft()
         if data:
             self.client.write(data)
@@ -142,12 +142,12 @@ class Answers(asyncio.Protocol):
 
 
 class Requests(asyncio.Protocol):
-    """A client's end of a connection: what it asks goes to the server at once, and is counted.
+    """The client's side of a connection: it sends requests to the server at once, and counts them.
 
     Args:
-        answers: The other end.
-        server: Where to.
-        counts: Of all clients, by method. Requests with content are not expected.
+        answers: The server's side.
+        server: Transport to the server.
+        counts: Counts of all clients, by method. Requests with content would be miscounted.
     """
 
     def __init__(
@@ -172,11 +172,13 @@ class Requests(asyncio.Protocol):
 
 
 async def relay(behind: str, delay_s: float) -> None:
-    """Pass requests on, and answers late; tell the port, then the counts for each line of input.
+    """Pass requests on at once, and answers after a delay.
+
+    The relay prints its port, and then the counts for each line of its input.
 
     Args:
         behind: Path of the server's socket.
-        delay_s: How late.
+        delay_s: Delay of an answer, in seconds.
     """
     loop = asyncio.get_running_loop()
     counts: Counter[str] = Counter()

@@ -1,20 +1,18 @@
 """The loaders that dpex is compared with, behind one protocol: time an epoch, close.
 
-All of them read the same dataset in the same order with the same number of workers, keep their
-workers from epoch to epoch, and have two batches per worker in flight where they let one choose.
-Ray Data has no sampler and no order to keep: it reads the samples as they lie.
+All peers read the same dataset in the same order with the same number of workers. They keep their
+workers from epoch to epoch. If the number of batches in flight can be chosen, it is two per worker.
+Ray Data has no sampler, and need not keep an order: it reads the samples in the dataset's order.
 
-===============  ===============================================================================
-``torch``        torch's DataLoader, workers forked
-``spawn``        the same, workers spawned
-``stateful``     torchdata's StatefulDataLoader, workers forked
-``spdl``         an SPDL pipeline over a pool of forked processes
-``rpc``          RPCDataloader, its workers behind sockets of this host
-``raydata``      Ray Data as its documentation teaches: raw rows, ``map``, ``iter_torch_batches``
-``raydata-index``  Ray Data over the indices of the dataset, which it reads in ``map``
-``dpex``         DpexDataLoader on a Ray of its own
-``inline``       one process, nothing beside it: its rate times the cores is the limit
-===============  ===============================================================================
+- ``torch``: torch's DataLoader with forked workers
+- ``spawn``: torch's DataLoader with spawned workers
+- ``stateful``: torchdata's StatefulDataLoader with forked workers
+- ``spdl``: an SPDL pipeline over a pool of forked processes
+- ``rpc``: RPCDataloader, with workers behind sockets of this machine
+- ``raydata``: Ray Data as its documentation teaches: raw rows, ``map``, ``iter_torch_batches``
+- ``raydata-index``: Ray Data over the indices of the dataset, which ``map`` reads
+- ``dpex``: DpexDataLoader on a local Ray
+- ``inline``: one process alone; its rate times the number of cores is the limit
 """
 
 import logging
@@ -31,7 +29,7 @@ from torch.utils.data import BatchSampler, Dataset, Sampler, SequentialSampler, 
 
 from benchmarks.harness import Case, Epoch, close, make_loader, time_epoch
 
-# Forked workers come first, before anything has started threads in this process.
+# Peers with forked workers start first, before other peers start threads in this process.
 START_ORDER = (
     "torch",
     "stateful",
@@ -44,22 +42,22 @@ START_ORDER = (
     "raydata-index",
 )
 RAY_DATA = ("raydata", "raydata-index")
-# torch and dpex are neighbours.
+# torch and dpex run one after the other.
 TURN_ORDER = ("torch", "dpex", "rpc", "spawn", "stateful", "spdl", *RAY_DATA)
-# Those that make sense for every map-style dataset and every collate_fn.
+# Peers that can read every map-style dataset with every collate_fn.
 TORCH_PEERS = ("torch", "dpex", "spawn", "stateful")
 PREFETCH_FACTOR = 2  # torch's default
 
 
 class Peer(Protocol):
-    """Something that gives the batches of a dataset, epoch after epoch."""
+    """A loader that can run one epoch after another."""
 
     def epoch(self) -> Epoch:
-        """Take every batch of the next epoch and measure."""
+        """Read every batch of the next epoch, and measure."""
         ...
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop all processes that the peer started."""
         ...
 
 
@@ -68,11 +66,11 @@ def start(name: str, case: Case, num_workers: int) -> Peer:
 
     Args:
         name: One of ``START_ORDER``.
-        case: What it reads.
-        num_workers: How many processes read at once.
+        case: The workload that it reads.
+        num_workers: Number of processes that read at once.
 
     Returns:
-        The peer; some start their workers now, some in the first epoch.
+        The peer. Some peers start their workers now, others in the first epoch.
     """
     if name == "spdl":
         return Spdl(case, num_workers)
@@ -84,13 +82,13 @@ def start(name: str, case: Case, num_workers: int) -> Peer:
 
 
 class Permutations(Sampler[int]):
-    """A new permutation for every epoch, the same ones for every peer.
+    """A new permutation for every epoch, the same for every peer.
 
-    ``RandomSampler`` would give them the same only as long as all draw equally much from their
-    generators, and the single process leaves its epochs early.
+    ``RandomSampler`` would give the same permutations only if all peers drew equally often from
+    their generators. The single process leaves its epochs early, so it draws less.
 
     Args:
-        length: Of the dataset.
+        length: Length of the dataset.
     """
 
     def __init__(self, length: int) -> None:
@@ -107,13 +105,13 @@ class Permutations(Sampler[int]):
 
 
 def sampler(case: Case) -> Sampler[int]:
-    """Give the order that a case asks for."""
+    """Return a sampler with the order of a case."""
     length = len(case.dataset)  # type: ignore[arg-type]
     return Permutations(length) if case.shuffle else SequentialSampler(range(length))
 
 
 class Loader:
-    """Whatever takes the arguments of torch's DataLoader."""
+    """A peer that takes the arguments of torch's DataLoader."""
 
     def __init__(self, name: str, case: Case, num_workers: int) -> None:
         self.max_batches = case.inline_batches if name == "inline" else None
@@ -134,29 +132,29 @@ class Loader:
         close(self.loader)
 
 
-# What a forked process of SPDL's pool reads; set as the pool starts it.
+# Dataset and collate_fn of a process of SPDL's pool, set when the pool starts the process.
 pool_dataset: Dataset[Any]
 pool_collate_fn: Callable[[list[Any]], Any]
 
 
 def enter_pool(dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Make a process of SPDL's pool ready."""
+    """Prepare a process of SPDL's pool."""
     global pool_dataset, pool_collate_fn
     pool_dataset, pool_collate_fn = dataset, collate_fn
     torch.set_num_threads(1)
 
 
 def fetch(indices: list[int]) -> Any:
-    """Make one batch, in a process of SPDL's pool."""
+    """Make one batch in a process of SPDL's pool."""
     if hasattr(pool_dataset, "__getitems__"):
         return pool_collate_fn(pool_dataset.__getitems__(indices))
     return pool_collate_fn([pool_dataset[index] for index in indices])
 
 
 class Spdl:
-    """An SPDL pipeline of one stage, whose executor is a pool of processes that stays.
+    """An SPDL pipeline with one stage, whose executor is a persistent pool of processes.
 
-    SPDL's own loader for torch datasets starts a new pool for every epoch; this one would win.
+    SPDL's own loader for torch datasets starts a new pool for every epoch, and would be slower.
     """
 
     def __init__(self, case: Case, num_workers: int) -> None:
@@ -168,7 +166,7 @@ class Spdl:
             initializer=enter_pool,
             initargs=(case.dataset, case.collate_fn or default_collate),
         )
-        self.pool.submit(fetch, [0]).result()  # forks them, before the pipeline has its thread
+        self.pool.submit(fetch, [0]).result()  # forks, before the pipeline starts its thread
         self.builder = (
             PipelineBuilder[list[int], Any]()
             .add_source(BatchSampler(sampler(case), case.batch_size, drop_last=False))
@@ -194,12 +192,12 @@ class Spdl:
 
 
 def same(dataset: Dataset[Any]) -> Dataset[Any]:
-    """Give the dataset back: a worker of RPCDataloader wants a function that makes it."""
+    """Return the dataset itself; a worker of RPCDataloader needs a function that makes it."""
     return dataset
 
 
 class Rpc:
-    """RPCDataloader, each worker a process of its own that listens on this host."""
+    """RPCDataloader, whose workers are processes that listen on ports of this machine."""
 
     def __init__(self, case: Case, num_workers: int) -> None:
         from rpcdataloader import RPCDataloader, RPCDataset, run_worker
@@ -230,8 +228,8 @@ class Rpc:
         return time_epoch(self.loader)
 
     def close(self) -> None:
-        # As its dataset goes it tells the workers, from threads of its own; if the workers are gone
-        # by then it tries for two minutes, and the process does not end before.
+        # When RPCDataloader's dataset is deleted, threads of the dataset send a message to the
+        # workers. If the workers have ended, these threads keep the process alive for two minutes.
         self.loader = None
         for thread in threading.enumerate():
             if "_rpc_send_command" in thread.name:
@@ -242,7 +240,7 @@ class Rpc:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports of this host that nobody listens on."""
+    """Return ports of this machine on which no process listens."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [listener.getsockname()[1] for listener in sockets]
     for listener in sockets:
@@ -251,9 +249,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class RayData:
-    """Ray Data in a process of its own, on a Ray with as many CPUs as there are workers.
+    """Ray Data in a separate process, on a Ray with as many CPUs as there are workers.
 
-    It shares neither dpex's Ray nor the 64 logical CPUs of that one. The epoch is timed there.
+    It does not share dpex's Ray, which has at least 64 logical CPUs. The other process times the
+    epoch.
     """
 
     def __init__(self, case: Case, num_workers: int, *, by_index: bool) -> None:
@@ -284,16 +283,16 @@ def run_ray_data(
     """Run one epoch for every message, until the other end of the pipe is closed.
 
     Args:
-        dataset: Has the rows, or is read by index.
-        batch_size: In samples.
-        num_cpus: Of the Ray that is started.
+        dataset: Dataset that has rows, or is read by index.
+        batch_size: Samples in a batch.
+        num_cpus: Number of CPUs of the Ray that this function starts.
         by_index: Whether Ray Data gets the indices instead of the rows.
-        control: Gets one :class:`Epoch` for every message, or what went wrong.
+        control: Pipe that gets one :class:`Epoch` for every message, or an exception.
     """
     import ray
 
     torch.set_num_threads(1)
-    # The dashboard would only take processor time from the peers whose turn it is.
+    # A dashboard would take processor time from the other peers.
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)

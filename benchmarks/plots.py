@@ -1,7 +1,7 @@
-"""The figures beside the JSON: one SVG for each record, and one that sums them up.
+"""The figures of the records: one SVG for each record, and an overview of all records.
 
-An SVG has no background and its text is grey, so that it reads on a light page and on a dark one.
-The same values give the same file, byte for byte.
+An SVG has no background and grey text, so that it is readable on light and dark pages. The same
+values give the same file, byte for byte.
 """
 
 import statistics
@@ -42,13 +42,13 @@ def bars(
     unit: str,
     reference: float | None = None,
 ) -> None:
-    """Draw a bar as long as the median of each series, its range and every value over it.
+    """Draw the median of each series as a bar, with its range and all its values.
 
     Args:
-        path: Of the SVG.
-        title: Above the figure.
-        series: What was measured, by name, from top to bottom; dpex stands out.
-        unit: Of the values.
+        path: Path of the SVG.
+        title: Title above the figure.
+        series: Values by name, from top to bottom; dpex has another colour.
+        unit: Unit of the values.
         reference: Where to draw a dashed line, such as a limit.
     """
     with drawing(path, title, height=0.9 + 0.42 * len(series)) as axes:
@@ -85,12 +85,12 @@ def lines(
     """Draw how each series changes with ``x``.
 
     Args:
-        path: Of the SVG.
-        title: Above the figure.
-        x: The values that were swept, each of them a tick.
+        path: Path of the SVG.
+        title: Title above the figure.
+        x: The values of ``x``, each with a tick.
         series: One value for every ``x``, by name.
-        xlabel: What ``x`` is, with its unit.
-        ylabel: What the values are, with their unit.
+        xlabel: Description of ``x``, with its unit.
+        ylabel: Description of the values, with their unit.
     """
     with drawing(path, title, height=3.2) as axes:
         for number, (name, values) in enumerate(series.items()):
@@ -106,8 +106,8 @@ def overview(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Draw dpex over torch for every workload: the median ratio as a dot, its range as a line.
 
     Args:
-        records: As the benchmarks write them; those that compare no rates are left out.
-        path: Of the SVG.
+        records: Records, as the benchmarks write them. Records that compare no rates are left out.
+        path: Path of the SVG.
     """
     ratios = {
         name: part["dpex_over"]["torch"]
@@ -128,12 +128,12 @@ def overview(records: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 @contextmanager
 def drawing(path: Path, title: str, height: float) -> Iterator[Axes]:
-    """Give the axes of a new figure, and write it as SVG at the end.
+    """Yield the axes of a new figure, and write it as SVG at the end.
 
     Args:
-        path: Of the SVG.
-        title: Above the figure.
-        height: In inches; all figures are equally wide.
+        path: Path of the SVG.
+        title: Title above the figure.
+        height: Height in inches; all figures have the same width.
 
     Yields:
         The axes.
@@ -148,7 +148,7 @@ def drawing(path: Path, title: str, height: float) -> Iterator[Axes]:
 
 
 def draw_ranges(axes: Axes, rows: Sequence[Sequence[float]], medians: Sequence[float]) -> None:
-    """Draw a whisker from the least to the greatest value of each row."""
+    """Draw a whisker from the smallest to the largest value of each row."""
     below = [median - min(values) for values, median in zip(rows, medians, strict=True)]
     above = [max(values) - median for values, median in zip(rows, medians, strict=True)]
     axes.errorbar(
@@ -157,11 +157,11 @@ def draw_ranges(axes: Axes, rows: Sequence[Sequence[float]], medians: Sequence[f
 
 
 def short(value: float) -> str:
-    """Write a number to three digits, or to its last whole one."""
+    """Format a number with three digits, or without decimals if it is at least 100."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Write the rows' names beside them, the first one on top."""
+    """Write the names of the rows beside them, from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)

@@ -1,4 +1,4 @@
-"""What a run's Ray processes have spent, and how many tasks they have started for dpex."""
+"""The processor time of a run's Ray processes, and the number of tasks that dpex started."""
 
 from collections import Counter
 from typing import Any
@@ -7,12 +7,12 @@ import ray
 
 from benchmarks.fresh import own_processes
 
-# A word of its command line, by what the process is.
+# By kind of process: a part of its command line.
 PROCESSES = {"host": "ray::_PipelineActor", "head": "/gcs_server ", "raylets": "/raylet "}
 
 
 class Scheduler:
-    """The turns that tasks of a loader take, of which it has read an epoch.
+    """The scheduler of a loader's pipeline; the loader must have read an epoch.
 
     Args:
         loader: A ``DpexDataLoader`` with persistent workers.
@@ -23,28 +23,28 @@ class Scheduler:
 
     @property
     def begun(self) -> int:
-        """How many there were so far; each is a task of Ray's."""
-        return int(self._call(lambda turns: turns._begun))
+        """Number of Ray tasks that have started so far."""
+        return int(self._call(lambda scheduler: scheduler._tasks._running))
 
     @property
     def length_s(self) -> float:
-        """For how long a task takes further chunks; with 0.0 each takes one."""
-        return float(self._call(lambda turns: turns._lease_s))
+        """Length of a task lease in seconds; with 0.0, each task gets one chunk."""
+        return float(self._call(lambda scheduler: scheduler._lease_s))
 
     @length_s.setter
     def length_s(self, length_s: float) -> None:
-        self._call(lambda turns: setattr(turns, "_lease_s", length_s))
+        self._call(lambda scheduler: setattr(scheduler, "_lease_s", length_s))
 
     def _call(self, function: Any) -> Any:
-        def call(host: Any) -> Any:
-            (lane,) = host._pipelines.values()
-            return function(lane.result().scheduler)
+        def call(actor: Any) -> Any:
+            (pipeline,) = actor._pipelines.values()
+            return function(pipeline.result().scheduler)
 
         return ray.get(self._actor.__ray_call__.remote(call))
 
 
 def spent_s() -> Counter[str]:
-    """Return the processor seconds so far of a fresh interpreter's Ray, by kind of process."""
+    """Return the processor seconds of this fresh interpreter's Ray, by kind of process."""
     sums: Counter[str] = Counter()
     for process in own_processes():
         command = " ".join(process.cmdline()) + " "

@@ -1,8 +1,9 @@
-"""The report: goals, rates and figures of all records, written into the documentation.
+"""The report on all records in the documentation: goals, rates and figures.
 
-``python -m benchmarks.report`` reads ``benchmarks/results/*.json`` and writes anew what stands
-between the markers of ``docs/benchmarks.md``, ``docs/scaling.md``, ``docs/faults.md`` and both
-READMEs. Nothing in it is typed by hand, and ``--check`` tells whether it stands there as it is.
+``python -m benchmarks.report`` reads ``benchmarks/results``. It replaces the text between the
+markers in ``docs/benchmarks.md``, ``docs/scaling.md``, ``docs/faults.md`` and both READMEs. Nobody
+edits that text by hand. With ``--check``, the program changes nothing, and fails if a page is out
+of date.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from benchmarks.training_tables import accuracy_table, speed_table
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "overview.svg"
 FAULTS = RESULTS / "faults"
-# Before all others, in this order: what a reader looks for first.
+# These cases come first, in this order.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
-# Of the short report, in the language of its page; the last one stands once for each processor.
+# Heads of the short report, in the page's language. The last one is repeated for each processor.
 SHORT_HEADS = {
     "README.md": (
         "workload",
@@ -66,13 +67,13 @@ def main() -> None:
 
 
 def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
-    """Write everything that is reported.
+    """Yield all texts of the report.
 
     Args:
-        records: All of them.
+        records: All records.
 
     Yields:
-        A page's path in the repository, the name of the part's markers there, and its Markdown.
+        A page's path in the repository, the name of the markers there, and the Markdown.
     """
     others = read_archive()
     yield "docs/benchmarks.md", "goals", full_report(records, others, "../benchmarks/results")
@@ -87,22 +88,22 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
 
 
 def load(folder: Path) -> list[Record]:
-    """Read all records, the best-known cases first."""
+    """Return all records, the best-known cases first."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     rank = {case: place for place, case in enumerate(FIRST_CASES)}
     return sorted(records, key=lambda record: rank.get(record["case"], len(rank)))
 
 
 def filled(page: str, name: str, text: str) -> str:
-    """Replace what stands between the two markers of a page.
+    """Replace the text between the two markers of a page.
 
     Args:
         page: Markdown.
-        name: Of the markers, ``<!-- name: begin -->`` and ``<!-- name: end -->``.
-        text: What is to stand there.
+        name: Name of the markers, ``<!-- name: begin -->`` and ``<!-- name: end -->``.
+        text: The new text.
 
     Returns:
-        The page with the text in it.
+        The page with the new text.
 
     Raises:
         ValueError: The page lacks a marker.
@@ -116,12 +117,12 @@ def filled(page: str, name: str, text: str) -> str:
 
 
 def full_report(records: Sequence[Record], others: Sequence[Run], folder: str) -> str:
-    """Write every goal with its verdict, every rate, training, and every command.
+    """Return the report on all goals, rates, trainings and commands.
 
     Args:
-        records: The present ones.
+        records: The present records.
         others: Runs of other days or processors.
-        folder: Where the JSON of the present ones is, as seen from the page.
+        folder: Path of the present records, relative to the page.
 
     Returns:
         Markdown.
@@ -152,14 +153,14 @@ def full_report(records: Sequence[Record], others: Sequence[Run], folder: str) -
 
 
 def other_runs(records: Sequence[Record], others: Sequence[Run]) -> str:
-    """Lay each goal beside what other runs say of it.
+    """Return a table of each goal's figures in this run and in other runs.
 
     Args:
-        records: The present ones.
+        records: The present records.
         others: Runs of other days or processors.
 
     Returns:
-        Markdown, one row a goal, one column a run.
+        Markdown, one row per goal and one column per run.
     """
     bounds = {goal.what: goal.bound for record in records for goal in goals_of(record)}
     runs = [*others, *runs_of(rows_of("present", records))]
@@ -178,7 +179,7 @@ def other_runs(records: Sequence[Record], others: Sequence[Run]) -> str:
 
 
 def settings(records: Sequence[Record]) -> str:
-    """Say where and when the records were made, and how busy it was there."""
+    """Return the days, the machines, the versions and the load of the records, as Markdown."""
     places = {
         f"{record['cores']} cores ({record['cpu']}), Python {record['python']}, "
         f"torch {record['versions']['torch']}, Ray {record['versions']['ray']}"
@@ -194,17 +195,17 @@ def settings(records: Sequence[Record]) -> str:
 
 
 def days(records: Iterable[Record]) -> str:
-    """Name the days on which some records were made."""
+    """Return the days on which some records were made, as text."""
     return ", ".join(sorted({record["date"] for record in records}))
 
 
 def processors(records: Iterable[Record]) -> str:
-    """Name the processors on which some records were made."""
+    """Return the processors on which some records were made, as text."""
     return ", ".join(sorted({record["cpu"] for record in records}))
 
 
 def peers_table(records: Iterable[Record]) -> str:
-    """Lay out the median rate of every peer, one row a comparison."""
+    """Return the table of every peer's median rate, one row per comparison."""
     parts = [part for record in records for part in comparisons(record)]
     peers = [peer for peer in TURN_ORDER if any(peer in part["samples_per_s"] for _, part in parts)]
     rows = [
@@ -221,7 +222,7 @@ def peers_table(records: Iterable[Record]) -> str:
 
 
 def absentees(records: Iterable[Record]) -> list[str]:
-    """Say which peers could not take part, and why."""
+    """Return a line for each peer that could not take part, with the reason."""
     return [
         f"- `{name}` without `{peer}`: {reason}"
         for record in records
@@ -236,13 +237,13 @@ def short_report(
     folder: str,
     heads: Sequence[str],
 ) -> str:
-    """Write the ratio of dpex to torch for every workload, and the figure of all of them.
+    """Return the table of dpex's ratios to torch, and the overview figure.
 
     Args:
-        records: The present ones, whose rates are shown.
-        others: Runs of other days or processors; the last of each processor counts.
-        folder: Where the present ones are, as seen from the page.
-        heads: Of the table.
+        records: The present records, whose rates are shown.
+        others: Runs of other days or processors; the last run of each processor counts.
+        folder: Path of the present records, relative to the page.
+        heads: Heads of the table.
 
     Returns:
         Markdown.

@@ -1,4 +1,4 @@
-"""Rows of numbers in a file, or in memory; ``on_node`` reads them."""
+"""A dataset of rows in a file or in memory, for the benchmark ``on_node``."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from torch.utils.data import Dataset
 
 
 class Rows(Dataset[float]):
-    """Samples that read a row and give its mean, so that little comes back.
+    """Samples that are the mean of a row, so that batches are small.
 
     Args:
-        array: The rows, one a sample.
+        array: The rows, one per sample.
     """
 
     def __init__(self, array: "np.ndarray[tuple[int, int], np.dtype[np.float32]]") -> None:
@@ -24,12 +24,12 @@ class Rows(Dataset[float]):
 
 
 def rows_of(file: str) -> Rows:
-    """Map the rows of a file into memory."""
+    """Return the rows of a file, mapped into memory."""
     return Rows(np.load(file, mmap_mode="r"))
 
 
 def make_file(folder: Path, rows: int, row_bytes: int) -> Path:
-    """Write random rows, which cannot be made smaller on their way, unless they are there."""
+    """Write random rows, which do not compress, unless the file exists; return its path."""
     file = folder / f"{rows}x{row_bytes}.npy"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

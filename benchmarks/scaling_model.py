@@ -1,7 +1,7 @@
-"""What a large cluster's parts would take for one epoch, from what they cost here.
+"""A model of a large cluster: how long each of its parts would take for one epoch.
 
-A model and no measurement: every line takes a cost that a benchmark measured and multiplies. What
-it leaves out is in the text around the table.
+It is not a measurement. Each line multiplies the measured cost of a benchmark, or an assumed rate
+of a GPU or a network card. The text around the table says what the model leaves out.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ CORES_PER_NODE = 32
 GPUS = 256
 GPUS_PER_HOST = 8
 BATCH_SIZE = 256
-# Of a (3, 224, 224) image, as integers and as floats.
+# Size of a (3, 224, 224) image.
 BYTES = {"uint8": 3 * 224 * 224, "float32": 4 * 3 * 224 * 224}
 HOST_NIC_BYTES_PER_S = 12.5e9
 NODE_NIC_BYTES_PER_S = 3.125e9
-# What a GPU trains on, of a model of ResNet-50's size; not measured here.
+# Assumption: rate at which a GPU trains a model of ResNet-50's size.
 GPU_SAMPLES_PER_S = 3_000
 
 Records = Mapping[str, Mapping[str, Any]]
@@ -29,10 +29,10 @@ class Part:
     """One part of the cluster.
 
     Attributes:
-        name: What it is.
-        samples_per_s: What all of its kind could do together.
-        source: Where the figure comes from.
-        remedy: What to do where it is the first to be full.
+        name: Name of the part.
+        samples_per_s: Rate of all parts of this kind together.
+        source: Source of the figure.
+        remedy: Remedy if this part is the bottleneck.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Part:
 
 
 def parts(records: Records) -> list[Part]:
-    """List the parts, from the records of ``jpeg``, ``transport``, ``driver`` and ``scale``."""
+    """Return the parts, from the records of ``jpeg``, ``transport``, ``driver`` and ``scale``."""
     jpeg, scale = records["jpeg"], records["scale"]
     per_core = jpeg["limit_samples_per_s"] / jpeg["cores"]
     transport = records["transport"]["gb_per_s"]["ready"]["dpex"]["median"] * 1e9
     thread_us = records["driver"]["thread_us_per_batch"]["dpex"]["100000"]["median"]
     host_ms = list(scale["host_ms_per_batch"].values())[-1]["median"]
-    # A core's task makes them before the next one takes its place.
+    # Number of samples that a task makes before its lease ends.
     task = scale["task"]
     a_task = per_core * task["turn_s"]
     hosts = GPUS // GPUS_PER_HOST
@@ -122,7 +122,7 @@ def parts(records: Records) -> list[Part]:
 
 
 def scaling_table(records: Records) -> str:
-    """Lay the parts out, the first to be full first, and what the sampler takes beside them."""
+    """Return the table of the parts, slowest part first, and the cost of the sampler."""
     lines = [
         "| part | samples/s | an epoch takes | from | if it is the first to be full |",
         "|---|---|---|---|---|",

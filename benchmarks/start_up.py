@@ -1,6 +1,6 @@
-"""A training script as far as its first batches; ``cold`` and ``widen`` run it in fresh processes.
+"""A training script up to its first batches; ``cold`` and ``widen`` run it in fresh processes.
 
-It imports what a training script imports and no more, since all of that is on the clock.
+It imports only what a training script imports, because the time of all imports counts.
 """
 
 import time
@@ -19,20 +19,20 @@ RATE_WINDOW_S = 1.0
 
 
 def first_jpeg_batch(peer: str, folder: str, batch_size: int, workers: int) -> dict[str, float]:
-    """Load photographs until the first batch is there.
+    """Load photographs, and measure the time to the first batch.
 
     Args:
         peer: ``"torch fork"``, ``"torch spawn"`` or ``"dpex"``.
-        folder: Where the files are.
-        batch_size: In samples.
+        folder: Folder of the files.
+        batch_size: Samples in a batch.
         workers: Number of workers.
 
     Returns:
-        Since the start of the process: ``imported_s``, ``iterated_s`` (``iter()`` has returned)
-        and ``first_batch_s``.
+        Times since the start of the process: ``imported_s``, ``iterated_s`` (``iter()`` has
+        returned) and ``first_batch_s``.
     """
     batches, moments = start(peer, JpegFiles(Path(folder)), batch_size, workers)
-    # Spawned workers that are interrupted in the middle of an epoch may abort, and say so.
+    # Read the whole epoch: spawned workers that are interrupted may abort and print errors.
     for _ in batches:
         pass
     return moments
@@ -41,18 +41,18 @@ def first_jpeg_batch(peer: str, folder: str, batch_size: int, workers: int) -> d
 def first_sleeping_batch(
     peer: str, sleep_s: float, batch_size: int, workers: int, ramp_share: float, give_up_s: float
 ) -> dict[str, float | None]:
-    """Load samples that sleep until the first batch is there, and perhaps until the rate is full.
+    """Load samples that sleep, and measure the time to the first batch and to the full rate.
 
     Args:
         peer: ``"torch fork"``, ``"torch spawn"`` or ``"dpex"``.
-        sleep_s: What a sample takes.
-        batch_size: In samples.
+        sleep_s: Seconds that a sample takes.
+        batch_size: Samples in a batch.
         workers: Number of workers.
-        ramp_share: Which part of the workers' ideal rate to wait for; 0 for none.
-        give_up_s: The age of the process at which not to wait any longer.
+        ramp_share: Share of the workers' ideal rate to wait for; 0 for no wait.
+        give_up_s: Age of the process at which the wait ends.
 
     Returns:
-        As :func:`first_jpeg_batch`, and ``full_rate_s``; None if it did not come to that.
+        As :func:`first_jpeg_batch`, and ``full_rate_s``; None if the rate was not reached.
     """
     ideal_per_s = workers / sleep_s
     dataset = SleepingSamples(int(ideal_per_s * give_up_s), sleep_s)
@@ -66,7 +66,7 @@ def first_sleeping_batch(
 def start(
     peer: str, dataset: Dataset[Any], batch_size: int, workers: int
 ) -> tuple[Iterator[Any], dict[str, float]]:
-    """Make a peer's loader, take its first batch, and note the moments on the way."""
+    """Make a peer's loader and read its first batch; return the other batches and the times."""
     torch.set_num_threads(1)
     shared: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": workers}
     loader: DataLoader[Any]
@@ -91,15 +91,15 @@ def start(
 
 
 def reach_rate(batches: Iterator[Any], samples_per_s: float, give_up_s: float) -> float | None:
-    """Take batches until so many samples a second came in the last second.
+    """Read batches until the rate of the last second reaches a bound.
 
     Args:
-        batches: Each one tensor.
-        samples_per_s: The rate to wait for.
-        give_up_s: The age of the process at which to stop.
+        batches: Batches, each one tensor.
+        samples_per_s: The bound.
+        give_up_s: Age of the process at which to stop.
 
     Returns:
-        The age at which it was reached; None if it was not.
+        Age of the process when the rate reached the bound; None if it did not.
     """
     recent: deque[tuple[float, int]] = deque()
     samples, begun = 0, time.monotonic()

@@ -1,12 +1,12 @@
-"""One workload, all peers in turn: the figures behind every ratio.
+"""One workload, read by all peers in turn: the figures behind every ratio.
 
-Peers take turns, one epoch each (A B A B), in one process tree, because a shared machine drifts by
-more than the peers differ: only neighbours compare, so the verdict is the median of the ratios of
-neighbours and not the ratio of two medians. The first epoch of each is its start-up and is
-reported apart.
+Peers take turns, one epoch each (A B A B), in one process tree. The speed of a shared machine
+drifts by more than the peers differ, so only adjacent epochs are compared. The result is the median
+of their ratios, and not the ratio of two medians. The first epoch of each peer is its start-up, and
+is reported separately.
 
-An idle Ray takes a twentieth of a core, which others would miss on a small host. So Ray Data, with
-a Ray of its own, starts when all others are through, and takes turns with dpex alone.
+An idle Ray takes a twentieth of a core, which other peers would miss on a small machine. Ray Data
+has its own Ray. So it starts after all other peers have finished, and takes turns with dpex only.
 """
 
 import multiprocessing
@@ -25,18 +25,18 @@ from benchmarks.harness import SETTLE_S, Case, Epoch, describe_machine, say, sum
 from benchmarks.peers import RAY_DATA, START_ORDER, Peer, start
 from benchmarks.plots import bars
 
-# Without these there is nothing to compare, so that what goes wrong in them is an error.
+# Without these peers there is nothing to compare, so their exceptions end the benchmark.
 REQUIRED_PEERS = {"torch", "dpex", "inline"}
 
 Runs = Mapping[str, Sequence[Epoch]]
 
 
 def compare(case: Case, options: Any) -> dict[str, Any]:
-    """Run one workload through every peer in turn, record all of it, and draw it.
+    """Run one workload with every peer in turn, write the record, and draw it.
 
     Args:
         case: The workload.
-        options: What :func:`benchmarks.harness.arguments` gave.
+        options: The result of :func:`benchmarks.harness.arguments`.
 
     Returns:
         The record, as written to ``options.out``.
@@ -54,21 +54,21 @@ def compare(case: Case, options: Any) -> dict[str, Any]:
 
 
 def measure_apart(case: Case, options: Any) -> dict[str, Any]:
-    """Do what :func:`measure` does in a process of its own, so that it forks from a clean one."""
+    """Call :func:`measure` in a new process, so that no earlier loader affects its forks."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
         return pool.submit(measure, case, options).result()
 
 
 def measure(case: Case, options: Any) -> dict[str, Any]:
-    """Run one workload through every peer in turn.
+    """Run one workload with every peer in turn.
 
     Args:
         case: The workload.
-        options: ``workers``, ``rounds``, and ``peers`` unless ``all_peers``.
+        options: ``workers``, ``rounds``, ``all_peers``, and ``peers`` if ``all_peers`` is false.
 
     Returns:
-        The part of the record that was measured.
+        The measured part of the record.
     """
     torch.set_num_threads(1)
     names = list(case.peers if options.all_peers else options.peers)
@@ -92,10 +92,10 @@ class Field:
 
     Attributes:
         case: The workload.
-        num_workers: Of every peer.
-        peers: Those that have started.
-        cold: The first epoch of each.
-        absent: Why a peer is not among them.
+        num_workers: Number of workers of every peer.
+        peers: The peers that have started.
+        cold: The first epoch of each peer.
+        absent: For each peer that could not start, the reason.
     """
 
     def __init__(self, case: Case, num_workers: int) -> None:
@@ -113,7 +113,7 @@ class Field:
             peer.close()
 
     def start(self, names: Iterable[str]) -> None:
-        """Start some peers and run a first epoch of each."""
+        """Start some peers, and run a first epoch of each."""
         for name in sorted(names, key=START_ORDER.index):
             try:
                 self.peers[name] = start(name, self.case, self.num_workers)
@@ -130,11 +130,11 @@ class Field:
                 say(f"{self.case.name} start-up {name}: first batch after {first_s:.2f} s")
 
     def take_turns(self, names: Sequence[str], rounds: int) -> dict[str, list[Epoch]]:
-        """Run one epoch of each peer after the other, several times."""
+        """Run one epoch of each peer in turn, several times."""
         runs: dict[str, list[Epoch]] = {name: [] for name in names}
         for round_number in range(rounds):
             for name, epochs in runs.items():
-                # What a peer tidies up after its epoch is not the next one's cost.
+                # The clean-up after one epoch must not slow down the next.
                 time.sleep(SETTLE_S)
                 epochs.append(self.run(name))
             rates = ", ".join(f"{name} {runs[name][-1].samples_per_s:,.0f}" for name in names)
@@ -142,7 +142,7 @@ class Field:
         return runs
 
     def run(self, name: str) -> Epoch:
-        """Run one epoch of a peer, whole: one that leaves samples out would be fast."""
+        """Run one epoch of a peer, and check that it delivered all samples."""
         epoch = self.peers[name].epoch()
         expected = length(self.case)
         if name == "inline":
@@ -153,12 +153,12 @@ class Field:
 
 
 def length(case: Case) -> int:
-    """Give the number of samples in an epoch."""
+    """Return the number of samples in an epoch."""
     return len(case.dataset)  # type: ignore[arg-type]
 
 
 def ratios(runs: Runs) -> dict[str, list[float]]:
-    """Give dpex's rate over that of each other peer, turn by turn."""
+    """Return dpex's rate over that of each other peer, round by round."""
     return {
         peer: [
             ours.samples_per_s / theirs.samples_per_s
@@ -170,15 +170,15 @@ def ratios(runs: Runs) -> dict[str, list[float]]:
 
 
 def summary(field: Field, runs: Runs, over: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Sum up what was measured.
+    """Summarise the measurements of a workload.
 
     Args:
         field: The workload and its peers.
         runs: The counted epochs of each peer.
-        over: dpex's rate over that of each other peer, turn by turn.
+        over: dpex's rate over that of each other peer, round by round.
 
     Returns:
-        The part of the record that was measured.
+        The measured part of the record.
     """
     case = field.case
     rates = {
@@ -213,16 +213,16 @@ def summary(field: Field, runs: Runs, over: Mapping[str, Sequence[float]]) -> di
 def goals(
     case: Case, runs: Runs, over: Mapping[str, Sequence[float]], cores: int
 ) -> Iterator[Goal]:
-    """Hold the figures of a case to its goals.
+    """Compare the figures of a case with its goals.
 
     Args:
         case: The workload, with its goals.
         runs: The counted epochs of each peer.
-        over: dpex's rate over that of each other peer, turn by turn.
-        cores: The limit is so many times the single process's rate.
+        over: dpex's rate over that of each other peer, round by round.
+        cores: Number of cores. The limit is this number times the single process's rate.
 
     Yields:
-        One goal for each that the case has, if its peers took part.
+        One goal for each goal of the case, if its peers took part.
     """
     for peer, goal in case.goals_over.items():
         if peer in over:

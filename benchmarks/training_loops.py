@@ -1,9 +1,9 @@
-"""Training loops that are fed, and what they wait for; ``training_speed`` runs them.
+"""Training loops and their waiting times, for the benchmark ``training_speed``.
 
-The step takes a tenth of a second: a GPU's where there is one, else of sleep in its place. On nodes
-preprocessing is simulated as well, by samples that wait: they stand for processors of other
-machines, which the nodes of this one do not have. On one host photographs are decoded and
-augmented, on its own cores.
+The step takes a tenth of a second: matrix products if there is a GPU, else a sleep. ``on_nodes``
+and ``on_one_host`` simulate preprocessing by samples that wait. The waits stand for processors of
+other machines, which the nodes on this machine do not have. ``on_own_cores`` decodes and augments
+photographs on the cores of this machine.
 """
 
 import time
@@ -20,10 +20,10 @@ from benchmarks.harness import close, make_loader, say, time_epoch
 from benchmarks.nodes import TASKS_PER_NODE, Waiting, ray_nodes, readers_of
 
 STEP_S = 0.1
-# Of each sample. Four workers feed the step if a sample takes 25 ms.
+# Four workers keep up with the step if a sample takes 25 ms.
 WAITING_BATCH_SIZE = 16
 WAIT_S = {"light": 0.0125, "medium": 0.0375, "heavy": 0.125}
-# As many for each of 4, 8, 16 and 32 workers.
+# A multiple of 4, 8, 16 and 32, so that all workers make equally many batches.
 WAITING_STEPS = 128
 WARM_BATCHES_PER_WORKER = 4
 MOST_WARM_EPOCHS = 20
@@ -46,11 +46,11 @@ Step = Callable[[Any], object]
 
 
 class Rounds(Sampler[int]):
-    """A dataset's indices, round and round, for as many samples as are wanted.
+    """A sampler that repeats a dataset's indices until an epoch has enough samples.
 
     Args:
-        length: Of the dataset.
-        samples: In an epoch; may be changed between two.
+        length: Length of the dataset.
+        samples: Number of samples in an epoch; may change between epochs.
     """
 
     def __init__(self, length: int, samples: int) -> None:
@@ -65,7 +65,7 @@ class Rounds(Sampler[int]):
 
 
 def make_step() -> Step:
-    """Make the training step: matrix products that take a GPU ``STEP_S``, or sleep without one."""
+    """Return a step that takes ``STEP_S``: matrix products on a GPU, or a sleep without one."""
     if not torch.cuda.is_available():
         return lambda batch: time.sleep(STEP_S)
     weight = torch.eye(GPU_SIDE, device="cuda")
@@ -77,7 +77,7 @@ def make_step() -> Step:
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    multiply(GPU_PRODUCTS)  # the first ones load the kernels
+    multiply(GPU_PRODUCTS)  # the first products load the kernels
     times = round(STEP_S * GPU_PRODUCTS / multiply(GPU_PRODUCTS))
     return lambda batch: multiply(times)
 
@@ -86,9 +86,9 @@ def run_epoch(loader: DataLoader[Any], step: Step) -> Run:
     """Train for an epoch.
 
     Returns:
-        What :func:`time_epoch` measures, in ``waiting_share`` the part of the time inside of
-        ``iter()`` and ``next()``, the same as ``loader.stats()`` has it (None if it has none), and
-        the machine's ``busy_percent``.
+        The measurement of :func:`time_epoch`, and the machine's ``busy_percent``. ``waiting_share``
+        is the share of the time in ``iter()`` and ``next()``. ``stats_waiting_share`` is the same
+        share from ``loader.stats()``, or None if the loader has no ``stats``.
     """
     wait_for_calm()
     epoch = time_epoch(loader, step=step)
@@ -101,10 +101,10 @@ def run_epoch(loader: DataLoader[Any], step: Step) -> Run:
 
 
 def wait_for_calm() -> None:
-    """Wait until the machine is at rest: what starts and ends there is not the next epoch's cost.
+    """Wait until the machine is idle, so that earlier work does not slow down the next epoch.
 
-    Many nodes on few cores take a while for that, and longer than tasks of an epoch that is over
-    wait for another one: with dpex each epoch on nodes starts its tasks anew.
+    With many nodes on few cores, this takes longer than tasks wait for the next epoch. So with dpex
+    on nodes, each epoch starts its tasks again.
     """
     psutil.cpu_percent()
     for _ in range(MOST_CALMS):
@@ -114,7 +114,7 @@ def wait_for_calm() -> None:
 
 
 def on_one_host(workers: int, rounds: int) -> dict[str, list[Run]]:
-    """Have torch's loader feed the loop with waiting samples; returns epochs by preprocessing."""
+    """Train with torch's loader on waiting samples; return the epochs by preprocessing."""
 
     def make(dataset: Dataset[Any], order: Sampler[int]) -> DataLoader[Any]:
         return make_loader(
@@ -129,7 +129,7 @@ def on_one_host(workers: int, rounds: int) -> dict[str, list[Run]]:
 
 
 def on_nodes(nodes: int, rounds: int) -> dict[str, list[Run]]:
-    """Have dpex feed the loop from some nodes; returns epochs by preprocessing."""
+    """Train with dpex on waiting samples from some nodes; return the epochs by preprocessing."""
     from dpex import DpexDataLoader
 
     tasks = TASKS_PER_NODE * nodes
@@ -152,12 +152,12 @@ def on_nodes(nodes: int, rounds: int) -> dict[str, list[Run]]:
 def run_waiting(
     make: Callable[[Dataset[Any], Sampler[int]], DataLoader[Any]], workers: int, rounds: int
 ) -> dict[str, list[Run]]:
-    """Train on waiting samples of every kind, once the workers have started.
+    """Train on waiting samples of every kind, after the workers have started.
 
     Args:
-        make: Makes a loader of a dataset and the order of its indices.
-        workers: Of that loader.
-        rounds: Counted epochs of each kind.
+        make: Makes a loader, given a dataset and the order of its indices.
+        workers: Number of workers of that loader.
+        rounds: Number of counted epochs of each kind.
     """
     step = make_step()
     runs: dict[str, list[Run]] = {}
@@ -176,7 +176,7 @@ def run_waiting(
 
 
 def on_own_cores(kind: str, workers: int, rounds: int) -> dict[str, list[Run]]:
-    """Have both loaders feed the loop with photographs, in turns; returns epochs by loader."""
+    """Train with both loaders on photographs, in turns; return the epochs by loader."""
     from benchmarks.workloads import JpegFiles, make_jpegs
 
     torch.set_num_threads(1)
@@ -194,7 +194,7 @@ def on_own_cores(kind: str, workers: int, rounds: int) -> dict[str, list[Run]]:
     step = make_step()
     runs: dict[str, list[Run]] = {peer: [] for peer in loaders}
     for loader in loaders.values():
-        run_epoch(loader, step)  # its start-up
+        run_epoch(loader, step)  # start-up
     for _ in range(rounds):
         for peer, loader in loaders.items():
             runs[peer].append(run_epoch(loader, step))
@@ -205,5 +205,5 @@ def on_own_cores(kind: str, workers: int, rounds: int) -> dict[str, list[Run]]:
 
 
 def summary(runs: list[Run]) -> str:
-    """Write epochs down for the progress."""
+    """Format some epochs for the progress lines."""
     return ", ".join(f"{run['seconds']:.1f} s, {run['waiting_share']:.1%} waiting" for run in runs)

@@ -10,7 +10,7 @@ Record = Mapping[str, Any]
 
 
 def accuracy_table(record: Record) -> str:
-    """Lay out accuracy and loss, one row for each setting and mode."""
+    """Return the table of accuracy and loss, one row for each setting and mode."""
     settings, trainings = record["settings"], record["trainings"]
     rows = [
         "| setting | `distribute_mode` | accuracy %, median [range] | loss, median [range] |",
@@ -37,7 +37,7 @@ def accuracy_table(record: Record) -> str:
 
 
 def speed_table(record: Record) -> str:
-    """Lay out the time of an epoch and how much of it waits, one row for each loader."""
+    """Return the tables of epoch times and waiting shares, one row for each loader."""
     settings = record["settings"]
     waits = ", ".join(f"{1e3 * wait_s:g} ({kind})" for kind, wait_s in settings["wait_s"].items())
     sizes = ", ".join(
@@ -85,11 +85,11 @@ def speed_table(record: Record) -> str:
 
 
 def times(rows: Mapping[str, Mapping[str, Any]], void_percent: float) -> str:
-    """Lay out epochs, one row for each loader and one column for each kind of preprocessing.
+    """Return a table of epochs, one row per loader and one column per kind of preprocessing.
 
     Args:
-        rows: By loader and kind.
-        void_percent: A machine that was busier makes a cell void.
+        rows: Epochs by loader and kind.
+        void_percent: Load of the machine above which a cell is void.
     """
     kinds = list(next(iter(rows.values())))
     lines = [f"| | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]

@@ -1,6 +1,6 @@
-"""What the figures of two revisions say of each other: the order of turns, the rule, its chance.
+"""The verdicts of a comparison of two revisions: the order of measurements, the rule, its chance.
 
-It imports nothing of torch and Ray, and starts nothing.
+This module imports nothing of torch and Ray, and starts nothing.
 """
 
 import statistics
@@ -14,11 +14,11 @@ Verdict = Literal["worse", "better", "within"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that each turn of a case gives.
+    """A number that each measurement of a case gives.
 
     Attributes:
-        name: What is measured, with its unit.
-        more_is_better: Whether a greater value is the better one.
+        name: Description, with unit.
+        more_is_better: Whether a larger value is better.
         form: Format of a value in the table.
     """
 
@@ -28,14 +28,15 @@ class Figure:
 
 
 def turns(rounds: int, warm_ups: int = 0) -> Iterator[tuple[int, Side]]:
-    """Order the turns so that neither side always runs first.
+    """Order the measurements so that neither side always runs first.
 
     Args:
-        rounds: Counted rounds.
-        warm_ups: Rounds before them that do not count.
+        rounds: Number of counted rounds.
+        warm_ups: Number of rounds before them that do not count.
 
     Yields:
-        The number of the round, below 1 if it does not count, and the side whose turn it is.
+        The number of the round and the side to measure. The number is below 1 if the round does not
+        count.
     """
     for number in range(1 - warm_ups, rounds + 1):
         sides: tuple[Side, Side] = ("old", "new") if number % 2 else ("new", "old")
@@ -44,16 +45,16 @@ def turns(rounds: int, warm_ups: int = 0) -> Iterator[tuple[int, Side]]:
 
 
 def verdict(figure: Figure, old: Sequence[float], new: Sequence[float]) -> Verdict:
-    """Compare the median of the new rounds with the range of the old ones.
+    """Compare the median of the new rounds with the range of the old rounds.
 
     Args:
-        figure: What the values are of.
+        figure: Figure that the values belong to.
         old: One value for each round of the old revision.
-        new: The same of the new one.
+        new: One value for each round of the new revision.
 
     Returns:
-        ``"worse"`` or ``"better"`` if the new median lies outside of the range of the old rounds,
-        on its bad or its good side; else ``"within"``.
+        ``"worse"`` or ``"better"`` if the new median is outside the range of the old rounds, on its
+        bad or its good side; else ``"within"``.
     """
     median = statistics.median(new)
     if min(old) <= median <= max(old):
@@ -62,13 +63,14 @@ def verdict(figure: Figure, old: Sequence[float], new: Sequence[float]) -> Verdi
 
 
 def chance_of_worse(rounds: int) -> float:
-    """Return how probable ``"worse"`` is for one figure if old and new are the same code.
+    """Return the probability of ``"worse"`` for one figure if old and new are the same code.
 
-    With an odd number of rounds, the new median is on the bad side of all old values exactly if
-    more than half of the new values are. All orders of the values are equally probable.
+    All orders of the values are equally probable. Assume that the number of rounds is odd. Then the
+    verdict is ``"worse"`` exactly if more than half of the new values are on the bad side of all
+    old values.
 
     Args:
-        rounds: Of each side; for an even number the result is an upper bound.
+        rounds: Number of rounds of each side; for an even number, the result is an upper bound.
     """
     chance = 1.0
     for place in range((rounds + 1) // 2):

@@ -1,4 +1,4 @@
-"""The datasets that the benchmarks read; in a module of their own, so that workers import them."""
+"""The datasets of the benchmarks, in a separate module that workers can import."""
 
 import io
 import time
@@ -28,10 +28,10 @@ AUGMENT = transforms.Compose(
 
 
 class TinyImages(Dataset[tuple[torch.Tensor, int]]):
-    """Grey 28x28 images kept in memory, each through PIL and ``ToTensor``, as torchvision's MNIST.
+    """Grey 28x28 images in memory, each through PIL and ``ToTensor``, as in torchvision's MNIST.
 
     Args:
-        length: How many images.
+        length: Number of images.
     """
 
     def __init__(self, length: int = 60_000) -> None:
@@ -47,7 +47,7 @@ class TinyImages(Dataset[tuple[torch.Tensor, int]]):
         return TO_TENSOR(image), int(self.labels[index])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Give the samples before their transform, as Ray Data takes them."""
+        """Return the samples before their transform, in the form that Ray Data takes."""
         pairs = zip(self.images, self.labels.tolist(), strict=True)
         return [{"image": image, "label": label} for image, label in pairs]
 
@@ -57,10 +57,10 @@ class TinyImages(Dataset[tuple[torch.Tensor, int]]):
 
 
 class PhotographFiles(Dataset[tuple[Any, int]]):
-    """Photographs on disk, decoded and nothing else: the source of a chain.
+    """Photographs on disk, decoded but not transformed.
 
     Args:
-        folder: Where :func:`make_jpegs` put them.
+        folder: Folder with the files of :func:`make_jpegs`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ class JpegFiles(PhotographFiles):
         return AUGMENT(image), label
 
     def rows(self) -> list[dict[str, Any]]:
-        """Give the samples before they are read, as Ray Data takes them."""
+        """Return the samples before they are read, in the form that Ray Data takes."""
         return [{"path": path, "label": index % 2} for index, path in enumerate(self.paths)]
 
     @staticmethod
@@ -92,11 +92,11 @@ class JpegFiles(PhotographFiles):
 
 
 class SameTensor(Dataset[torch.Tensor]):
-    """One tensor, given again and again: what is left is collating and transport.
+    """The same tensor for every sample, so that only collating and transport remain.
 
     Args:
-        length: How often.
-        shape: The tensor's.
+        length: Number of samples.
+        shape: Shape of the tensor.
     """
 
     def __init__(self, length: int = 4_096, shape: tuple[int, ...] = (3, 224, 224)) -> None:
@@ -111,14 +111,14 @@ class SameTensor(Dataset[torch.Tensor]):
 
 
 class TokenLists(Dataset[torch.Tensor]):
-    """Texts as lists of tokens, int64, as long as texts are: many short ones and a few long ones.
+    """Texts as int64 lists of tokens: many short texts, and a few long ones.
 
-    The corpus is kept as uint16, as tokenised corpora are; a text is a stretch of it.
+    The corpus is in memory as uint16, which is usual for tokenised corpora. A text is a part of it.
 
     Args:
-        length: How many texts.
-        shortest: Tokens of the shortest.
-        longest: Tokens of the longest.
+        length: Number of texts.
+        shortest: Number of tokens of the shortest text.
+        longest: Number of tokens of the longest text.
     """
 
     def __init__(self, length: int = 300_000, shortest: int = 16, longest: int = 512) -> None:
@@ -137,24 +137,24 @@ class TokenLists(Dataset[torch.Tensor]):
 
 
 def pad(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collate texts to the longest of them; a ``collate_fn``.
+    """Collate texts, padded to the longest of them; a ``collate_fn``.
 
     Args:
-        texts: One-dimensional, of any lengths.
+        texts: One-dimensional tensors of any lengths.
 
     Returns:
-        The tokens, shape ``(B, longest)``, zeros where a text has ended; and the lengths.
+        The tokens, shape ``(B, longest)``, padded with zeros; and the lengths.
     """
     lengths = torch.tensor([len(text) for text in texts])
     return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths
 
 
 class TableRows(Dataset[npt.NDArray[np.float32]]):
-    """Rows of a table in memory, read a batch at once.
+    """Rows of a table in memory, which can be read a batch at a time.
 
     Args:
-        length: How many rows.
-        columns: How many float32 columns.
+        length: Number of rows.
+        columns: Number of float32 columns.
     """
 
     def __init__(self, length: int = 4_000_000, columns: int = 32) -> None:
@@ -177,12 +177,12 @@ def stack(rows: list[npt.NDArray[np.float32]]) -> torch.Tensor:
 
 
 class SleepingSamples(Dataset[torch.Tensor]):
-    """Samples that take time and no CPU, as from a remote store.
+    """Samples that take time and no processor time, as from a remote store.
 
     Args:
-        length: How many.
-        sleep_s: What each one takes.
-        shape: The shape of each.
+        length: Number of samples.
+        sleep_s: Seconds that a sample takes.
+        shape: Shape of a sample.
     """
 
     def __init__(
@@ -201,12 +201,12 @@ class SleepingSamples(Dataset[torch.Tensor]):
 
 
 def make_jpegs(folder: Path, count: int = 1_024, size: tuple[int, int] = JPEG_SIZE) -> Path:
-    """Cut ``count`` photographs out of scikit-learn's two, once.
+    """Cut ``count`` photographs out of scikit-learn's two, unless the folder already has them.
 
     Args:
-        folder: Where they go; what is there already is kept.
-        count: How many.
-        size: Width and height.
+        folder: Folder of the files.
+        count: Number of photographs.
+        size: Width and height in pixels.
 
     Returns:
         ``folder``.

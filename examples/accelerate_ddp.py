@@ -1,4 +1,4 @@
-"""Accelerate: ``prepare`` of ``dpex.integrations`` in place of the Accelerator's.
+"""A program that trains with Accelerate, and with ``prepare`` of dpex.
 
 Run it with ``torchrun --nproc-per-node=2 examples/accelerate_ddp.py``, or ``accelerate launch``.
 """

@@ -1,7 +1,7 @@
-"""Samples that fail, and samples that take their time.
+"""A program that reads samples that fail, and samples that are slow.
 
-Run it with ``python examples/bad_samples.py``. The error of a sample arrives in the training loop
-as what it is, with the index of the sample and the worker's traceback; the loader can go on.
+Run it with ``python examples/bad_samples.py``. The training loop gets the sample's own error, with
+the index of the sample and the worker's traceback. The loop can then continue with the next batch.
 """
 
 import time
@@ -13,7 +13,7 @@ from dpex import DpexDataLoader
 
 
 class Reciprocals(Dataset[torch.Tensor]):
-    """1 / (index - 5), which one index has not."""
+    """Reciprocals of ``index - 5``; index 5 raises a ``ZeroDivisionError``."""
 
     def __len__(self) -> int:
         return 10
@@ -23,7 +23,7 @@ class Reciprocals(Dataset[torch.Tensor]):
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples of a second each, in which the worker waits."""
+    """Samples for which the worker waits one second each."""
 
     def __len__(self) -> int:
         return 16

@@ -1,6 +1,7 @@
-"""``nn.DataParallel``: one process, one loader, each batch divided among the GPUs that there are.
+"""A program with ``nn.DataParallel``: one process and one loader for all GPUs of the node.
 
-Run it with ``python examples/data_parallel.py``. Thirty vectors of five floats make one batch.
+Run it with ``python examples/data_parallel.py``. The only batch has thirty vectors of five floats.
+``nn.DataParallel`` divides it among the GPUs.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""``DistributedDataParallel``: every rank has a loader, and its own share of the dataset.
+"""A program with ``DistributedDataParallel``: each rank has a loader and a share of the dataset.
 
-Run it with ``torchrun --nproc-per-node=2 examples/ddp.py``. The ranks of a host share one embedded
+Run it with ``torchrun --nproc-per-node=2 examples/ddp.py``. The ranks on a node share one local
 Ray, or use the cluster that ``RAY_ADDRESS`` names.
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
     model = DistributedDataParallel(Model(talks=False).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)  # else every epoch has the same order
+        sampler.set_epoch(epoch)  # otherwise every epoch has the same order
         began = time.monotonic()
         steps = 0
         for vectors in loader:

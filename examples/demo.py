@@ -1,9 +1,10 @@
-"""Train a small CNN twice, side by side: batches from torch's loader, and batches from dpex.
+"""A program that trains a small CNN twice: with batches from torch's loader, and from dpex.
 
-Both models begin with the same weights and both loaders with the same seed, and they take turns,
-one epoch each, so that they meet the machine in the same mood. FashionMNIST is used where it is on
-disk (in ``$DPEX_DATA`` or ``./data``) or can be fetched; the digits that ship with scikit-learn
-where not. Everything runs on the CPU.
+The two trainings alternate, one epoch each, so that changes of the machine's speed affect both. The
+models start with the same weights, and the loaders have the same seed. Everything runs on the CPU.
+
+The program uses FashionMNIST if it is in ``$DPEX_DATA`` or ``./data``, or if it can be downloaded.
+Otherwise it uses the digits of scikit-learn.
 
 Run it with ``make demo``, or ``make demo DEMO_ARGS=--quick``.
 """
@@ -43,12 +44,12 @@ AUGMENT = transforms.Compose(
 
 
 class Digits(Dataset[tuple[torch.Tensor, int]]):
-    """scikit-learn's 8x8 digits as 28x28 pictures, each transformed when it is read.
+    """scikit-learn's 8x8 digits as 28x28 pictures; each read applies the transform.
 
     Args:
-        train: The first four fifths, or the rest.
-        transform: PIL image to tensor.
-        repeats: How often each picture comes in an epoch, augmented differently each time.
+        train: Whether to use the first four fifths of the pictures, or the rest.
+        transform: Maps a PIL image to a tensor.
+        repeats: Number of times that an epoch has each picture.
     """
 
     def __init__(self, train: bool, transform: Any, repeats: int = 1) -> None:
@@ -71,7 +72,7 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass
 class Contestant:
-    """A loader, the model that it feeds, and what they did so far."""
+    """A loader, the model that it feeds, and the results so far."""
 
     name: str
     loader: DataLoader[Any]
@@ -85,7 +86,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One training epoch: its length, the part spent waiting for batches, and its yield."""
+    """The times, the number of samples and the mean loss of one training epoch."""
 
     seconds: float
     waiting_s: float
@@ -97,7 +98,7 @@ class EpochResult:
 def main() -> None:
     options = parse_arguments()
     cores = len(os.sched_getaffinity(0))
-    # The training step leaves the workers their cores.
+    # Leave cores for the workers.
     torch.set_num_threads(max(1, min(4, cores - NUM_WORKERS)))
     name, train_set, test_set = find_data(options.samples)
     print(
@@ -108,7 +109,7 @@ def main() -> None:
         Contestant("torch", make_torch_loader(train_set, options.batch_size), make_model()),
         Contestant("dpex", make_dpex_loader(train_set, options.batch_size), make_model()),
     ]
-    # One more than asked for: the first is each loader's start-up, and is reported apart.
+    # One epoch more: the first one includes the loader's start-up, and is reported separately.
     total = (options.epochs + 1) * len(contestants)
     with tqdm(total=total * len(contestants[0].loader), unit="batch", disable=None) as bar:
         for epoch in range(options.epochs + 1):
@@ -136,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_data(samples: int) -> tuple[str, Dataset[Any], Dataset[Any]]:
-    """Give the name, the training set and the test set of the best data at hand."""
+    """Return name, training set and test set: FashionMNIST if available, else digits."""
     folder = Path(os.environ.get("DPEX_DATA", "data"))
     if fashion_is_in(folder) or fetch_fashion(folder):
         train: Dataset[Any] = datasets.FashionMNIST(folder, train=True, transform=AUGMENT)
@@ -158,7 +159,10 @@ def fashion_is_in(folder: Path) -> bool:
 
 
 def fetch_fashion(folder: Path) -> bool:
-    """Download FashionMNIST if its smallest file comes within seconds; say whether it is there."""
+    """Download FashionMNIST, and return whether it is there.
+
+    The download starts only if the server sends its smallest file within ``PROBE_S`` seconds.
+    """
 
     def probe() -> None:
         smallest = datasets.FashionMNIST.mirrors[0] + "t10k-labels-idx1-ubyte.gz"
@@ -168,7 +172,7 @@ def fetch_fashion(folder: Path) -> bool:
         return False
     print(f"Fetching FashionMNIST (30 MB) into {folder} ...")
     folder.mkdir(parents=True, exist_ok=True)
-    # Aside first: what an interrupted download leaves must not look like the data.
+    # An interrupted download must not look like complete data, so it has a folder of its own.
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as aside:
         if not finishes(lambda: datasets.FashionMNIST(aside, download=True), DOWNLOAD_S):
             return False
@@ -177,7 +181,10 @@ def fetch_fashion(folder: Path) -> bool:
 
 
 def finishes(action: Any, timeout_s: float) -> bool:
-    """Run an action that may fail or hang (a name look-up has no timeout); say whether it ended."""
+    """Run an action in a thread, and return whether it succeeds in time.
+
+    Without the thread, the action could hang: a name look-up has no timeout.
+    """
     done = threading.Event()
 
     def run() -> None:
@@ -217,7 +224,7 @@ def make_dpex_loader(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
 
 
 def make_model() -> nn.Module:
-    """Make the model; every call gives the same weights."""
+    """Return a new model, which always has the same weights."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Conv2d(1, 12, 5, stride=2, padding=2),
@@ -232,7 +239,7 @@ def make_model() -> nn.Module:
 
 
 def train_epoch(contestant: Contestant, bar: Any) -> EpochResult:
-    """Train for one epoch, with the clock on every wait for a batch."""
+    """Train for one epoch, and measure every wait for a batch."""
     model, optimizer = contestant.model.train(), contestant.optimizer
     waiting_s = first_batch_s = total_loss = 0.0
     samples = 0
@@ -268,7 +275,7 @@ def accuracy(model: nn.Module, dataset: Dataset[Any]) -> float:
 
 
 def report(contestants: list[Contestant], test_set: Dataset[Any]) -> None:
-    """Print the table: start-up apart, then the counted epochs together."""
+    """Print a table of the results, with separate rows for the start-up epoch."""
     print(f"\n{'':22}" + "".join(f"{contestant.name:>12}" for contestant in contestants))
     rows: dict[str, list[str]] = {
         "test accuracy": [],

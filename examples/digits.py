@@ -1,4 +1,4 @@
-"""What the programs for trainers share: scikit-learn's handwritten digits, and a network."""
+"""The digits of scikit-learn and a small network, for the examples with training frameworks."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,10 +9,10 @@ TRAINING = 1_500
 
 
 class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pictures, float32 (64,), and which digit each is.
+    """Pictures of handwritten digits, float32 of shape (64,), and their labels.
 
     Args:
-        train: Whether the first 1,500, or the other 297.
+        train: Whether to use the first 1,500 pictures, or the other 297.
     """
 
     def __init__(self, train: bool = True) -> None:
@@ -29,7 +29,7 @@ class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Net(nn.Module):
-    """Two layers: (N, 64) to the logits (N, 10)."""
+    """Two linear layers, from (N, 64) to the logits (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()

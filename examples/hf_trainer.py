@@ -1,6 +1,7 @@
-"""The Trainer of transformers, with a mixin; its loaders are what its arguments say.
+"""A program that trains with the ``Trainer`` of transformers; dpex makes its batches.
 
-Run it with ``python examples/hf_trainer.py``.
+Run it with ``python examples/hf_trainer.py``. ``DpexTrainingArguments`` has the options of the
+loaders.
 """
 
 import argparse
@@ -16,20 +17,20 @@ from dpex.integrations.transformers import DpexTrainerMixin, DpexTrainingArgumen
 
 
 class Classifier(nn.Module):
-    """``Net`` as the Trainer calls its models."""
+    """``Net`` with the signature and the outputs that the ``Trainer`` expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return loss and logits."""
+        """Return the loss and the logits."""
         logits = self.net(images)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class DpexTrainer(DpexTrainerMixin, Trainer):
-    """The Trainer; its batches come from dpex."""
+    """A ``Trainer`` whose batches dpex makes."""
 
 
 def collate(samples: list[Any]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
-"""Lightning: the Trainer takes the loaders as they are, on one device or on several.
+"""A program that trains with Lightning, on one device or on several.
 
-Run it with ``python examples/lightning_trainer.py``; ``--devices 2`` trains with DDP.
+Run it with ``python examples/lightning_trainer.py``; ``--devices 2`` trains with DDP. Lightning's
+``Trainer`` takes dpex's loaders like torch's.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from dpex import DpexDataLoader
 
 
 class Reader(lightning.LightningModule):
-    """Learns to read digits."""
+    """A model that learns to read digits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the MNIST programs share: the data, the network, the epoch and the measure."""
+"""Loaders, network, training and test of the MNIST examples."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ from dpex import DpexDataLoader
 def make_loaders(
     folder: str, device: torch.device
 ) -> tuple[DpexDataLoader[Any], DpexDataLoader[Any]]:
-    """Make the loaders of the training set and of the test set, fetched if they are not there."""
+    """Return the loaders of the training set and the test set; download missing data."""
     to_tensor = transforms.ToTensor()
     train_set = datasets.MNIST(folder, train=True, download=True, transform=to_tensor)
     test_set = datasets.MNIST(folder, train=False, transform=to_tensor)
@@ -33,7 +33,7 @@ def make_loaders(
 
 
 class Net(nn.Module):
-    """A small convolutional network: (N, 1, 28, 28) to the logits (N, 10)."""
+    """A small convolutional network, from (N, 1, 28, 28) to the logits (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def train(model: nn.Module, folder: str, epochs: int, device: torch.device) -> None:
-    """Train in one process, and say after each epoch how well it reads."""
+    """Train in one process, and print the loss and the accuracy after each epoch."""
     train_loader, test_loader = make_loaders(folder, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     for epoch in range(epochs):

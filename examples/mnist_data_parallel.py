@@ -1,4 +1,4 @@
-"""MNIST under ``nn.DataParallel``: one process and all its GPUs, or the CPU.
+"""A program that trains on MNIST with ``nn.DataParallel``: one process with all GPUs, or the CPU.
 
 Run it with ``python examples/mnist_data_parallel.py``.
 """

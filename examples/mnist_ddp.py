@@ -1,8 +1,9 @@
-"""MNIST under ``DistributedDataParallel``, started by torchrun or by this program itself.
+"""A program that trains on MNIST with ``DistributedDataParallel``.
 
 Run it with ``torchrun --nproc-per-node=2 examples/mnist_ddp.py``, or with
-``python examples/mnist_ddp.py --spawn 2``, which starts the ranks by ``torch.multiprocessing``.
-Rank 0 shows that the ranks' shares of the 60,000 samples do not overlap and leave nothing out.
+``python examples/mnist_ddp.py --spawn 2``. With ``--spawn``, ``torch.multiprocessing`` starts the
+ranks. Rank 0 prints how the ranks divide the 60,000 samples: how many no rank reads, and how many
+are read twice.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
-    """Be one rank from beginning to end."""
+    """Train as one rank; rank 0 also prints the accuracy."""
     device = join_group(rank, ranks)
     to_tensor = transforms.ToTensor()
     if rank == 0:
@@ -72,7 +73,7 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
 
 
 def show_shares(sampler: DistributedSampler[Any], length: int) -> None:
-    """Have rank 0 print how the ranks divide the dataset."""
+    """Print in rank 0 how the ranks divide the dataset."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, list(sampler))
     if dist.get_rank() == 0:

@@ -1,13 +1,13 @@
-"""MNIST from an object store, under DDP, with a progress bar over the batches.
+"""A program that trains with DDP on MNIST from an object store, with a progress bar.
 
-The store, any that speaks S3's protocol, holds ``training.pt`` and ``test.pt``, each a tuple of
-uint8 images (N, 28, 28) and int64 labels (N,). Credentials are read from the environment, in the
-trainer and in the workers::
+The store can be any server with S3's protocol. It holds ``training.pt`` and ``test.pt``, each a
+tuple of uint8 images (N, 28, 28) and int64 labels (N,). The training processes and the workers read
+the credentials from the environment::
 
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... AWS_ENDPOINT_URL=https://...
     torchrun --nproc-per-node=2 examples/mnist_object_store.py BUCKET/FOLDER
 
-Every worker reads the data from the store itself; nothing but indices is sent to it.
+Every worker process reads the data from the store. dpex sends it the path of the data and indices.
 """
 
 import argparse
@@ -40,10 +40,10 @@ def open_store() -> pyarrow.fs.S3FileSystem:
 
 
 class StoredMnist(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Digits in one file of an object store, read where they are used.
+    """Digits in one file of an object store; each process that reads samples reads the file.
 
     Args:
-        path: ``"bucket/folder/training.pt"``.
+        path: Bucket and path of the file: ``"bucket/folder/training.pt"``.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,7 +52,7 @@ class StoredMnist(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self._length = len(self.content[1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels to the workers: where the data is, and not the data."""
+        """Return the state that the workers get: the path of the data, without the data."""
         return {**self.__dict__, "_content": None}
 
     @property

@@ -1,9 +1,9 @@
-"""The three stages of feeding a GPU: disk to pageable memory, to pinned memory, to the device.
+"""A program that feeds a GPU in three steps: disk to pageable memory, to pinned memory, to the GPU.
 
-Run it with ``python examples/pinned_memory.py``; without a GPU the last two stages are empty. The
-workers read and decode picture files; the trainer's process copies each batch once, straight into
-page-locked memory (``pin_memory=True``); from there the GPU fetches it while the model works on
-the batch before it (``non_blocking=True``).
+Run it with ``python examples/pinned_memory.py``. The workers read and decode picture files. With
+``pin_memory=True``, the training process copies each batch once, directly into page-locked memory.
+With ``non_blocking=True``, the training loop does not wait for the copy from there to the GPU.
+Without a GPU, the last two steps do nothing.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dpex import DpexDataLoader
 
 
 def write_pictures(folder: Path, count: int) -> None:
-    """Write ``count`` pictures of two kinds, as ``ImageFolder`` reads them."""
+    """Write ``count`` pictures of two classes, in the layout that ``ImageFolder`` reads."""
     for number in range(count):
         kind = ("dark", "light")[number % 2]
         (folder / kind).mkdir(exist_ok=True)

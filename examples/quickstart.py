@@ -1,4 +1,4 @@
-"""The one-line swap: a training loop whose batches are made by Ray tasks.
+"""A small training loop whose batches Ray tasks make.
 
 Run it with ``python examples/quickstart.py``.
 """

@@ -1,4 +1,4 @@
-"""What the programs of several ranks share: joining the group, and which device is a rank's."""
+"""The function with which the examples with several ranks join the process group."""
 
 import os
 
@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 
 def join_group(rank: int | None = None, ranks: int | None = None) -> torch.device:
-    """Join the process group, as torchrun's environment says unless it is given.
+    """Join the process group.
 
     Args:
-        rank: This process's number, where torchrun did not start it.
-        ranks: How many there are.
+        rank: Rank of this process; None to use the rank in torchrun's environment.
+        ranks: Number of ranks; None to use the number in torchrun's environment.
 
     Returns:
-        A GPU of this rank's own if the host has one for each, else the CPU.
+        The GPU of this rank if the node has a GPU for each of its ranks, else the CPU.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", rank or 0))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks or 1))

@@ -1,4 +1,4 @@
-"""Ray Train: its workers train, and the cluster's other CPUs make their batches.
+"""A program that trains with Ray Train; other CPUs of the cluster make the batches.
 
 Run it with ``python examples/ray_train.py``.
 """
@@ -19,14 +19,14 @@ from dpex.integrations.ray_train import add_distributed_sampler
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, float]:
-    """Train in one worker of Ray Train; what the first one returns is the result's."""
+    """Train in one worker of Ray Train; Ray Train returns the figures of the first worker."""
     torch.manual_seed(0)
     model = ray_torch.prepare_model(Net())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = DpexDataLoader(
         Digits(), batch_size=50, shuffle=True, num_workers=2, distribute_mode=True
     )
-    # instead of: prepare_data_loader(loader), which would make one of torch's of it
+    # instead of: prepare_data_loader(loader), which would make a new torch DataLoader
     loader = ray_torch.prepare_data_loader(add_distributed_sampler(loader))
     for epoch in range(config["epochs"]):
         loader.sampler.set_epoch(epoch)
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
 
-    # One for each worker of Ray Train, and two for its loader: ranks in step must not wait for
-    # one another's.
+    # Each of the two workers of Ray Train needs one CPU, and two for its loader. The ranks train
+    # in step, so a rank must not wait for the CPUs of another rank's loader.
     ray.init(num_cpus=6)
     with tempfile.TemporaryDirectory() as directory:
         result = ray_torch.TorchTrainer(

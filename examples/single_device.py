@@ -1,7 +1,7 @@
-"""One device: FashionMNIST in batches of 100, shuffled, made by ten workers.
+"""A program that trains on FashionMNIST with one device and ten workers.
 
-Run it with ``python examples/single_device.py``; ``--no-distribute-mode`` trains with torch's own
-loader, for comparison. The data is looked for in ``--data`` and fetched if it is not there.
+Run it with ``python examples/single_device.py``. For comparison, ``--no-distribute-mode`` trains
+with torch's own loader. The program downloads the data to ``--data`` if it is not there.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
 def train(
     model: nn.Module, loader: DpexDataLoader[Any], optimizer: torch.optim.Optimizer, device: str
 ) -> float:
-    """Train one epoch; return the mean loss."""
+    """Train one epoch, and return the mean loss of a batch."""
     model.train()
     total = 0.0
     for images, labels in loader:
@@ -81,7 +81,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DpexDataLoader[Any], device: str) -> float:
-    """Return the fraction of pictures that the model names correctly."""
+    """Return the fraction of pictures that the model classifies correctly."""
     model.eval()
     right = count = 0
     for images, labels in loader:

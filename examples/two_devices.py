@@ -1,6 +1,7 @@
-"""A model split over two devices and fed by one loader.
+"""A program that trains a model on two devices, with one loader.
 
-Run it with ``python examples/two_devices.py``. With fewer than two GPUs both halves are on the CPU.
+Run it with ``python examples/two_devices.py``. With fewer than two GPUs, both halves are on the
+CPU.
 """
 
 import argparse
@@ -10,11 +11,11 @@ from mnist import Net, train
 
 
 class SplitNet(Net):
-    """The network of the MNIST programs, its features on one device, the classifier on another.
+    """The network of the MNIST examples, with features and classifier on different devices.
 
     Args:
-        first: Where the features are; batches go there.
-        second: Where the classifier is; the logits come back to ``first``.
+        first: Device of the batches, the features and the returned logits.
+        second: Device of the classifier.
     """
 
     def __init__(self, first: torch.device, second: torch.device) -> None:

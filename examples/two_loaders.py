@@ -1,7 +1,7 @@
-"""Two loaders at a time: made, used for a few batches, deleted, and made again.
+"""A program that creates two loaders, uses them for a few batches and deletes them, three times.
 
-Run it with ``python examples/two_loaders.py``. Both use the same workers' processes; what a loader
-that is gone had on the way is given up.
+Run it with ``python examples/two_loaders.py``. All loaders use the same Ray. When a loader is
+deleted, dpex cancels its batches in flight.
 """
 
 from typing import Any

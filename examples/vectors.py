@@ -1,4 +1,4 @@
-"""A random dataset and a linear model that tells which part of a batch it got."""
+"""A random dataset, and a linear model that prints the shapes of its input and output."""
 
 import torch
 from torch import nn
@@ -9,10 +9,10 @@ OUTPUT_SIZE = 2
 
 
 class RandomVectors(Dataset[torch.Tensor]):
-    """Random vectors, the same ones in every process.
+    """Random vectors, which are the same in every process.
 
     Args:
-        length: How many.
+        length: Number of vectors.
     """
 
     def __init__(self, length: int) -> None:
@@ -30,7 +30,7 @@ class Model(nn.Module):
     """One linear layer.
 
     Args:
-        talks: Whether it prints the sizes of what goes in and comes out.
+        talks: Whether ``forward`` prints the shapes of its input and output.
     """
 
     def __init__(self, talks: bool = True) -> None:

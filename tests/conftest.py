@@ -1,4 +1,4 @@
-"""What the tests share: one embedded Ray, started when a test first asks for it."""
+"""Fixtures that all tests share: one local Ray, and a strict comparison of batches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from cluster_programs import PROGRAM_SECONDS, RANK_VARIABLES, wait_until
 if TYPE_CHECKING:
     from dpex.cluster.connect import Connection
 
-# An example runs two loaders; how long that takes is another matter than whether it is right.
+# No deadline, because an example runs two loaders, whose time says nothing about their results.
 hypothesis.settings.register_profile("dpex", deadline=None, print_blob=True)
 hypothesis.settings.register_profile(
     "dpex-ci", hypothesis.settings.get_profile("dpex"), derandomize=True, database=None
 )
 hypothesis.settings.load_profile("dpex-ci" if os.environ.get("CI") else "dpex")
 
-# It would ask its registry whether there is a newer one.
+# Otherwise Albumentations asks its package registry for a newer version.
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
 
-# Ray stops its processes one after the other and waits for each.
+# Ray stops its processes one after another, and waits for each.
 GONE_SECONDS = 60
 UNUSED_SECONDS = 10
 
@@ -49,7 +49,7 @@ DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_la
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give an extended test more time than its programs have, so that a hang is told by them."""
+    """Set a longer timeout for extended tests than for their programs, which report a hang."""
     for item in items:
         own = any(mark.name == "timeout" for mark in item.own_markers)
         if item.get_closest_marker("extended") and not own:
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[Connection]:
-    """Connect to a Ray of our own; no other one on this machine is used or found."""
+    """Connect to a new local Ray, which is isolated from any other Ray on this machine."""
     from dpex.cluster.connect import connect
 
     # A Ray session's sockets are too deep for pytest's own temporary directories.
@@ -72,8 +72,9 @@ def shared_ray() -> Iterator[Connection]:
             connection = connect("local")
         started = _children(os.getpid()) - before
         yield connection
-        # Of these, two wait for this process's end, not for Ray's: what kills Ray's agents when it
-        # is killed, and what forks workers. (A process that has just started shows no command yet.)
+        # Two of these processes end with this process, not with Ray: the fork server and the
+        # reaper. The reaper kills Ray's agents if this process is killed. The commands are read
+        # only here, because a process that has just started shows no command.
         ours = b"dpex-reaper", b"dpex.cluster.local.forkserver"
         _shut_down({p for p in started if not any(name in _command(p) for name in ours)})
     finally:
@@ -101,13 +102,13 @@ def _shut_down(started: set[int]) -> None:
 
 
 def _children(pid: int) -> set[int]:
-    """The processes that a process started and that still run; none where there is no /proc."""
+    """Return the children of a process that still run; none if there is no /proc."""
     found: set[int] = set()
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found |= set(map(int, thread.read_text().split()))
         except OSError:
-            continue  # a thread that has ended meanwhile
+            continue  # the thread has ended
     return set(filter(_runs, found))
 
 
@@ -128,9 +129,9 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture
 def nothing_to_collect() -> Iterator[None]:
-    """Hold that iterators go as soon as nobody has them: the collector may come much later."""
+    """Assert that unreferenced iterators end without the collector, which may run much later."""
     gc.collect()
-    # What a test that failed has left is not this one's.
+    # Iterators that an earlier, failed test has left do not count.
     before = weakref.WeakSet(_iterating())
     gc.disable()
     try:
@@ -153,7 +154,7 @@ def _iterating() -> list[Any]:
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[Any, Any], None]:
-    """Compare what dpex gave with what torch gave, to the last bit and type."""
+    """Return the function that compares a result of dpex with torch's, by type and bit."""
     return _assert_same
 
 
@@ -161,8 +162,8 @@ def _assert_same(ours: Any, torchs: Any) -> None:
     """Assert that two batches are the same in type, structure, dtype, layout and content.
 
     Args:
-        ours: What dpex gave. Its tensors must be writable and dense.
-        torchs: What torch gave. Where it is dense, ours has its strides.
+        ours: The batch of dpex. Its arrays must be writable.
+        torchs: The batch of torch. If a tensor of it is dense, dpex's must have the same strides.
     """
     _compare(ours, torchs, "batch", set())
 
@@ -174,7 +175,7 @@ def _compare(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]) -> No
         return
     above.add(pair)
     _compare_content(ours, torchs, at, above)
-    above.discard(pair)  # from here on the two may go, and others come with their ids
+    above.discard(pair)  # once the two are freed, other objects may get their ids
 
 
 def _compare_content(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]]) -> None:
@@ -187,7 +188,7 @@ def _compare_content(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]
         _compare(ours.getpalette(), torchs.getpalette(), f"{at}.palette", above)
         assert ours.tobytes() == torchs.tobytes(), f"{at}: other pixels"
     elif isinstance(torchs, Mapping):
-        # In order: a dict's order is what the consumer iterates in.
+        # The order matters, because the consumer iterates over the keys.
         _compare(list(ours), list(torchs), f"{at}.keys", above)
         for key in torchs:
             _compare(ours[key], torchs[key], f"{at}[{key!r}]", above)
@@ -215,7 +216,7 @@ def _compare_tensors(
 ) -> None:
     for name in ("dtype", "shape", "layout", "device", "requires_grad", "is_leaf", "is_quantized"):
         if torchs.is_nested and name == "shape":
-            continue  # its ragged part is a symbol of its own
+            continue  # every tensor has a new symbol for its ragged part
         _compare(getattr(ours, name), getattr(torchs, name), f"{at}.{name}", above)
     _compare(ours.is_pinned(), torchs.is_pinned(), f"{at}.is_pinned()", above)
     for name in ("format", "canvas_size", "clamping_mode"):  # torchvision's bounding boxes
@@ -234,7 +235,7 @@ def _compare_tensors(
     _compare(_formats(torchs) <= _formats(ours), True, f"{at} lies in memory as torch's", above)
     if _formats(torchs):
         _compare(ours.stride(), torchs.stride(), f"{at}.stride()", above)
-    # The bits, so that a NaN equals itself, and -0.0 differs from 0.0.
+    # By bits, a NaN equals itself, and -0.0 differs from 0.0.
     same = _bits(ours) == _bits(torchs)
     assert same, f"{at}: {ours} is not torch's {torchs}"
 

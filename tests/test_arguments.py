@@ -1,4 +1,4 @@
-"""Bad arguments fail at once and say what, the value, and the limit; no Ray is needed for that."""
+"""Tests of argument checks, which need no Ray, and of the page that compares them with torch."""
 
 from __future__ import annotations
 

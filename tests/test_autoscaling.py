@@ -1,4 +1,4 @@
-"""A cluster whose nodes are started when tasks wait, and taken away when nothing is to do."""
+"""Test of an autoscaling cluster, which starts nodes for waiting tasks and stops idle nodes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ pytestmark = [
 NODES = 2
 IDLE_SECONDS = 6
 GONE_SECONDS = 60
-# Batches so small that they lie with their owner: a node that has some in its store is not idle.
+# Small batches stay in their owner's memory. A node with batches in its object store is not idle.
 SAMPLES: dict[str, Any] = {"length": LENGTH, "floats": 10, "staged": True}
 
 
 def start_autoscaling(place: Path, variables: dict[str, str]) -> Cluster:
-    """Start a head without CPUs, whose autoscaler starts nodes of two on this host.
+    """Start a head without CPUs, whose autoscaler starts nodes of two CPUs on this machine.
 
     Args:
         place: Directory of the cluster's processes.
-        variables: Of its environment, which choose the autoscaler.
+        variables: Environment variables of the cluster, which select the autoscaler.
     """
     import ray.util
 
     port = free_port()
-    # Ray's own for such tests. Its type by name needs a file that is not in Ray's wheel.
+    # Ray's provider for tests, as "external": its own type needs a file that Ray's wheel lacks.
     provider = {
         "type": "external",
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
@@ -80,7 +80,7 @@ def start_autoscaling(place: Path, variables: dict[str, str]) -> Cluster:
 
 
 def started(number: int) -> str:
-    """The id of the node that is started as this one; the head is 0."""
+    """Return the id of the node that the provider starts with this number; the head's is 0."""
     return f"{number:05}".rjust(56, "f")
 
 
@@ -107,12 +107,12 @@ def test_nodes_are_started_for_an_epoch_and_taken_away_in_it(variables: dict[str
         assert cluster.raylets() == alone
         trainer = Trainer(place, cluster.address, seconds=0.1, **SAMPLES)
         trainer.until_from(started(1))
-        trainer.until_from(started(2))  # four workers take the CPUs of two nodes
+        trainer.until_from(started(2))  # four logical workers use the CPUs of two nodes
         wait_until(lambda: cluster.raylets() == alone, GONE_SECONDS, "end of idle nodes")
         trainer.go()
         result = trainer.finish()
         assert drawn(result) == undisturbed
-        # The autoscaler may end one that it started before it had a task: any later one will do.
+        # The autoscaler may stop a new node before it has a task. Any node started later counts.
         assert {started(1), started(2)} < nodes_in(result)
         assert cluster.head not in nodes_in(result)
         wait_until(lambda: cluster.raylets() == alone, GONE_SECONDS, "end of all nodes")

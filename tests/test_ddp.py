@@ -1,4 +1,4 @@
-"""Ranks of torchrun: each gets its own shard, as with torch's loader, from one shared Ray."""
+"""Tests of ranks of torchrun: each reads the shard that torch gives it, from one shared Ray."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 GONE_SECONDS = 60
-# To read on to the end, when another rank has been killed.
+# Time in which a rank reads the rest after another rank has been killed.
 END_SECONDS = 150
 
 
@@ -44,7 +44,7 @@ END_SECONDS = 150
     ],
 )
 def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    """What each rank wrote; when the test process of torchrun has ended, nothing else runs."""
+    """Yield the report of each rank, and then wait until their shared local Ray has ended."""
     ranks, on_cluster = request.param
     with workplace() as place:
         address, variables = "auto", {}
@@ -112,11 +112,11 @@ def test_shards_are_disjoint_and_complete(
         counts = Counter(chain.from_iterable(shards))
         assert set(counts) <= set(range(length))
         if drop_last:
-            # What divides neither by ranks nor by batches is left out, and nothing comes twice.
+            # Samples that do not fill a batch of every rank are dropped, and no sample repeats.
             assert len(shards[0]) == length // ranks // batch_size * batch_size
             assert max(counts.values(), default=1) == 1
         else:
-            # A rank that would come short gets one sample of another one's.
+            # A rank that lacks one sample repeats a sample of another rank.
             assert set(counts) == set(range(length))
             assert counts.total() == -(-length // ranks) * ranks
         orders.append(shards)
@@ -125,7 +125,7 @@ def test_shards_are_disjoint_and_complete(
 
 
 def torchs(rank: int) -> list[list[int]]:
-    """A rank's batches of indices of the epoch of ``epoch_program.py``."""
+    """Return torch's batches of indices for a rank of ``epoch_program.py``."""
     sampler = DistributedSampler(range(LENGTH), 2, rank)
     return list(DataLoader(range(LENGTH), 10, sampler=sampler, collate_fn=list))
 
@@ -134,7 +134,7 @@ def torchs(rank: int) -> list[list[int]]:
 @pytest.mark.parametrize("dying", [0, 1], ids=["the first dies", "the late one dies"])
 def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
     with workplace() as place:
-        # One after the other, so that the first has started the Ray that both share.
+        # Start the ranks in turn, so that rank 0 starts the local Ray that both share.
         ranks = []
         for number in range(2):
             ranks.append(Trainer(place, "auto", rank_variables(place, number)))

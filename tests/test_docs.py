@@ -1,4 +1,4 @@
-"""What the pages say holds: code runs, links lead somewhere, messages are dpex's."""
+"""Tests of the documentation: its code runs, its links work, and its messages are dpex's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = {
 }
 
 GUIDES = [f"docs/{page}.md" for page in ("datasets", "running", "scaling", "stages", "trainers")]
-# Whose few lines are about a dataset that the reader has.
+# Pages whose code uses a dataset of the reader.
 SKETCHES = ["README.md", "README.zh-CN.md", "docs/cluster.md"]
 WHAT_THE_READER_HAS = """
 import torch
@@ -66,7 +66,7 @@ def test_what_was_saved_is_loaded_without_running_code_of_it() -> None:
 
 
 def anchors_of(page: str) -> set[str]:
-    """What GitHub names the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     anchors = set()
     seen: Counter[str] = Counter()
     for heading in HEADING.findall(FENCE.sub("", PAGES[page])):
@@ -79,12 +79,12 @@ def anchors_of(page: str) -> set[str]:
 
 def dead_links(page: str) -> Iterator[str]:
     for link in re.findall(r"\]\(<?([^)\s>]+)", FENCE.sub("", PAGES[page])):
-        if re.match(r"[a-z]+:", link):  # on another host
+        if re.match(r"[a-z]+:", link):  # on another site
             continue
         path, _, anchor = unquote(link).partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
         name = str(target.resolve().relative_to(ROOT.resolve()))
-        # A directory is a page on GitHub only.
+        # Only GitHub shows a directory as a page.
         if not target.is_file() or (anchor and anchor not in anchors_of(name)):
             yield link
 
@@ -101,7 +101,7 @@ ERRORS = {
     page: re.findall(r"`\w+Error: (.+?)`", PAGES[page])
     for page in ("docs/datasets.md", "docs/stages.md")
 }
-# What is about a single argument, and raised as ValueError or TypeError, may be left out.
+# The page may omit errors about a single argument, which are ValueError or TypeError.
 EXPLAINED = {
     *(name for name in dpex.__all__ if name.endswith("Error")),
     *("_warn_once", "logger.warning", "warnings.warn"),
@@ -109,7 +109,7 @@ EXPLAINED = {
 
 
 def text_of(node: ast.AST) -> str:
-    """The text that an expression has, with ``...`` where a value stands."""
+    """Return the text of an expression, with ``...`` in place of each value."""
     match node:
         case ast.Constant(value=str(text)):
             return re.sub(r"%[-+ #0-9.]*[a-z]", "...", text)
@@ -121,7 +121,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def code_nodes() -> Iterator[ast.AST]:
-    """All of the package's code but its docstrings."""
+    """Yield the nodes of the package's code, without docstrings."""
     for path in sorted(Path(dpex.__file__).parent.rglob("*.py")):
         pending: list[ast.AST] = [ast.parse(path.read_text())]
         while pending:
@@ -149,7 +149,7 @@ def test_what_dpex_warns_of_and_its_own_errors_are_explained() -> None:
     for node in code_nodes():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in EXPLAINED:
             text = " ".join(map(text_of, node.args))
-            # What is said by a variable is met where the variable gets its text.
+            # A variable has no text to compare.
             if re.search("[a-z]", text) and not any(message in text for message in MESSAGES):
                 unexplained.append(text)
     assert unexplained == []

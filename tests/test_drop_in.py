@@ -1,4 +1,4 @@
-"""Samples and batches are those of torch's forked workers, whatever they are made of."""
+"""Tests that samples and batches of any content equal those of torch's forked workers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MAKERS = (
 
 
 def outcomes(read: Callable[[Make], Any]) -> list[Any]:
-    """What torch's loader gives, and ours: a value, or an error's type and last line."""
+    """Return torch's result and dpex's: the value, or the error's type and last line."""
 
     def outcome(make: Make) -> Any:
         try:
             return read(make)
         except Exception as error:
-            # torch's iterator goes now: later its workers would not end by themselves for 10 s.
+            # Frees torch's iterator now. If it is freed later, its workers take 10 s to end.
             traceback.clear_frames(error.__traceback__)
             return type(error).__name__, str(error).strip().splitlines()[-1]
 
@@ -54,7 +54,7 @@ def network() -> torch.nn.Module:
 
 
 class Features(Dataset[Any]):
-    """Samples that a network makes."""
+    """Samples that a network computes."""
 
     def __init__(self) -> None:
         self.network = network()
@@ -97,7 +97,7 @@ def test_gradients_are_recorded_as_in_the_training_process(
         return [(batch.requires_grad, batch.tolist()) for batch in batches]
 
     torchs, ours = outcomes(read)
-    if mode is nullcontext:  # both refuse what would need a gradient from another process
+    if mode is nullcontext:  # neither sends a tensor that requires a gradient
         assert torchs[0] == ours[0] == "RuntimeError"
     else:
         assert ours == torchs
@@ -127,7 +127,7 @@ def len_and_mode(samples: list[Any]) -> tuple[int, bool]:
 
 
 class Volumes(Dataset[Any]):
-    """Samples whose dtypes take turns."""
+    """Samples whose dtypes alternate."""
 
     def __init__(self, kinds: tuple[str, ...], size: int) -> None:
         self.kinds = kinds
@@ -141,7 +141,7 @@ class Volumes(Dataset[Any]):
         return {"image": values.astype(self.kinds[index % len(self.kinds)]), "id": index}
 
 
-# Large ones are stacked as they come.
+# dpex sends a small batch in its pickle, and a large one outside the pickle.
 @pytest.mark.parametrize("size", [4, 1 << 18])
 @pytest.mark.parametrize(
     "kinds",
@@ -168,7 +168,7 @@ def test_a_batch_has_the_first_sample_s_dtype_or_is_torch_s_error(
 
 
 class Own:
-    """A type that default_collate does not know by itself."""
+    """A type that ``default_collate`` does not support by default."""
 
 
 class Owns(Dataset[Any]):
@@ -200,7 +200,7 @@ def test_the_user_s_way_to_collate_a_type_sees_its_worker(monkeypatch: pytest.Mo
     assert ours == torchs == [(0, 2, 2), (1, 2, 2)]
 
 
-# --- arrays that nobody may write to --------------------------------------------------------------
+# --- read-only arrays -----------------------------------------------------------------------------
 
 
 def _locked(array: Any) -> Any:
@@ -265,7 +265,7 @@ def test_arrays_of_a_batch_may_be_written_to(kind: str) -> None:
 
 
 class FromStore(Dataset[Any]):
-    """Reads an object of Ray's store."""
+    """Samples of a list in Ray's object store."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
@@ -283,7 +283,7 @@ class FromStore(Dataset[Any]):
 def test_a_dataset_may_hold_references_to_ray_s_objects(extra: int) -> None:
     import ray
 
-    for first in (0, 10):  # another object must not be taken for the one before
+    for first in (0, 10):  # dpex must not read the first object again
         ref = ray.put([*range(first, first + 8), bytes(extra)])
         loader = DpexDataLoader(FromStore(ref), batch_size=4, num_workers=2, distribute_mode=True)
         del ref
@@ -310,8 +310,8 @@ class Own:
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """A module with a dataset, and the module with the function that it calls."""
-    # Workers keep what they have imported, by its name.
+    """Yield a module with a dataset, and the module with the function that the dataset calls."""
+    # New names, because worker processes keep the modules that they have imported.
     helper, dataset = (f"{kind}_{uuid.uuid4().hex}" for kind in ("helper", "dataset"))
     (tmp_path / f"{helper}.py").write_text(HELPER.format(factor=1))
     (tmp_path / f"{dataset}.py").write_text(OWN.format(helper=helper))
@@ -339,11 +339,11 @@ def test_workers_run_the_code_as_it_is_at_iter(how: str, own_modules: tuple[Any,
         Path(helper.__file__).write_text(HELPER.format(factor=2))
     if how == "reloaded":
         importlib.reload(helper)
-    elif how == "rewritten":  # which the training process does not notice
+    elif how == "rewritten":  # the training process keeps the old function
         expected = list(range(40))
     elif how == "replaced":
         helper.scaled = doubled
-    else:  # as notebooks do
+    else:  # as autoreload does in notebooks
         helper.scaled.__code__ = doubled.__code__
     for _ in range(2):
         assert read() == expected

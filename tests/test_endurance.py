@@ -1,4 +1,4 @@
-"""Whether anything grows, in the short form of ``make endurance``."""
+"""Test that no resource use grows from epoch to epoch; a short form of ``make endurance``."""
 
 import sys
 

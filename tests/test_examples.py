@@ -1,4 +1,4 @@
-"""Every program in examples/ runs, and does what it says."""
+"""Tests of the programs in ``examples/``: each runs and prints the expected results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 EXAMPLES = ROOT / "examples"
 GONE_SECONDS = 60
-# What others import, and what .ci/run itself runs.
+# Modules that the programs import, and the demo, which .ci/run runs.
 NOT_HERE = {"mnist", "ranks", "vectors", "digits", "demo"}
 
 
@@ -54,7 +54,7 @@ def run_ranks(name: str, *arguments: str, place: Path, **variables: str) -> str:
 
 
 def accuracy_in(output: str) -> float:
-    """The last accuracy that a program printed, in per cent."""
+    """Return the last accuracy that a program printed, in per cent."""
     return float(re.findall(r"accuracy ([\d.]+)%", output)[-1])
 
 
@@ -97,7 +97,7 @@ def test_bad_samples(place: Path) -> None:
     output = run("bad_samples", place=place)
     assert "dataset index 5, batch 2" in output
     assert re.search(r"caught: Caught ZeroDivisionError in DataLoader worker process 0 ", output)
-    # The batches before and after it.
+    # The batches before and after the failed one.
     for batch in ("[-0.2, -0.25]", "[-0.333, -0.5]", "[1.0, 0.5]", "[0.333, 0.25]"):
         assert batch in output
     assert re.findall(r" s: (\[.*\])", output) == [f"[{i}, {i + 1}]" for i in range(0, 16, 2)]
@@ -187,6 +187,6 @@ def test_mnist_object_store(place: Path) -> None:
         )
     for rank in range(2):
         assert f"rank {rank}, epoch 3: {TRAINING // 2} samples" in output
-    assert "epoch 3: 100%" in output  # the bar
+    assert "epoch 3: 100%" in output  # the progress bar
     assert accuracy_in(output) > 60
     assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in output

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, seen from the training loop."""
+"""Tests of failures on the cluster side, as the training loop sees them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_error_arrives_at_its_batch_with_its_type_and_place() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         next(iterator)
     text = str(caught.value)
-    del caught  # in a cycle with this frame, which has the iterator
+    del caught  # breaks a reference cycle with this frame, which holds the iterator
     assert "dataset index 57, batch 5, node " in text
     assert ", pid " in text
     assert "return 1 / (index - 57), index" in text
@@ -74,7 +74,7 @@ def test_a_worker_that_dies_changes_nothing(tmp_path: Path, how: signal.Signals)
 
 
 class SlowlyKillsOnce(KillsOnce):
-    """Takes so long that its task looks whether the run is still wanted."""
+    """Samples so slow that their task checks whether the iteration is still open."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.02)
@@ -161,7 +161,7 @@ def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bo
 
 
 class Told(Draws):
-    """Writes down what is read."""
+    """Samples that write their indices to a log."""
 
     def __init__(self, length: int, log: Path) -> None:
         super().__init__(length)
@@ -186,7 +186,7 @@ def test_what_was_delivered_is_not_read_again_when_the_host_dies(tmp_path: Path)
 
 
 def host_pid() -> int:
-    """The process that runs the pipelines of this one."""
+    """Return the pid of this process's pipeline actor."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -226,7 +226,7 @@ def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
 
 
 def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk() -> None:
-    """It asks for that one while the block is stored."""
+    """The task asks for its next chunk while Ray stores the block."""
     loader = loader_of(Plain(40))
     iterator: Any = iter(loader)
     next(iterator)
@@ -241,7 +241,7 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
 
 def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    list(loader_of(Plain()))  # the time it takes to start a worker is not the point here
+    list(loader_of(Plain()))  # so that the timeout does not include the start of a worker process
     loader = loader_of(Hangs(mark), timeout=15)
     iterator = iter(loader)
     for _ in range(5):
@@ -295,7 +295,7 @@ def test_a_dataset_larger_than_the_object_store_says_both_sizes(
 
     dataset = Plain()
     dataset.pixels = np.zeros(3_000_000, dtype=np.uint8)  # type: ignore[attr-defined]
-    # A store that small cannot be started; what is tested is the comparison.
+    # Ray cannot start such a small store, so this test replaces the size of the store.
     monkeypatch.setattr(session, "_store_capacity", lambda: 2_000_000)
     with pytest.raises(DatasetTooLargeError, match=r"3,000,\d\d\d bytes.*holds 2,000,000"):
         iter(loader_of(dataset))

@@ -1,4 +1,4 @@
-"""Pinned memory, and what stages draw, where there is a CUDA device."""
+"""Tests that need a CUDA device: pinned memory, and random numbers of stages on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Images(Plain):
 
 
 class Boxed:
-    """A batch type of the user's own that knows how to pin itself."""
+    """A user's batch type with a ``pin_memory`` method."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -100,7 +100,7 @@ def two_epochs(stage: Stage, batch_size: int, num_workers: int) -> list[torch.Te
     try:
         return [torch.cat([values for values, _ in loader]) for _ in range(2)]
     finally:
-        loader.close()  # the next one needs the GPU
+        loader.close()  # the next loader needs the GPU
 
 
 @pytest.mark.parametrize(("batched", "batch_size"), [(False, 8), (True, 5)])

@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: to the training process and to all that it started."""
+"""Tests of interrupts of the training process, at any time and at chosen places of the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpex import ChunkLostError, DpexDataLoader
 
 PROGRAM = PROGRAMS / "interrupt_program.py"
 EARLY_PROGRAM = PROGRAMS / "interrupt_early_program.py"
-# Between two moments at which an epoch of some milliseconds is interrupted.
+# Step between the times at which an epoch of some milliseconds is interrupted.
 STEP_SECONDS = 0.0006
 
 
@@ -91,7 +91,7 @@ def test_an_interrupt_at_any_moment_leaves_no_pipeline_behind() -> None:
 
 
 class Slow:
-    """Samples that take a while, so that tasks are at work when an iteration is given up."""
+    """Samples that take a while, so that tasks are running when an iteration is cancelled."""
 
     def __len__(self) -> int:
         return 16
@@ -105,7 +105,7 @@ class Slow:
 def test_an_iteration_that_did_not_begin_takes_nothing_from_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may still begin at the host, when the next one has."""
+    """The pipeline actor may begin the interrupted iteration after the next one."""
     loader = loader_of(Slow(), batch_size=4)
 
     list(loader)
@@ -128,7 +128,7 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
     sampler: Any = DistributedSampler(Slow(), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = loader_of(Slow(), batch_size=4, sampler=sampler)
     iterator = iter(loader)
-    sampler.set_epoch(1)  # what was drawn is drawn anew, in next()
+    sampler.set_epoch(1)  # so next() draws the indices again
 
     with monkeypatch.context() as patch:
         patch.setattr(loader._cluster.session, "open", interrupted)
@@ -166,5 +166,5 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
 
 
 def pipelines(loader: Any) -> set[str]:
-    """Return those that the loader's host has."""
+    """Return the keys of the pipelines in the loader's pipeline actor."""
     return set(ask_actor(loader, lambda host: list(host._pipelines)))

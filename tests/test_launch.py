@@ -1,4 +1,4 @@
-"""However a training process is started, it reads what torch's loader reads."""
+"""Tests that a training process reads what torch's loader reads, however it is started."""
 
 from __future__ import annotations
 

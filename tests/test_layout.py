@@ -1,4 +1,4 @@
-"""The shape of the package: imports point one way, and importing dpex costs nothing of Ray."""
+"""Tests of the package's structure: the direction of imports, and when Ray is loaded."""
 
 import ast
 import re
@@ -12,9 +12,9 @@ import pytest
 import dpex
 
 PACKAGE = Path(dpex.__file__).parent
-# The way of a batch, from the process that asks for it to the bytes. None imports one before it.
+# Layers, from the training process to the bytes of a batch. A layer imports no earlier layer.
 LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
-# All of a folder reaches Ray, but for these modules; of the other folders these modules alone do.
+# Modules of these folders may import Ray, except WITHOUT_RAY. Of other folders, WITH_RAY may.
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {"dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
 WITH_RAY = {
@@ -23,14 +23,14 @@ WITH_RAY = {
     "dpex.worker.kept_jobs",
     "dpex.worker.task",
 }
-# Those of the training process that start or ask a Ray.
+# Other modules that may import a module which imports Ray.
 DOORS_TO_RAY = {
     "dpex.dataloader",
     "dpex.doctor.report",
     "dpex.training.cluster_iterator",
     "dpex.training.epoch",
 }
-# Each may be imported by the module of its name in dpex.integrations, and by no other.
+# Only the module of the same name in dpex.integrations may import a framework.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
 
@@ -43,7 +43,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def targets(module: str, node: ast.AST) -> set[str]:
-    """The modules that one import statement names, as absolute names."""
+    """Return the absolute names of the modules that an import statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if not isinstance(node, ast.ImportFrom):
@@ -54,8 +54,8 @@ def targets(module: str, node: ast.AST) -> set[str]:
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         base = f"{package}.{base}".rstrip(".")
-    # `from dpex.pipeline import actor` names the module dpex.pipeline.actor, if there is one; the
-    # package itself it names only for what is no module.
+    # `from dpex.pipeline import actor` names the module dpex.pipeline.actor, if it exists, and else
+    # the package.
     names = {f"{base}.{alias.name}" for alias in node.names}
     return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
 
@@ -65,7 +65,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(module: str, *, top_level_only: bool) -> set[str]:
-    """What a module imports; at the top level, what it imports when it is itself imported."""
+    """Return the modules that a module imports, or only those that it imports at once."""
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
     while pending:
@@ -139,8 +139,8 @@ def test_nothing_depends_on_an_integration_but_integrations(module: str) -> None
 
 
 def test_no_import_cycles() -> None:
-    # Importing a module runs its packages' __init__ first, but that is Python's doing and harmless
-    # while those do not import the module back at their top level, which would be an edge here.
+    # Python runs the __init__ of a module's packages before the module. That is no edge here. It is
+    # harmless unless an __init__ imports the module at its top level, and that import is an edge.
     graph = {
         module: {
             name
@@ -249,7 +249,7 @@ assert not {"ray", "torch"} & set(sys.modules), "a mistyped command imports torc
     )
 
 
-# Programs that start without dpex, the kernel's own limit, and the readers of samples.
+# Exceptions: the fork server, programs that start without dpex, and a thread switch interval.
 OWN_CONSTANTS = {
     "dpex.cluster.local.forked_worker",
     "dpex.cluster.local.forkserver",

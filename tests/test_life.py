@@ -1,4 +1,4 @@
-"""Beginning, giving up and ending: nothing is left behind, and the next one works."""
+"""Tests of the start and end of iterations: nothing is left behind, and the next one works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def indices(batches: Any) -> list[int]:
 
 
 def kept_by_ray() -> int:
-    """Count the objects that the processes of the host and of the workers keep for themselves."""
+    """Count the local objects of Ray's processes, without this process."""
     import ray
     from ray._private.internal_api import node_stats
 
@@ -56,7 +56,7 @@ def test_a_break_leaves_the_loader_usable_and_no_thread() -> None:
 
 
 class CannotBeSent(int):
-    """An index whose sending is interrupted."""
+    """An index that raises ``KeyboardInterrupt`` when dpex pickles it."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
@@ -81,7 +81,7 @@ def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:
 
     wait_until(lambda: receiving() == 0, 10, "end of the receiving threads")
     threads, files = threads_and_files()
-    # Ray keeps a connection to each worker process whose blocks this one has read.
+    # Ray keeps a connection to each worker process whose blocks this process has read.
     before = threads, files + 2
     for turn in range(200):
         if turn % 2:
@@ -147,7 +147,7 @@ def test_dropping_an_iterator_stops_the_work(tmp_path: Path) -> None:
     def made() -> int:
         return len(log.read_text().splitlines())
 
-    # 800 samples of 50 ms were in flight; the workers look twice a second.
+    # 800 samples of 50 ms were in flight. Tasks soon notice that the iteration has ended.
     assert indices(loader_of(Plain(40))) == list(range(40))
     seen = -1
     while seen != made():
@@ -170,7 +170,7 @@ def test_close_ends_what_runs_and_the_loader_can_be_iterated_again() -> None:
 
 
 class Sleeps(Plain):
-    """Takes minutes for a sample, and tells first in which process."""
+    """Samples that write the pid of their process, and then take minutes."""
 
     def __init__(self, place: Path) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_every_iteration_sees_the_dataset_as_it_is_then() -> None:
 
 
 def reads_by_process(loader: Any) -> dict[int, list[int]]:
-    """How often each worker's copy had been read, sample by sample."""
+    """Return for each process how often its copy had been read, at each of its samples."""
     reads: dict[int, list[int]] = {}
     for batch in loader:
         for pid, read, _ in batch:
@@ -282,7 +282,7 @@ def test_endless_samplers_are_read_no_further_than_the_run_ahead() -> None:
 
 def test_set_epoch_between_iter_and_next_draws_again() -> None:
     class Shifted:
-        """Like torch's DistributedSampler: what it draws depends on its epoch."""
+        """A sampler whose indices depend on its epoch, like torch's DistributedSampler."""
 
         epoch = 0
 
@@ -325,7 +325,7 @@ def test_large_arrays_are_the_store_s_memory_until_they_are_written_to() -> None
     loader = loader_of(LargeArray(), batch_size=None)
     for _ in range(2):
         sums, shared = zip(*loader, strict=True)
-        assert sums == (float(1 << 16),) * 20  # what the last iteration wrote is not seen
+        assert sums == (float(1 << 16),) * 20  # no change of the last iteration is visible
         assert all(shared)
 
 
@@ -346,7 +346,7 @@ def test_a_sampler_that_counts_its_epochs_itself_is_drawn_from_once() -> None:
 
 
 def test_the_collector_meets_no_call_of_ray_s() -> None:
-    """It may run anywhere, also where Ray or gRPC hold a lock that the call would need."""
+    """The collector may run while Ray or gRPC hold a lock that such a call needs."""
     loader: Any = loader_of(Plain())
     iterator = iter(loader)
     next(iterator)

@@ -1,4 +1,4 @@
-"""Nodes behind links of their own, which are cut in the middle of an epoch."""
+"""Tests of epochs during which links are cut or slow, object stores fill, or memory runs short."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ pytestmark = [
 def links() -> Iterator[Network]:
     try:
         with network() as made:
-            made.attach()  # where this works, so will the rest
+            made.attach()  # raises if namespaces or links are not allowed
             yield made
     except (OSError, subprocess.CalledProcessError) as error:
-        if "CI" in os.environ:  # which has both
+        if "CI" in os.environ:  # CI has root and ip
             raise
         pytest.skip(f"needs root and the ip command: {error}")
 
@@ -59,17 +59,17 @@ def test_a_link_that_is_cut_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn], seconds: int | None
 ) -> None:
     behind = cluster.add()
-    # Slow, and not stopped, so that there is always one being made.
+    # Slow samples, and no stops, so that some batch is always being made.
     trainer = Trainer(cluster.place, cluster.address, seconds=0.05)
     trainer.until_from(behind)
     trainer.go()
     links.cut(cluster.links[behind])
     if seconds is not None:
-        time.sleep(seconds)  # is what is tested
+        time.sleep(seconds)
         links.mend(cluster.links[behind])
     result = trainer.finish(250)
     assert drawn(result) == undisturbed
-    # What was being made behind the link was waited for.
+    # The training process waited for the batches that were being made behind the link.
     assert max(result["waits"][1:]) > (seconds or 30) / 2
 
 
@@ -79,7 +79,7 @@ def test_a_slow_link_changes_nothing(
     behind = cluster.add()
     trainer = Trainer(cluster.place, cluster.address)
     trainer.until_from(behind)
-    # For a batch of 200 kB half a second, with what the nodes tell one another.
+    # A batch of 200 kB takes half a second, including the nodes' other messages.
     links.slow(cluster.links[behind], megabits=4)
     result = trainer.finish(200)
     assert drawn(result) == undisturbed
@@ -99,7 +99,7 @@ def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
             cluster.add(*SMALL_STORE_NODE)
         trainer = Trainer(place, cluster.address, **SMALL_STORE)
         trainer.until(2)
-        # Nobody takes batches out of the object store, so that it runs full.
+        # The stopped process takes no batches out of the object store, so the store fills up.
         trainer.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: spilled(place), 60, "full object store")
         trainer.process.send_signal(signal.SIGCONT)
@@ -107,7 +107,7 @@ def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
         assert drawn(trainer.finish()) == undisturbed
 
 
-# Here, for the trainer needs a node of its own: where it is, memory is not short.
+# This test is here because the training process needs a node whose memory is not short.
 def test_memory_that_runs_short_costs_time_alone(links: Network, undisturbed: list[Drawn]) -> None:
     with workplace() as place:
         cluster = Cluster(place, links)

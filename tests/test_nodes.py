@@ -1,4 +1,4 @@
-"""Several nodes: where batches are made, and what an epoch loses when nodes come and go."""
+"""Tests of clusters of several nodes: which nodes make batches, and nodes that come and go."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ USED_SECONDS = 60
 # Ray ends a process that has lost its raylet, and one that has not reached the head for a minute.
 RAYLET_LOST_SECONDS = 30
 HEAD_LOST_SECONDS = 100
-# It hears of an embedded one sooner.
+# A process that has lost its local Ray ends sooner.
 EMBEDDED_ENDS_SECONDS = 30
-# How much longer an epoch is made in which a worker is to begin several turns.
+# An epoch this many times as long takes a logical worker several task leases.
 SEVERAL_TURNS = 4
 
 
@@ -41,7 +41,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Cluster:
-    """A head without CPUs, a node that stays, and whatever else tests leave of theirs."""
+    """Start a head without CPUs, and a node that stays while the tests add others."""
     cluster = Cluster(place)
     cluster.add("--labels=kind=lasting", '--resources={"lasting": 100}')
     return cluster
@@ -73,7 +73,7 @@ def test_a_worker_that_is_killed_changes_nothing(
 ) -> None:
     with workplace() as place:
         mark = place / "mark"
-        # Of a batch in mid-epoch: its first, which is read once the batch before it is handed over.
+        # First of a batch in mid-epoch, which is read once the batch before it is handed over.
         _, index, _ = undisturbed[LENGTH // 2]
         option = "deadly_read" if where == "between two blocks" else f"deadly_{where}"
         fault = {option: (index, signal.SIGKILL, str(mark)), "staged": where == "transform"}
@@ -91,7 +91,7 @@ def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
     added = cluster.add("--num-cpus=2")
     joined = time.monotonic()
     trainers[0].until_from(added)
-    # Its first worker has to import torch.
+    # The node's first worker process must import torch.
     assert time.monotonic() - joined < USED_SECONDS
     streams = [drawn(trainer.finish()) for trainer in trainers]
     assert streams[0] == streams[1]
@@ -104,8 +104,8 @@ def test_a_node_that_is_drained_changes_nothing(cluster: Cluster, undisturbed: l
     trainer = Trainer(cluster.place, cluster.address)
     trainer.until_from(leaving)
     cluster.drain(leaving, DRAIN_SECONDS)
-    time.sleep(DRAIN_SECONDS)  # as long as a cloud gives it
-    if leaving in cluster.raylets():  # it may have left by itself
+    time.sleep(DRAIN_SECONDS)  # until the deadline of the drain
+    if leaving in cluster.raylets():  # the node may have ended by itself
         cluster.signal(leaving, signal.SIGKILL)
     assert drawn(trainer.finish()) == undisturbed
     cluster.wait_until_gone(leaving)
@@ -131,7 +131,7 @@ def test_nodes_are_chosen_by_label_or_resource(
 
 
 def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
-    """Return where each sample of an epoch was made that one worker makes, in several turns."""
+    """Return the node of each sample of an epoch of one logical worker, in several leases."""
     length = SEVERAL_TURNS * LENGTH
     alone = Trainer(
         cluster.place, cluster.address, num_workers=1, worker_options=options, length=length
@@ -142,13 +142,13 @@ def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
 def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Cluster) -> None:
     other = cluster.add("--num-cpus=4", "--labels=kind=spare")
     options = {
-        "label_selector": {"kind": "lasting"},  # of one CPU
+        "label_selector": {"kind": "lasting"},  # has one CPU
         "fallback_strategy": [{"label_selector": {"kind": "spare"}}],
     }
     nodes = nodes_of_one_worker(cluster, options)
-    # The CPU of another trainer's task may not be free again at once: then one turn is made there.
+    # Another process's task may still have the preferred CPU. Then the other node has one lease.
     assert nodes.count(other) < len(nodes) / 4
-    # Longer than the first worker of a node takes to import torch.
+    # Long enough for the first worker process of a node to import torch.
     several = Trainer(cluster.place, cluster.address, worker_options=options, length=50 * LENGTH)
     several.until_from(other)
     several.process.kill()
@@ -169,7 +169,7 @@ def test_the_trainers_node_comes_first_or_last(first: str) -> None:
         nodes = nodes_of_one_worker(cluster, options)
         at_home = nodes.count(cluster.head)
         assert (at_home > len(nodes) / 2) == (first == "yes"), at_home
-        # Longer than the first worker of a node takes to import torch.
+        # Long enough for the first worker process of a node to import torch.
         several = Trainer(place, cluster.address, worker_options=options, length=50 * LENGTH)
         several.until_from(cluster.head)
         several.until_from(other)

@@ -1,4 +1,4 @@
-"""The notebooks run in Jupyter's own kernel, and what one does in a notebook works there."""
+"""Tests of the notebooks, and of dpex in Jupyter's kernel: interrupts, restarts, edited cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.font_manager  # makes the list of fonts, of which a kernel would tell
+import matplotlib.font_manager  # builds the font cache, which a kernel would report
 import nbformat
 import pytest
 from cluster_programs import ROOT, environment, processes_in, wait_until, workplace
@@ -22,13 +22,13 @@ METADATA = {
 }
 CELL_SECONDS = 150
 GONE_SECONDS = 60
-# How long a kernel may take to end, before it is terminated; one that waits for its children does
-# so for 28 s.
+# Time in which a kernel must end, before Jupyter terminates it. A kernel that waits for its child
+# processes waits for 28 s.
 END_SECONDS = 25
 
-# dpex's own remark, where the machine is busy with other things.
+# A log line of dpex, which appears if the machine is busy with other work.
 REMARK = re.compile(r"^waiting for the first of the batches in flight\..*\n", re.MULTILINE)
-# What Ray says to a driver, of itself and of its workers, and how libraries warn.
+# Messages of Ray and of its worker processes, and warnings of libraries.
 CHATTER = re.compile(
     r"\((raylet|autoscaler|pid=|\S+ pid=)|(INFO|WARNING|ERROR) \w+\.(py|cc):|Warning: |"
     r"(Connect|Start)\w* .*Ray|(Execution plan of|Running|execution of) Dataset"
@@ -45,7 +45,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def kernel_environment(place: Path) -> dict[str, str]:
     variables = environment(place, MPLCONFIGDIR=matplotlib.get_cachedir())
-    # Where ipykernel finds this, what is written to file descriptors is not shown in cells.
+    # If ipykernel finds this variable, cells do not show what is written to file descriptors.
     del variables["PYTEST_CURRENT_TEST"]
     return variables
 
@@ -91,13 +91,13 @@ def test_a_notebook_runs_from_top_to_bottom_and_back(name: str, place: Path) -> 
 
 
 class Kernel:
-    """A kernel, and who types into it.
+    """A kernel and its client.
 
     Args:
-        place: Its working directory.
+        place: Working directory of the kernel.
 
     Attributes:
-        shown: What the newest cell has printed until now.
+        shown: Output of the newest cell so far.
     """
 
     def __init__(self, place: Path) -> None:
@@ -108,17 +108,17 @@ class Kernel:
         self._client.wait_for_ready(CELL_SECONDS)
 
     def begin(self, code: str) -> None:
-        """Run a cell."""
+        """Start a cell."""
         self.shown = ""
         self._cell = self._client.execute(code)
 
     def until(self, text: str) -> None:
-        """Wait until the cell has printed something."""
+        """Wait until the cell has printed a text."""
         while text not in self.shown:
             assert self._goes_on(), self.shown
 
     def _goes_on(self) -> bool:
-        """Take what the kernel says next; returns whether there is more to come from the cell."""
+        """Read the kernel's next message, and return whether the cell is still running."""
         message = self._client.get_iopub_msg(timeout=CELL_SECONDS)
         if message["parent_header"].get("msg_id") != self._cell:
             return True
@@ -130,23 +130,23 @@ class Kernel:
         return bool(content.get("execution_state") != "idle")
 
     def error(self) -> str | None:
-        """Wait for the cell's end; returns the name of the error that ended it, if one did."""
+        """Wait for the end of the cell, and return the name of its error, if any."""
         while self._goes_on():
             pass
-        # Behind what a slow kernel still answers to those who asked whether it is ready.
+        # A slow kernel first answers the requests that asked whether it was ready.
         while True:
             reply = self._client.get_shell_msg(timeout=CELL_SECONDS)
             if reply["parent_header"]["msg_id"] == self._cell:
                 return reply["content"].get("ename")
 
     def run(self, code: str) -> str:
-        """Run a cell to its end; returns what it printed."""
+        """Run a cell to its end, and return its output."""
         self.begin(code)
         assert self.error() is None, self.shown
         return self.shown
 
     def restart(self, *, now: bool) -> None:
-        """End the kernel and start another one at the same ports, as Jupyter does."""
+        """End the kernel, and start another with the same ports, as Jupyter does."""
         self.manager.restart_kernel(now=now)
         self._client.wait_for_ready(CELL_SECONDS)
 
@@ -196,7 +196,7 @@ loader = DpexDataLoader(Waiting(), batch_size=10, num_workers=2, distribute_mode
 def test_an_epoch_that_is_interrupted_can_be_run_again(kernel: Kernel, place: Path) -> None:
     kernel.run(IMPORTS)
     kernel.run(WAITING)
-    # While the loop waits for a batch, and while it is at work on one.
+    # Interrupt the loop while it waits for a batch, and while it handles one.
     kernel.begin("for batch in loader: print(batch[0].item())")
     kernel.until("40\n")
     wait_until((place / "waiting").exists, CELL_SECONDS, "sample that waits")

@@ -1,6 +1,6 @@
-"""The parity matrix: what dpex gives is what torch gives, torch being asked on the spot.
+"""Tests of parity: dpex's batches equal those of torch's loader, which runs in the same test.
 
-Nothing here draws a random number in a worker; how random transforms are seeded is dpex's own.
+No worker draws random numbers here, because dpex seeds random transforms in another way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Same = Callable[[Any, Any], None]
 
 
 def generators_state(arguments: Arguments) -> list[Any]:
-    """What later draws in this process depend on."""
+    """Return the states that later draws in this process depend on."""
     own = {id(g): g for g in (arguments.get("generator"), *held_generators(arguments)) if g}
     states = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
     return states + [generator.get_state() for generator in own.values()]
@@ -67,7 +67,7 @@ def held_generators(arguments: Arguments) -> list[torch.Generator | None]:
 def run_epochs(
     loader_type: Any, make: Callable[[], Arguments], epochs: int, **ours: Any
 ) -> tuple[list[list[Any]], list[Any]]:
-    """All batches of some epochs, and the state of the generators afterwards."""
+    """Return all batches of some epochs, and the states of the generators afterwards."""
     seed_everything()
     arguments = make()
     loader = loader_type(**arguments, **ours)
@@ -77,13 +77,13 @@ def run_epochs(
 def check(
     assert_same: Same, make: Callable[[], Arguments], *, epochs: int = 1, **ours: Any
 ) -> list[list[Any]]:
-    """Compare whole epochs and what they leave behind; returns the batches.
+    """Compare whole epochs and the generators' states afterwards, and return the batches.
 
     Args:
         assert_same: The fixture.
-        make: Makes the arguments, anew for each loader: samplers and generators have a state.
-        epochs: How often one loader is iterated.
-        ours: Arguments that torch does not know.
+        make: Makes new arguments for each loader, because samplers and generators have a state.
+        epochs: Number of iterations of each loader.
+        ours: Arguments that torch's loader lacks.
     """
     batches, state = run_epochs(DpexDataLoader, make, epochs, **OURS, **ours)
     torchs_batches, torchs_state = run_epochs(DataLoader, make, epochs)
@@ -93,13 +93,13 @@ def check(
 
 
 def both(make: Callable[[], Arguments]) -> Iterator[DataLoader[Any]]:
-    """dpex's loader, then torch's, each with the generators seeded anew."""
+    """Yield dpex's loader, then torch's, and seed the generators before each."""
     for loader_type, ours in ((DpexDataLoader, OURS), (DataLoader, {})):
         seed_everything()
         yield loader_type(**make(), **ours)
 
 
-# --- the yardstick --------------------------------------------------------------------------------
+# --- assert_same ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", samples.VALUES)
@@ -145,7 +145,7 @@ def test_assert_same_refuses_differences(assert_same: Same, difference: str) -> 
         assert_same(ours, torchs)
 
 
-# --- what a sample and a batch may be -------------------------------------------------------------
+# --- kinds of samples and batches -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", samples.VALUES)
@@ -215,13 +215,13 @@ def test_local_classes_and_lambdas(assert_same: Same) -> None:
         "batch_size": 2,
         "collate_fn": lambda items: Batch(items),
     }
-    # torch's own workers cannot send a local class back.
+    # torch's workers cannot send back an object of a local class.
     batches = list(DpexDataLoader(**arguments, num_workers=2, **OURS))
     assert_same(batches, list(DataLoader(**arguments)))
     assert isinstance(batches[0], Batch)
 
 
-# --- which indices, in which batches --------------------------------------------------------------
+# --- samplers, batch samplers and datasets --------------------------------------------------------
 
 LENGTH = 10
 WEIGHTS = [0.1, 3, 0.5, 1, 1, 0, 2, 1, 1, 1]
@@ -387,7 +387,7 @@ def test_lengths(assert_same: Same, length: int, batch_size: int | None) -> None
             lambda drop_last=drop_last: {
                 "dataset": Squares(length),
                 "batch_size": batch_size,
-                "shuffle": length > 0,  # torch refuses to shuffle nothing
+                "shuffle": length > 0,  # torch refuses to shuffle an empty dataset
                 "drop_last": drop_last,
                 "num_workers": 2,
             },
@@ -441,7 +441,7 @@ def test_datasets_without_batching(assert_same: Same, dataset: str) -> None:
     )
 
 
-# --- workers and run-ahead ------------------------------------------------------------------------
+# --- workers and prefetching ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 4, None])
@@ -495,7 +495,7 @@ def test_any_order(num_workers: int, batch_size: int | None) -> None:
         {"timeout": 50},
         {"pin_memory": True},
         {"multiprocessing_context": "fork"},
-        # What it returns is nobody's concern.
+        # Both loaders ignore its result.
         {"worker_init_fn": lambda worker_id: [worker_id]},
     ],
     ids=lambda arguments: next(iter(arguments)),
@@ -554,7 +554,7 @@ def test_epochs(assert_same: Same, sampler: str, persistent: bool) -> None:
 
 
 def test_persistent_workers_draw_otherwise() -> None:
-    """A guard of the one above: the two differ from the second epoch on, and only from there."""
+    """From the second epoch on, the orders must differ, or ``test_epochs`` covers only one case."""
     orders = []
     for persistent in (False, True):
         make = {
@@ -575,9 +575,9 @@ def test_persistent_workers_draw_otherwise() -> None:
 def test_a_new_epoch_after_an_early_break(
     assert_same: Same, taken: int, length: int, drop_last: bool, generator: Any, persistent: bool
 ) -> None:
-    """What the sampler has drawn by then, hence the next order, depends on the run-ahead.
+    """The next order depends on how many indices the sampler has drawn before the break.
 
-    An incomplete last batch reaches the sampler's end, where torch's draws once more.
+    An incomplete last batch reaches the sampler's end, where torch's sampler draws once more.
     """
 
     def make() -> Arguments:
@@ -611,7 +611,7 @@ def test_an_error_in_the_loop_then_a_new_epoch(assert_same: Same, kept: bool) ->
         del iterator
         results.append(list(loader))
     assert_same(*results)
-    for ours in iterators[:1]:  # what was left is still there
+    for ours in iterators[:1]:  # the kept iterator still has its other batches
         assert len(list(ours)) == 29
     assert len(iterators) == 2 * kept
 
@@ -688,7 +688,7 @@ def test_zipped_with_itself(assert_same: Same) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_training_and_validation_together(assert_same: Same, persistent: bool) -> None:
-    """Validation in the midst of each training epoch, both loaders alive all the time."""
+    """Validation epochs run within each training epoch, and both loaders stay alive."""
     results = []
     for loader_type, ours in ((DpexDataLoader, OURS), (DataLoader, {})):
         seed_everything()
@@ -706,7 +706,7 @@ def test_training_and_validation_together(assert_same: Same, persistent: bool) -
 
 
 def test_interleaved_draws_of_the_training_loop(assert_same: Same) -> None:
-    """The loop draws from the same generator, so it matters when the loader does."""
+    """The loop draws from the same generator, so the loader must draw when torch's does."""
     results = []
     for loader in both(lambda: {"dataset": Squares(9), "shuffle": True, "num_workers": 2}):
         steps: list[Any] = []
@@ -732,7 +732,7 @@ def test_a_new_epoch_sees_the_dataset_as_it_is_then(assert_same: Same) -> None:
         for version in (1, 2, 2, 1):
             loader.dataset.version = version
             iterator = iter(loader)
-            loader.dataset.version = -1  # too late for this one
+            loader.dataset.version = -1  # too late for this iterator
             epochs.append(list(iterator))
         results.append(epochs)
     assert_same(*results)
@@ -755,7 +755,7 @@ def test_arguments_changed_between_epochs(assert_same: Same) -> None:
 
 
 def test_epoch_set_between_iter_and_next() -> None:
-    """As Lightning does on resuming; torch itself would go on with the old epoch's order."""
+    """Lightning does this when it resumes. torch would keep the old epoch's order."""
     loader = DpexDataLoader(range(20), sampler=samples.EpochSampler(20), num_workers=2, **OURS)
     iterator = iter(loader)
     loader.sampler.set_epoch(3)
@@ -782,10 +782,10 @@ def test_closed_and_iterated_again(assert_same: Same) -> None:
         assert_same(ours, [next(iter(torchs)), *torchs])
 
 
-# --- whose memory it is ---------------------------------------------------------------------------
+# --- memory of batches ----------------------------------------------------------------------------
 
 
-# In the pickle's stream, beside it, and in a column of its own: frames place buffers by size.
+# In the pickle, in the column of small buffers, and in a separate column of the block.
 SIZES = {"small": (2, 3), "middling": (40, 50), "large": (512, 600)}
 
 
@@ -828,12 +828,12 @@ def test_tensors_of_the_dataset_stay_as_they_are(assert_same: Same) -> None:
     assert stored.sum() > 0
 
 
-# --- any combination ------------------------------------------------------------------------------
+# --- random combinations of arguments -------------------------------------------------------------
 
 
 @st.composite
 def argument_makers(draw: st.DrawFn) -> Callable[[], Arguments]:
-    """Functions that make valid arguments, equal each time but made anew."""
+    """Draw functions that make valid arguments, with equal values but new objects each time."""
     length = draw(st.integers(0, 25), label="length")
     own_generator = draw(st.booleans(), label="own generator")
     fixed: Arguments = {
@@ -850,7 +850,7 @@ def argument_makers(draw: st.DrawFn) -> Callable[[], Arguments]:
         chosen = draw(st.lists(indices, max_size=30), label="indices")
         count = draw(st.integers(1, 40), label="count")
         samplers |= {
-            "shuffle": lambda: {"shuffle": True},  # torch refuses to shuffle nothing
+            "shuffle": lambda: {"shuffle": True},  # torch refuses to shuffle an empty dataset
             "list": lambda: {"sampler": list(chosen)},
             "lazy": lambda: {"sampler": samples.LazySampler(length)},
             "counting": lambda: {"sampler": samples.CountingSampler(length, count)},
@@ -902,7 +902,7 @@ def test_any_combination(
     check(assert_same, make, epochs=epochs, prefetch_bytes=prefetch_bytes)
 
 
-# --- the object itself ----------------------------------------------------------------------------
+# --- the loader object ----------------------------------------------------------------------------
 
 OUR_PARAMETERS = {
     "distribute_mode": False,
@@ -1017,7 +1017,7 @@ def test_refuses_to_change_what_torch_refuses_to_change(name: str) -> None:
 
 
 def test_copied_and_pickled_like_torchs(assert_same: Same) -> None:
-    """Frameworks copy loaders, also those that have been iterated."""
+    """Frameworks copy loaders, even loaders that have been iterated."""
     results = []
     for loader in both(lambda: {"dataset": Squares(5), "batch_size": 2, "num_workers": 2}):
         epochs = [list(loader)]
@@ -1030,7 +1030,7 @@ def test_copied_and_pickled_like_torchs(assert_same: Same) -> None:
     assert_same(*results)
 
 
-# --- programs of their own ------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 MAIN_PROGRAM = """
 import collections, dataclasses, enum
@@ -1155,7 +1155,7 @@ print("the end is reached")
 
 
 def run_program(place: Path, text: str, *arguments: str) -> None:
-    """Run a script of the user's own; it must reach its end and leave nothing behind."""
+    """Run a user's script; it must reach its end and leave no process behind."""
     (place / "train.py").write_text(text)
     process = spawn(
         [sys.executable, "train.py", *arguments],

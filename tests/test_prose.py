@@ -1,4 +1,4 @@
-"""The check of the English: what it finds, and what it leaves alone."""
+"""Tests of ``.ci/prose``: the problems that it finds, and text that passes."""
 
 from __future__ import annotations
 

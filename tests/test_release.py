@@ -1,6 +1,4 @@
-"""What a release takes: one version everywhere, files for a forge that mean what they say, and what
-is released: what the wheel and the sdist hold, and that they run where nothing else is.
-"""
+"""Tests of a release: its version, the files for GitHub, the wheel and the sdist."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WORKFLOWS = [path for path in FORGE if path.parent.name == "workflows"]
 FORMS = [path for path in FORGE if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config"]
 NEWEST = re.compile(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", re.MULTILINE)
 STEM = f"dpex-{dpex.__version__}"
-# The README's first lines are about a dataset of the reader's.
+# The README's first example uses a dataset of the reader.
 README_DATASET = """
 import dpex, torch
 from torch.utils.data import TensorDataset
@@ -102,7 +100,7 @@ def test_workflows_may_do_no_more_than_they_must(path: Path) -> None:
         for step in job["steps"]:
             if "uses" in step:
                 assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", step["uses"])
-            # Who may not push may name a branch, which a shell would read.
+            # Anyone can choose a branch name in a pull request, and a shell would run it.
             assert "${{ github" not in step.get("run", "")
 
 
@@ -135,7 +133,7 @@ def test_a_bug_report_has_what_the_doctor_says() -> None:
 
 
 def run(*command: str | Path, place: Path, seconds: float = 120) -> str:
-    """Run a command in a place that is not the repository, nor knows of it."""
+    """Run a command outside the repository, and without the repository on Python's path."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=place,
@@ -152,7 +150,7 @@ def run(*command: str | Path, place: Path, seconds: float = 120) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a wheel and an sdist of this repository, as `make dist` makes them."""
+    """Build a wheel and an sdist as ``make dist`` does, and return their directory."""
     directory = tmp_path_factory.mktemp("dist")
     run(
         *(sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, ROOT),
@@ -205,7 +203,7 @@ def test_the_index_can_show_them(dist: Path) -> None:
 
 
 def assert_it_works(environment_of: Path, place: Path) -> None:
-    """Run the README's code and the doctor, with the dpex that is installed in an environment."""
+    """Run the README's code and ``dpex doctor`` with the dpex that an environment has."""
     code = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
     assert code is not None
     program = place / "readme.py"
@@ -221,10 +219,10 @@ def assert_it_works(environment_of: Path, place: Path) -> None:
 def test_it_works_beside_the_dependencies_that_are_here(
     dist: Path, packed_in: Callable[[Path], Path]
 ) -> None:
-    """What is packed is all that dpex has of its own.
+    """The wheel and the sdist must have every file that dpex needs.
 
-    The dependencies are those of the environment that runs the tests, so this says nothing of
-    what dpex declares to depend on; the test below does.
+    The dependencies are those of the tests' environment. The test below checks the dependencies
+    that dpex declares.
     """
     with workplace() as place:
         installed = place / "installed"
@@ -239,7 +237,7 @@ def test_it_works_beside_the_dependencies_that_are_here(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", supported_pythons())
 def test_it_works_with_what_it_declares_to_depend_on(dist: Path, version: str) -> None:
-    """Install everything afresh: some gigabytes, and minutes."""
+    """pip installs all declared dependencies, which takes some gigabytes and minutes."""
     with workplace() as place:
         try:
             run(f"python{version}", "-c", "", place=place)

@@ -1,4 +1,4 @@
-"""What a loader says of itself after an epoch, and in its middle."""
+"""Tests of ``DpexDataLoader.stats()``, after an epoch and during one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAUSE_S = 0.005
 
 
 class Slow:
-    """Takes a while to read, and perhaps ends its worker once."""
+    """Samples that take a while to read; with a mark, sample 30 kills its process once."""
 
     def __init__(self, length: int = 40, mark: Path | None = None) -> None:
         self.length = length

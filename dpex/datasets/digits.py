@@ -1,17 +1,17 @@
-"""MNIST and FashionMNIST, from IDX files on a disk or in an object store."""
+"""torchvision's ``MNIST`` and ``FashionMNIST``, which can also read from an object store."""
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torchvision import datasets
 
-from dpex.datasets.labelled import LabelledPictures
 from dpex.datasets.store import Store
 
 __all__ = ["FashionMNIST", "MNIST"]
@@ -19,11 +19,11 @@ __all__ = ["FashionMNIST", "MNIST"]
 _UNSIGNED_BYTES = 8
 
 
-class MNIST(LabelledPictures):
+class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
     """torchvision's ``MNIST``, which can also read from an object store.
 
-    The constructor reads the labels, which samplers may need. Each worker process reads the images
-    when it first needs an image. Nothing is downloaded.
+    It is a subclass, so everything but the reading of files is torchvision's. Nothing is
+    downloaded.
 
     Args:
         root: torchvision's ``root``, the folder that contains ``MNIST/raw``, or the folder that
@@ -35,26 +35,14 @@ class MNIST(LabelledPictures):
         filesystem: A filesystem of pyarrow or fsspec, if the environment does not configure the
             store.
 
-    Attributes:
-        targets: Labels, int64 (N,).
-        classes: Name of each label's class, in the order of the labels.
-
     Raises:
         FileNotFoundError: A file does not exist, neither plain nor with ``.gz``.
         OSError: The store refuses access, or does not answer after several tries.
-        ValueError: A file is not in IDX format. Reading the first image also raises it if the
-            numbers of images and labels differ.
+        ValueError: A file is not in IDX format, or the numbers of images and labels differ.
 
     Source:
         ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
     """
-
-    classes: Sequence[str] = tuple(
-        f"{digit} - {name}"
-        for digit, name in enumerate(
-            ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-        )
-    )
 
     def __init__(
         self,
@@ -65,85 +53,41 @@ class MNIST(LabelledPictures):
         *,
         filesystem: Any = None,
     ) -> None:
-        super().__init__(transform, target_transform)
+        store = Store(root, filesystem)
+        if store.local_path is None:
+            root = store.uri  # without a query, which may contain a signature
+        # Not torchvision's own constructor: it looks for the files on the disk.
+        datasets.VisionDataset.__init__(
+            self, root, transform=transform, target_transform=target_transform
+        )
         self.train = train
-        self._store = Store(root, filesystem)
-        self._images: np.ndarray[Any, Any] | None = None
-        self._images_given = False
-        self.targets = torch.from_numpy(self._read("labels-idx1-ubyte", 1)).long()
-        self._labels_read = len(self.targets)  # the user may replace ``targets`` with fewer labels
+        self.targets = self._read(store, "labels-idx1-ubyte", 1).long()
+        self.data = self._read(store, "images-idx3-ubyte", 3)
+        if len(self.data) != len(self.targets):
+            raise ValueError(
+                f"{store.uri} has {len(self.data):,} images, {len(self.targets):,} labels"
+            )
 
-    def _read(self, name: str, dimensions: int) -> np.ndarray[Any, Any]:
+    def _read(self, store: Store, name: str, dimensions: int) -> torch.Tensor:
         file = f"{'train' if self.train else 't10k'}-{name}"
         folders = (f"{type(self).__name__}/raw/", "")
         tried = [folder + file + ending for folder in folders for ending in ("", ".gz")]
         for path in tried:
             try:
-                content = self._store.read(path)
+                content = store.read(path)
             except FileNotFoundError:
                 continue
-            return _parse(content, f"{self._store.uri}/{path}", dimensions)
-        raise FileNotFoundError(f"{self._store.uri} has none of {', '.join(tried)}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without images that were read from files: each process reads them."""
-        return self.__dict__ if self._images_given else {**self.__dict__, "_images": None}
-
-    @property
-    def class_to_idx(self) -> dict[str, int]:
-        """Label of each class."""
-        return {name: label for label, name in enumerate(self.classes)}
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Images, uint8 (N, 28, 28). Images that are assigned here are pickled with the dataset."""
-        return torch.from_numpy(self._pixels())
-
-    @data.setter
-    def data(self, images: torch.Tensor) -> None:
-        self._images = np.asarray(images)
-        self._images_given = True
-
-    def _pixels(self) -> np.ndarray[Any, Any]:
-        if self._images is None:
-            images = self._read("images-idx3-ubyte", 3)
-            if len(images) != self._labels_read:
-                raise ValueError(
-                    f"{self._store.uri} has {len(images):,} images, {self._labels_read:,} labels"
-                )
-            self._images = images
-        return self._images
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def _picture(self, index: Any) -> Any:
-        from PIL import Image
-
-        return Image.fromarray(self._pixels()[index])
-
-    def _number(self, index: Any) -> int:
-        return int(self.targets[index])
+            return _parse(content, f"{store.uri}/{path}", dimensions)
+        raise FileNotFoundError(f"{store.uri} has none of {', '.join(tried)}")
 
 
 class FashionMNIST(MNIST):
     """torchvision's ``FashionMNIST``, which can also read from an object store; see ``MNIST``."""
 
-    classes = (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    )
+    classes = datasets.FashionMNIST.classes
 
 
-def _parse(content: bytes, path: str, dimensions: int) -> np.ndarray[Any, Any]:
+def _parse(content: bytes, path: str, dimensions: int) -> torch.Tensor:
     if path.endswith(".gz"):
         try:
             content = gzip.decompress(content)
@@ -160,4 +104,4 @@ def _parse(content: bytes, path: str, dimensions: int) -> np.ndarray[Any, Any]:
         raise ValueError(
             f"{path} has {len(content) - start:,} bytes of content; header: {shape.tolist()}"
         )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())

@@ -58,10 +58,10 @@ class Store:
     the client library's configuration files, or from ``filesystem``.
 
     Args:
-        uri: A folder or a file: a path, ``file://``, ``s3://bucket/path``, ``gs://``, ``oss://``,
-            or any URI that fsspec supports. ``oss://`` uses the S3 protocol, with the endpoint and
-            credentials in ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``, ``OSS_ACCESS_KEY_SECRET`` and
-            ``OSS_SESSION_TOKEN``.
+        uri: A folder or a file: a path, ``file://``, ``s3://bucket/path``, ``s3a://``, ``gs://``,
+            ``oss://``, or any URI that fsspec supports. ``oss://`` uses the S3 protocol, with the
+            endpoint and credentials in ``OSS_ENDPOINT``, ``OSS_ACCESS_KEY_ID``,
+            ``OSS_ACCESS_KEY_SECRET`` and ``OSS_SESSION_TOKEN``.
         filesystem: A ``pyarrow.fs.FileSystem`` or an fsspec filesystem, used as it is. ``uri`` is
             then a path in this filesystem.
 
@@ -137,11 +137,14 @@ class Store:
         return _readers(os.getpid()).map(self.read, paths)
 
     @property
-    def is_far(self) -> bool:
-        """Whether the files are remote: not in the local filesystem."""
-        import pyarrow.fs as pafs
-
-        return not isinstance(self._client()[0], pafs.LocalFileSystem)
+    def local_path(self) -> str | None:
+        """Path of the store in this machine's filesystem, or None for any other store."""
+        if self._given is not None:
+            return None
+        if not _is_uri(self._whole):
+            return self._whole
+        parts = urlsplit(self._whole, allow_fragments=False)
+        return unquote(parts.path).rstrip("/") if parts.scheme == "file" else None
 
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the sorted relative paths of all files, and of all folders, in the store.
@@ -161,7 +164,13 @@ class Store:
             strange = next((f.path for f in found if not f.path.startswith(base)), None)
             if strange is not None:
                 raise ValueError(f"{base!r} was listed, and {strange!r} found: pass it like that")
-            paths = [(f.path[len(base) :].lstrip("/"), f.is_file) for f in found]
+            paths = [(f.path[len(base) :].removeprefix("/"), f.is_file) for f in found]
+            for path, _ in paths:
+                if not {"", ".", ".."}.isdisjoint(path.removesuffix("/").split("/")):
+                    raise ValueError(
+                        f"{self.uri} contains {path!r}, which is no path: a part of it is empty or "
+                        "only dots, so it cannot be read. Copy the object to another key"
+                    )
             return sorted(p for p, is_file in paths if is_file), sorted(
                 p for p, is_file in paths if not is_file
             )
@@ -247,12 +256,10 @@ class Store:
             if not isinstance(given, pafs.FileSystem):
                 given = pafs.PyFileSystem(pafs.FSSpecHandler(given))
             return given, self._whole
-        if not _is_uri(self._whole):
-            return pafs.LocalFileSystem(), self._whole
+        if (local_path := self.local_path) is not None:
+            return pafs.LocalFileSystem(), local_path
         parts = urlsplit(self._whole, allow_fragments=False)
-        if parts.scheme == "file":
-            return pafs.LocalFileSystem(), unquote(parts.path).rstrip("/")
-        if parts.scheme in {"s3", "oss"}:
+        if parts.scheme in {"s3", "s3a", "oss"}:
             client = _oss if parts.scheme == "oss" else _s3
             options = _s3_options(parts.query)
             return client(parts.netloc, options), f"{parts.netloc}{parts.path}".rstrip("/")

@@ -1,4 +1,4 @@
-"""Two revisions take turns, and a figure is worse only beyond the range of the old rounds."""
+"""Tests of how benchmarks compare two revisions: order of runs, verdict, and chance."""
 
 from itertools import combinations
 from statistics import mean, median

@@ -1,4 +1,4 @@
-"""Ray Client: a trainer that is no node of the cluster gets the same batches."""
+"""Tests of Ray Client: a training process outside the cluster gets the same batches."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-# Without it the server's process for a client may die of a fork among gRPC's threads.
+# Without GRPC_ENABLE_FORK_SUPPORT=0, the server's process for a client may crash at its start.
 HEAD = {"RAY_AUTH_MODE": "disabled", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 PROGRAM = PROGRAMS / "client_program.py"
-# The client itself tries for half a minute.
+# Ray's client tries for half a minute.
 LOST_SECONDS = 60
 HELPER = "def double(number):\n    return 2 * number\n"
 
 
 def start_server(place: Path, *, elsewhere: int = 0, **variables: str) -> str:
-    """Start a cluster with a Ray Client server; returns its address once it answers.
+    """Start a cluster with a Ray Client server; return the server's address once it answers.
 
     Args:
-        place: Directory of its processes.
-        elsewhere: How many nodes of one CPU it has beside the head, which then has none; with none
-            of them the head has two.
-        **variables: Environment of its nodes.
+        place: Directory of the cluster's processes.
+        elsewhere: Number of nodes of one CPU besides the head, which then has no CPU. With 0, the
+            head has two CPUs.
+        **variables: Environment of the cluster's nodes.
     """
     port = free_port()
     options = (f"--num-cpus={0 if elsewhere else 2}", f"--ray-client-server-port={port}")
@@ -78,7 +78,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def report(server: str) -> Iterator[dict[str, Any]]:
-    """What a program on another machine saw: one that has its own files, and no Ray node."""
+    """Yield the report of a program that runs as on another machine: own files, no Ray node."""
     with workplace() as laptop:
         program = shutil.copy(PROGRAM, laptop)
         (laptop / "beside_the_script.py").write_text(HELPER)
@@ -126,7 +126,7 @@ def test_a_host_that_dies_changes_nothing(report: dict[str, Any]) -> None:
     assert report["survived"] == report["expected"]
 
 
-# What Python runs as it starts: the server's first process for a client dies.
+# Python runs this code when it starts. It aborts the server's first process for a client.
 FIRST_DIES = """
 import os, sys
 if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["DEATHS"]):

@@ -1,4 +1,4 @@
-"""Which Ray head_address means, against clusters of their own, and how fast it says no."""
+"""Tests of ``head_address``: which Ray it selects, and how soon it raises an error."""
 
 import contextlib
 import os
@@ -31,15 +31,15 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-# A refusal that need not wait for anybody; the bound is that of a busy machine.
+# Limit for an error that needs no wait for an answer, on a busy machine.
 QUICK_SECONDS = 10
-# To give up who is silent takes 15.
+# dpex waits 15 s for a server that does not answer.
 SILENT_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """The directory of a running cluster of 2 CPUs, whose clients need a token."""
+    """Yield the directory of a running cluster of 2 CPUs, whose clients need a token."""
     with workplace() as directory:
         ray = directory / "home" / ".ray"
         ray.mkdir(parents=True)
@@ -50,7 +50,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def empty_place() -> Iterator[Path]:
-    """A directory with no cluster."""
+    """Yield a directory without a cluster."""
     with workplace() as directory:
         yield directory
 
@@ -72,7 +72,7 @@ def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
     assert connection["runtime_env"] is None
     assert logged(driver, f"INFO found a running Ray cluster at {address_of(place)}")
 
-    # Once connected, every name of it is it, and nothing else is.
+    # Once connected, all names of this cluster are accepted, and no other address is.
     port = address_of(place).rpartition(":")[2]
     for name in ("auto", address_of(place), f"localhost:{port}", f"127.0.0.1:{port}"):
         again = driver.ask("connect", head_address=name)
@@ -119,7 +119,7 @@ def test_the_ray_a_process_has_is_taken_and_left_as_it_is(place: Path) -> None:
         driver.ask("connect", head_address="local")
     driver.ask("task")
 
-    # Let go, and it is as if it had never been.
+    # After ray.shutdown(), the earlier connection has no effect.
     driver.ask("shutdown")
     with pytest.raises(DriverError, match=r"ClusterError: .*RAY_ADDRESS='10.1.2.3:6379'"):
         driver.ask("connect", head_address="auto")
@@ -134,7 +134,7 @@ def test_local_is_embedded_though_a_cluster_runs(place: Path) -> None:
     assert connection["address"] != address_of(place)
     with pytest.raises(DriverError, match=f"ClusterError: .*{address_of(place)}"):
         driver.ask("connect", head_address=address_of(place))
-    # Another process still finds the cluster, not this Ray.
+    # Another process still finds the cluster, not this local Ray.
     other = Driver(place)
     assert other.ask("connect", head_address="auto")["address"] == address_of(place)
     assert driver.end() == 0
@@ -193,7 +193,7 @@ def closed_port() -> int:
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port on which somebody listens who never says anything."""
+    """Yield the port of a server that never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -202,7 +202,7 @@ def silent_port() -> Iterator[int]:
 
 @pytest.fixture
 def web_port() -> Iterator[int]:
-    """A port on which somebody answers who is no Ray."""
+    """Yield the port of a web server, which answers but is no Ray."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -234,13 +234,13 @@ def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_p
         command = f"`ray start --address={address} --num-cpus=0`"
         with pytest.raises(DriverError, match=f"ClusterError: .*{address!r}.*{command}"):
             driver.receive(QUICK_SECONDS)
-    # None of it is left behind.
+    # No failed attempt leaves anything behind.
     assert driver.ask("connect", head_address="auto")["kind"] == "embedded"
     assert driver.end() == 0
 
 
 def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
-    # What is no process of this "host" is no node of it.
+    # In a new PID namespace, the cluster's node is not a process of this machine.
     elsewhere = Driver(place, under=namespace("--fork", "--kill-child", "--pid", "--mount-proc"))
     elsewhere.send("connect", head_address=address_of(place))
     command = f"`ray start --address={address_of(place)} --num-cpus=0`"
@@ -263,7 +263,7 @@ def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_po
         silent.receive(SILENT_SECONDS)
     with pytest.raises(DriverError, match=f"ClusterError: .*='{address_of(empty_place)}'"):
         frozen.receive(SILENT_SECONDS)
-    # Nobody asked for that one by name, so that it is passed over.
+    # "auto" skips a cluster that does not answer, because the user has not named it.
     assert frozen.ask("connect", head_address="auto")["kind"] == "embedded"
     assert logged(frozen, f"nobody answers at {address_of(empty_place)}")
     assert silent.end() == 0
@@ -271,7 +271,7 @@ def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_po
 
 
 def test_a_node_without_dpex_gets_it(empty_place: Path) -> None:
-    # Not the package under test itself, which may be installed, and so be on the node too.
+    # A copy, because the package under test may be installed, and then the node has it too.
     library = empty_place / "library"
     shutil.copytree(ROOT / "dpex", library / "dpex")
     (library / "dpex" / "only_here.py").write_text("")
@@ -314,7 +314,7 @@ def test_a_node_without_torch_is_named(empty_place: Path) -> None:
     assert driver.end() == 0
 
 
-# What Python runs as it starts: whoever imports numpy stays in the middle of it for a while.
+# Python runs this code when it starts. An import of numpy then waits for the file GO_ON.
 IMPORTS_SLOWLY = """
 import os, sys, time
 class Slow:

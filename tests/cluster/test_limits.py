@@ -1,4 +1,4 @@
-"""What is left to a process in a container, a service or a job: in files like the kernel's."""
+"""Tests of limits on cores and memory, which dpex reads from files like the kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placeholder of an agent ends with its raylet."""
+"""Test that the placeholder of an agent ends with its raylet."""
 
 from __future__ import annotations
 

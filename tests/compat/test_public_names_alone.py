@@ -1,4 +1,4 @@
-"""Ray's private names buy speed, never results: the same program with and without them."""
+"""Test that results are the same without private names of Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A private name of Ray's may vanish or change its meaning: an epoch never depends on it."""
+"""Tests that an epoch completes if a private name of Ray is missing or has another meaning."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dpex.compat.table import all_shortcuts, table
 
 PROGRAM = PROGRAMS / "sabotage_program.py"
 SITE = PROGRAMS / "sabotage_site"
-# 60 s for one alone; these run two at a time.
+# One program alone may take 60 s, but two run at a time.
 SECONDS = 90.0
-# A name that has another meaning for dpex alone, and that no epoch on a local Ray reads.
+# Prefixes of names that dpex does not use for an epoch on a local Ray.
 ELSEWHERE = (
     "ray.util.client",
     "ray._private.runtime_env",
@@ -37,7 +37,7 @@ NAMES = {
     for name in shortcut.names.values()
 }
 IN_EPOCH = [path for path in NAMES if not path.startswith(ELSEWHERE)]
-# One of the executor's, of the iterator's and of a local Ray's start.
+# One name of Ray Data's executor, one of its iterator, and one of a local Ray's start.
 FEW = [
     "ray.data._internal.execution.streaming_executor_state:ray",
     "ray.data:DataIterator._to_ref_bundle_iterator",

@@ -1,4 +1,4 @@
-"""Datasets on a cluster whose nodes have data files, and whose trainer's node has none."""
+"""Tests of datasets whose files are on the nodes, but not on the training process's node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Same = Callable[[Any, Any], None]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """The trainer's node, which has no files, and two that have them; all reach a store."""
+    """Start a head without files and two nodes with files, which can all read a store."""
     with workplace() as place, object_store(place) as (address, buckets):
         write_data_files(buckets / "bucket")
         store = {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{address}"}
@@ -48,7 +48,7 @@ def nodes() -> Iterator[Cluster]:
 
 
 def run(program: Path, nodes: Cluster, *arguments: str) -> bytes:
-    """Run a trainer; returns what it wrote to its last argument, a file."""
+    """Run a training process, and return the content of the file that it wrote."""
     out = nodes.place / "report"
     done = run_program(
         program,
@@ -82,7 +82,7 @@ def torchs(dataset: Any, collate_fn: Any = None) -> list[Any]:
 
 
 def expected(folder: Path) -> dict[str, list[Any]]:
-    """What torch's own loader gives where the files are."""
+    """Return the batches of torch's loader where the files are."""
     pictures = datasets.ImageFolder(str(folder / "pictures"))
     tensors = torchs(MappedDataset(pictures, program.to_tensor))
     fixed = torchs(MappedDataset(pictures, program.FIXED))

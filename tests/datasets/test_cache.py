@@ -1,4 +1,4 @@
-"""Cached samples: made once per node, whole or not at all, and never another dataset's."""
+"""Tests of ``cached``: samples are made once per node, and stored whole or not at all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Same = Callable[[Any, Any], None]
 
 
 class Logged:
-    """Samples of several kinds; every one that is made is a line in a file."""
+    """Samples of several types; making a sample adds a line to a file."""
 
     def __init__(self, log: Path, length: int = 40, salt: int = 0) -> None:
         self.log = log
@@ -141,7 +141,7 @@ def test_what_collate_fn_draws_does_not_depend_on_what_is_found(
         )
         epochs.append(list(loader))
     assert_same(epochs[2], epochs[1])
-    if kind is Logged:  # a batch that is read at once is seeded once, samples that are kept not
+    if kind is Logged:  # with AtOnce, only an uncached batch is seeded for each sample
         assert_same(epochs[1], epochs[0])
 
 
@@ -219,7 +219,7 @@ def test_less_than_was_asked_for_is_an_error_and_no_end(answer: Any, tmp_path: P
             list(DataLoader(dataset, 3))
 
 
-# --- what it is known by -------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def test_anything_that_changes_is_a_miss(source: Logged, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_of_an_archive_a_digest_is_kept(tmp_path: Path) -> None:
         sys.path.remove(str(archive))
 
 
-# In the variables of a module: none of them may be asked what it is.
+# A module whose variables raise errors when they are asked for attributes.
 ODD_THINGS = """
 import types
 from torch import classes, ops
@@ -303,7 +303,7 @@ class Class(metaclass=RefusingType):
     pass
 proxy, module = Refuses(), RefusingModule("module")
 """
-# Datasets beside what they use: of every "helper_…" there is a file.
+# How each module with a dataset imports its helper module. Every "helper_…" has a file.
 DATASETS = {
     "alone": "",
     "of_a_module": "import helper_of_a_module",
@@ -343,7 +343,7 @@ print(json.dumps(found))
 
 
 def write_old(file: Path, text: str) -> None:
-    """Write a file that is older than any process."""
+    """Write a file that is older than all processes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     os.utime(file, (1, 1))
@@ -352,7 +352,7 @@ def write_old(file: Path, text: str) -> None:
 def fingerprints(
     place: Path, program: str, *names: str, package: str = "", **variables: str
 ) -> dict[str, str]:
-    """Run a program in a process of its own, in a directory that has its modules."""
+    """Run a program beside its modules, and return the fingerprints that it prints."""
     file = place / package / "program.py"
     write_old(file, program)
     command = [sys.executable, *(["-m", f"{package}.program"] if package else [str(file)]), *names]
@@ -387,7 +387,7 @@ def test_a_helper_module_that_changes_is_a_miss(package: str, tmp_path: Path) ->
     assert again == first, "nothing has changed"
     write_helpers("def work(x): return x + 1")
     then = fingerprints(tmp_path, NAMES_FINGERPRINTS, *DATASETS, package=package)
-    # A script of no package cannot import what is in its own.
+    # Relative imports always fail in a script, so their modules do not count.
     expected = {"alone", "beside_odd_things", *([] if package else ["of_its_package"])}
     assert {name for name in first if first[name] == then[name]} == expected
 
@@ -395,14 +395,14 @@ def test_a_helper_module_that_changes_is_a_miss(package: str, tmp_path: Path) ->
 @pytest.mark.extended
 def test_another_version_of_what_is_installed_is_a_miss(tmp_path: Path) -> None:
     installed = tmp_path / "site-packages"
-    # The second module has another name than its distribution, the third is required by the second.
+    # Modules have other names than their distributions. The second distribution requires the third.
     for name in ("first", "second", "third"):
         write_old(installed / f"a_{name}.py", "class Data:\n    pass\n")
     importing = "class Data:\n    def get(self):\n        import a_first\n"
     write_old(tmp_path / "of_mine.py", importing)
     write_old(installed / "copied.py", importing)
 
-    # Two that somebody removed by hand, and not all of them.
+    # The remains of two distributions that a user removed by hand.
     for name in ("a_first", "left_over"):
         write_old(installed / f"{name}-0.dist-info" / "RECORD", f"{name}.py,,\n")
 
@@ -508,7 +508,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-# --- whole or not at all -------------------------------------------------------------------------
+# --- atomic writes and damaged stores -------------------------------------------------------------
 
 
 def test_writers_that_are_killed_leave_no_torn_sample() -> None:
@@ -527,7 +527,7 @@ def test_writers_that_are_killed_leave_no_torn_sample() -> None:
                 for _ in range(2)
             ]
             wait_until(lambda: len(log.read_text().split()) >= 2, 60, "writers at work")
-            time.sleep(chance.uniform(0, 0.3))  # any moment of theirs
+            time.sleep(chance.uniform(0, 0.3))  # a random moment
             for writer in writers:
                 writer.send_signal(signal.SIGKILL)
                 writer.wait()
@@ -554,7 +554,7 @@ def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
                 keys = [key for key, _ in transaction.cursor()]
                 transaction.put(keys[3], b"no sample")
         assert read() == [29, 1]
-        # As a machine leaves it that has lost power before all was on the disk.
+        # The state after a power failure, before all samples were on the disk.
         for note in ("another-boot 1", "another-boot", ""):
             (place / "synced").write_text(note)
             assert read() == [0, 30]
@@ -566,7 +566,7 @@ def test_what_a_job_has_made_outlasts_the_machine(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     with workplace() as elsewhere:
         run_program(PROGRAM, "train", str(place), place=elsewhere, seconds=120).check_returncode()
-        # The next start of the machine.
+        # Simulate a restart of the machine.
         last = (place / "synced").read_text().split()[1]
         (place / "synced").write_text(f"another-boot {last}")
         done = run_program(PROGRAM, "read", str(place), "", place=elsewhere, seconds=60)
@@ -589,7 +589,7 @@ def test_a_store_that_another_process_has_let_grow_is(then: str, tmp_path: Path)
     small.close()
 
 
-# --- when it is full -----------------------------------------------------------------------------
+# --- full caches ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -600,7 +600,7 @@ def store(tmp_path: Path) -> Iterator[SampleStore]:
 
 
 def put(store: SampleStore, owner: bytes, count: int) -> int:
-    """Put samples; returns how many of them are there then."""
+    """Store samples, and return how many of them are in the store afterwards."""
     store.get(owner, 0)
     for index in range(count):
         store.put(owner, index, SAMPLE)
@@ -647,7 +647,7 @@ def test_a_sample_larger_than_the_cache_is_made_anew_and_drives_nothing_out(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte."""
+    """Mount a disk of one megabyte; skip the test if that is not allowed."""
     if os.getuid() != 0:
         pytest.skip("mounting a file system takes root")
     with contextlib.ExitStack() as stack:
@@ -682,7 +682,7 @@ def test_half_of_the_memory_that_is_free_is_left(
         assert 0.4 < left.f_bavail / left.f_blocks < 0.6
 
 
-# --- who may read it -----------------------------------------------------------------------------
+# --- permissions and bad arguments ----------------------------------------------------------------
 
 
 def test_others_may_not_write_to_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Datasets that are built where they are read."""
+"""Tests of ``on_node``: datasets that each process builds where it reads them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Same = Callable[[Any, Any], None]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with FashionMNIST's files."""
+    """Write FashionMNIST's files, and return their folder."""
     folder = tmp_path_factory.mktemp("data")
     write_idx(folder, "FashionMNIST")
     return folder
 
 
 class Counted:
-    """Counts how often it was built in this process."""
+    """A dataset that counts how often this process has built it."""
 
     built = 0
 
@@ -81,7 +81,7 @@ def test_it_is_built_once_in_every_process(root: Path, assert_same: Same) -> Non
 
 
 class Handle:
-    """Reads from a file that it keeps open, at a place of its own."""
+    """A dataset that keeps a file open; each process must have its own file position."""
 
     def __init__(self, path: str) -> None:
         self.file = Path(path).open("rb", buffering=0)  # noqa: SIM115
@@ -102,7 +102,7 @@ def test_forks_read_through_files_of_their_own(tmp_path: Path) -> None:
 
 
 class Long(Counted):
-    """Takes arguments that are called as two of on_node's."""
+    """A dataset with two parameters that have the names of parameters of ``on_node``."""
 
     def __init__(self, length: int, arrays_in_common: bool = False) -> None:
         super().__init__(length)

@@ -1,4 +1,4 @@
-"""Large arrays of datasets that every process builds: held once on a node."""
+"""Tests of large arrays in datasets that every process builds: a node has one copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, COLUMNS = 400, 1_000
 
 @pytest.fixture
 def job() -> Iterator[str]:
-    """The name of a job that has no other processes."""
+    """Make the name of a job without other processes, and remove the job's memory afterwards."""
     name = uuid.uuid4().hex
     yield name
     in_use = shared_arrays._claims.pop((os.getpid(), name), None)
@@ -38,7 +38,7 @@ def job() -> Iterator[str]:
 
 
 class Arrays(Dataset[Any]):
-    """Arrays as datasets have them."""
+    """A dataset with arrays of many kinds."""
 
     def __init__(self, seed: int = 0) -> None:
         numbers = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ class Arrays(Dataset[Any]):
 
 
 def inode(array: Any) -> int:
-    """Return the file that an array's memory is mapped from; 0 if from none."""
+    """Return the inode of the file that an array's memory is mapped from, or 0."""
     start = address_of(np.asarray(array))
     return next((span.inode for span in spans() if span.start <= start < span.end), 0)
 
@@ -91,7 +91,7 @@ def test_what_is_written_is_seen_by_its_owner_alone(job: str) -> None:
     share_arrays(first, job)
     share_arrays(second, job)
     first.tensor[0, 10] = 7
-    # Views of one memory stay views of one memory.
+    # Views of one array still share their memory.
     assert (first.backwards[-1, 0], first.columns[5, 0]) == (7, 7)
     assert second.tensor[0, 10] != 7
     third = Arrays()
@@ -128,7 +128,7 @@ def test_what_cannot_be_shared_is_left_alone(tmp_path: Path, job: str) -> None:
             self.lazy = torch.nn.parameter.UninitializedBuffer()
             self.sparse = torch.eye(1 << 9).to_sparse()
             self.whole = np.zeros(1 << 18)
-            # The same memory, of another length: one of them alone would be no part of the other.
+            # Part of the memory of ``whole``: replacing either would separate the two.
             self.part = torch.from_numpy(self.whole[:10])
 
     others = OtherJobs()

@@ -1,4 +1,4 @@
-"""Datasets in an object store, a real one, and one that is slow, busy or refuses."""
+"""Tests of datasets in an object store, which may be slow or busy, or refuse requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dpex.transforms import MappedDataset
 
 OURS = {"distribute_mode": True, "head_address": "local"}
 
-# Of which each of dpex's consists.
+# Number of tries of Arrow in each of dpex's tries.
 ARROWS_TRIES = 3
 
 Same = Callable[[Any, Any], None]
@@ -46,7 +46,7 @@ Same = Callable[[Any, Any], None]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Path]]:
-    """The address of an S3 server, and the folder with its bucket."""
+    """Start an S3 server; yield its address, and the folder of its bucket."""
     with workplace() as place, object_store(place) as (address, buckets):
         write_data_files(buckets / "bucket")
         yield address, buckets / "bucket"
@@ -67,7 +67,7 @@ def bucket(server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def signed_in(address: str) -> pyarrow.fs.FileSystem:
-    """A client with its credentials: the shared Ray's workers have another environment."""
+    """Return a client with credentials, which the environment of worker processes lacks."""
     return pyarrow.fs.S3FileSystem(
         access_key=KEY, secret_key=SECRET, endpoint_override=address, scheme="http"
     )
@@ -82,7 +82,7 @@ def idx(*shape: int) -> bytes:
     return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + bytes(math.prod(shape))
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["s3", "path", "file", "pyarrow", "fsspec"])
@@ -98,9 +98,9 @@ def test_folders_are_torchvisions(scheme: str, bucket: Path, assert_same: Same) 
     ours = ImageFolder(uri, v1.ToTensor(), lambda number: -number, filesystem=filesystem)
     assert ours.classes == torchs.classes == ["a", "b", "b-c"]
     assert ours.class_to_idx == torchs.class_to_idx
-    assert ours.targets.tolist() == torchs.targets
+    assert ours.targets == torchs.targets
     relative = [os.path.relpath(path, bucket / "pictures") for path, _ in torchs.samples]
-    assert ours.paths.tolist() == relative
+    assert ours.paths == relative
     if scheme == "path":
         assert ours.samples == ours.imgs == torchs.samples == torchs.imgs
     assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
@@ -111,7 +111,7 @@ def test_folders_are_torchvisions(scheme: str, bucket: Path, assert_same: Same) 
 def test_an_oss_store_is_reached_by_variables_of_its_own(
     server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, assert_same: Same
 ) -> None:
-    enter(monkeypatch, "127.0.0.1:9")  # where nobody answers
+    enter(monkeypatch, "127.0.0.1:9")  # no server listens here
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
     for name, value in (
         ("OSS_ENDPOINT", f"http://{server[0]}"),
@@ -120,7 +120,7 @@ def test_an_oss_store_is_reached_by_variables_of_its_own(
     ):
         monkeypatch.setenv(name, value)
     torchs = datasets.ImageFolder(str(server[1] / "pictures"), v1.ToTensor())
-    # Buckets of the store on this host have no host names of their own, as Aliyun's have.
+    # Unlike Aliyun's buckets, the buckets of this server have no host names.
     ours = ImageFolder("oss://bucket/pictures?force_virtual_addressing=false", v1.ToTensor())
     assert_same([ours[i] for i in range(len(ours))], [torchs[i] for i in range(len(torchs))])
 
@@ -147,7 +147,7 @@ def test_where_a_bucket_of_amazons_is_amazon_says(monkeypatch: pytest.MonkeyPatc
         asked.append(bucket)
         return "eu-north-1"
 
-    monkeypatch.setattr(pyarrow.fs, "resolve_s3_region", region_of)  # Amazon cannot be reached here
+    monkeypatch.setattr(pyarrow.fs, "resolve_s3_region", region_of)  # tests cannot reach Amazon
 
     def region(uri: str) -> Any:
         return Store(uri)._client()[0].region
@@ -220,7 +220,7 @@ def test_what_a_picture_of_a_store_draws_depends_on_its_place_alone(
 def test_who_replaces_getitem_is_asked_for_every_sample(bucket: Path) -> None:
     class WithPath(ImageFolder):
         def __getitem__(self, index: Any) -> Any:
-            return str(self.paths[index])
+            return os.path.relpath(self.samples[index][0], str(self.root))
 
     loader: Any = DataLoader(WithPath("s3://bucket/pictures"), 2, collate_fn=list)
     assert next(iter(loader)) == ["a/10.png", "a/9.jpeg"]
@@ -229,7 +229,7 @@ def test_who_replaces_getitem_is_asked_for_every_sample(bucket: Path) -> None:
 @pytest.mark.usefixtures("shared_ray")
 def test_a_picture_that_cannot_be_read_is_left_out_alone(server: tuple[str, Path]) -> None:
     dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
-    dataset.paths[3] = "gone.png"
+    dataset.samples[3] = ("bucket/pictures/gone.png", 1)
     loader: Any = DpexDataLoader(dataset, 7, num_workers=1, on_error="skip", max_skipped=1, **OURS)
     [(_, labels)] = loader
     assert labels.tolist() == [*dataset.targets[:3], *dataset.targets[4:]]
@@ -252,7 +252,6 @@ def test_digits_are_torchvisions(folder: str, train: bool, bucket: Path, assert_
     assert_same(ours[-1], torchs[-1])
     plain = FashionMNIST(f"s3://bucket/{folder}", train)
     assert_same(plain[3], datasets.FashionMNIST(str(bucket / "digits"), train)[3])
-    assert len(pickle.dumps(plain)) < 30_000, "images are read where they are used"
 
 
 def test_rows_are_those_of_the_files(bucket: Path) -> None:
@@ -291,7 +290,7 @@ def test_a_batch_reads_a_row_group_once(proxy: Proxy, assert_same: Same) -> None
     assert_same(list(ours), expected)
 
 
-# --- when it goes wrong ---------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_a_busy_store_is_asked_again(proxy: Proxy, faults: list[str], server: An
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(
     ("kind", "folder", "batch_size"),
-    [(ImageFolder, "pictures", 2), (FashionMNIST, "digits", 40), (Parquet, "rows", 32)],
+    [(ImageFolder, "pictures", 2), (Parquet, "rows", 32)],
 )
 def test_workers_read_a_busy_store_to_the_end(
     kind: Any, folder: str, batch_size: int, proxy: Proxy, assert_same: Same
@@ -332,7 +331,7 @@ def test_a_busy_store_is_asked_at_growing_intervals(proxy: Proxy) -> None:
     ends = proxy.times[ARROWS_TRIES - 1 :: ARROWS_TRIES]
     begins = proxy.times[ARROWS_TRIES::ARROWS_TRIES]
     pauses = [begin - end for end, begin in zip(ends, begins, strict=False)][:failing]
-    # Longer than drawn, a busy host makes them; shorter, nothing does.
+    # A busy machine makes a pause longer, but nothing makes it shorter.
     shortest = [store_module._FIRST_PAUSE_S * 2**number / 2 for number in range(failing)]
     assert len(pauses) == failing
     assert all(pause >= least for pause, least in zip(pauses, shortest, strict=True)), pauses
@@ -385,7 +384,7 @@ def test_google_s_store_is_not_asked_for_ever_where_nobody_can_log_in(
 ) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")  # where nobody answers
+    monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")  # no server listens here
     with pytest.raises(OSError, match=r"gs://bucket/pictures cannot be read: .*access token"):
         ImageFolder("gs://bucket/pictures")
 
@@ -395,7 +394,7 @@ def test_a_missing_key_is_named_also_by_a_worker_and_shows_no_secret(
 ) -> None:
     caplog.set_level("DEBUG")
     dataset = ImageFolder("bucket/pictures", v1.ToTensor(), filesystem=signed_in(server[0]))
-    dataset.paths[3] = "gone.png"
+    dataset.samples[3] = ("bucket/pictures/gone.png", 1)
     shown = repr(vars(dataset))
     for loader in (DataLoader(dataset, 2), DpexDataLoader(dataset, 2, num_workers=1, **OURS)):  # type: ignore[arg-type]
         said = r"bucket/pictures/gone\.png does not exist"
@@ -410,7 +409,7 @@ def test_a_missing_key_is_named_also_by_a_worker_and_shows_no_secret(
 
 
 def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
-    proxy.delay_s = 3.5  # Arrow itself waits for three
+    proxy.delay_s = 3.5  # longer than Arrow's default of 3 s
     assert len(Store("s3://bucket/pictures").read("b/z.png")) > 100
     assert [kind for kind, _ in proxy.requests] == ["HEAD", "GET"]
 
@@ -423,18 +422,18 @@ def test_a_slow_store_is_waited_for(proxy: Proxy) -> None:
         (
             lambda _: ImageFolder("s3://bucket/rows"),
             FileNotFoundError,
-            "has no pictures in folders",
+            "Couldn't find any class folder in s3://bucket/rows",
         ),
         (
             lambda _: ImageFolder("s3://bucket/none"),
             FileNotFoundError,
             "s3://bucket/none does not exist",
         ),
-        (lambda _: ImageFolder("/none/there"), FileNotFoundError, "/none/there does not exist"),
+        (lambda _: ImageFolder("/none/there"), FileNotFoundError, "directory: '/none/there'"),
         (
             lambda place: ImageFolder(empty_class(place)),
             FileNotFoundError,
-            "in its folders ['eel']",
+            "Found no valid file for the classes eel.",
         ),
         (lambda _: MNIST("s3://bucket/digits"), FileNotFoundError, "MNIST/raw/train-labels"),
         (lambda place: MNIST(write(place, b"\0\0\x09\x01")), ValueError, "begins with 00000901"),
@@ -481,9 +480,8 @@ def test_bad_input_is_told_at_once(
 )
 def test_images_that_are_not_those_of_the_labels(images: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(images)
-    digits = MNIST(write(tmp_path, idx(9)))
     with pytest.raises(ValueError, match=re.escape(says)):
-        digits[0]
+        MNIST(write(tmp_path, idx(9)))
 
 
 @pytest.mark.parametrize("name", ["my set", "run#3", "q?x", "100%", "data:v2", "a%20b", "é"])
@@ -612,6 +610,7 @@ def test_no_file_is_left_out_for_its_name_or_for_a_link(tmp_path: Path) -> None:
     (folder / "link").symlink_to("cat")
     torchs, ours = datasets.ImageFolder(str(folder)), ImageFolder(folder)
     found = {str(Path(path).relative_to(folder)): label for path, label in torchs.samples}
+    assert ours.samples == torchs.samples
     assert dict(zip(ours.paths, ours.targets, strict=True)) == found
     place = list(ours.paths).index(os.fsdecode(b"eel/\xff.png"))
     assert ours[place][0].size == ours[0][0].size
@@ -638,7 +637,7 @@ def test_a_class_may_be_empty_where_that_is_said(tmp_path: Path, assert_same: Sa
     assert ours.samples == torchs.samples
     (folder / "cat" / "1.png").unlink()
     assert len(ImageFolder(folder, allow_empty=True)) == 0
-    with pytest.raises(FileNotFoundError, match="has no pictures in folders"):
+    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder"):
         ImageFolder(folder / "cat", allow_empty=True)
 
 

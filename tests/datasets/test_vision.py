@@ -1,4 +1,4 @@
-"""torchvision's datasets with their transforms apart, and what its transforms give on Ray."""
+"""Tests of ``from_torchvision``, and of torchvision's transforms in distribute mode."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Same = Callable[[Any, Any], None]
 
 
 def batches(loader_type: Any, dataset: Any, **options: Any) -> list[Any]:
-    """An epoch, whose order depends on nothing but the options."""
+    """Return the batches of an epoch, whose order depends only on the options."""
     generator = torch.Generator().manual_seed(4)
-    # torch's default_collate would make plain tensors of torchvision's.
+    # torch's default_collate turns torchvision's tensors into plain ones.
     options = {"batch_size": 4, "shuffle": True, "collate_fn": list, **options}
     return list(loader_type(dataset, generator=generator, **options))
 
@@ -61,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class SmallCIFAR(datasets.CIFAR10):
-    """Takes the files that ``write_cifar`` has written, whose sums it knows from there."""
+    """CIFAR10 with the files and checksums of ``write_cifar``."""
 
     train_list: ClassVar[list[Any]] = []
 
@@ -121,7 +121,7 @@ def joint(root: Path) -> Any:
 
 
 class Pairs(datasets.VisionDataset):
-    """Uses ``transforms`` alone, as the data sets for detection do."""
+    """A dataset that uses only ``transforms``, as datasets for detection do."""
 
     def __len__(self) -> int:
         return 5
@@ -171,7 +171,7 @@ def test_a_dataset_without_transforms_of_its_own_is_refused() -> None:
 
 
 class Twins(datasets.VisionDataset):
-    """Transforms two pictures, as LFWPairs does."""
+    """A dataset that transforms two pictures of a sample, as ``LFWPairs`` does."""
 
     def __len__(self) -> int:
         return 5
@@ -201,11 +201,11 @@ def test_their_batches_are_the_same_in_distribute_mode(
         assert_same(batches(DpexDataLoader, dataset, batch_size=5, num_workers=2, **OURS), expected)
 
 
-# --- pictures with what belongs to them -----------------------------------------------------------
+# --- pictures with masks and boxes ----------------------------------------------------------------
 
 
 class Marked:
-    """A picture of one bright rectangle, with its mask and its box."""
+    """Pictures of one bright rectangle, with its mask and its box."""
 
     def __len__(self) -> int:
         return 24
@@ -259,7 +259,7 @@ def test_what_joint_transforms_draw_is_for_all_items_of_a_sample(assert_same: Sa
     for image, target in once:
         assert torch.equal(target["masks"], image[:1] > 0)
         rows, columns = image[0].nonzero(as_tuple=True)
-        if len(rows):  # the crop may have left it out
+        if len(rows):  # the crop may not contain the rectangle
             box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
             assert target["boxes"].tolist() == [[int(side) for side in box]]
     assert len({image.numpy().tobytes() for image, _ in once}) > 12
@@ -282,7 +282,7 @@ def test_target_transforms(num_cpus: int, assert_same: Same) -> None:
 
 
 class Even(Plain):
-    """Sample i is a picture all of whose pixels are i, and i."""
+    """Sample i is a picture whose pixels are all i, and the label i."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((3, 8, 8), float(index)), index
@@ -303,7 +303,7 @@ def test_mixing_is_a_batched_stage(mix: Any, assert_same: Same) -> None:
         for (images, labels), (_, order) in zip(epoch, plain, strict=True):
             own, share = torch.nn.functional.one_hot(order, 24), labels[0, order[0]]
             torch.testing.assert_close(labels, own * share + own.roll(1, 0) * (1 - share))
-            # As much of either picture as of its label.
+            # Pictures and labels are mixed in the same ratio.
             torch.testing.assert_close(images.mean((1, 2, 3)), labels @ torch.arange(24.0))
             shares.append(float(share))
         assert len(set(shares)) > 1, "every batch draws anew"

@@ -1,4 +1,4 @@
-"""``dpex doctor`` says what there is, and what is wrong, with what would do."""
+"""Tests of the report of ``dpex doctor``: facts, faults, and how to fix them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHER_TOKEN = "fedcba9876543210" * 4
 def doctor(
     place: Path, *arguments: str, under: tuple[str, ...] = (), **variables: str
 ) -> tuple[int, dict[str, str], str]:
-    """Run it; returns its exit status, its lines by their names, and all that it printed."""
+    """Run ``dpex doctor``; return its exit status, its lines by name, and all its output."""
     done = subprocess.run(
         [*under, sys.executable, "-m", "dpex", "doctor", *arguments],
         cwd=place,
@@ -148,7 +148,7 @@ def test_little_shared_memory(place: Path) -> None:
 
 
 def test_what_never_ends_is_cut_off(place: Path) -> None:
-    # A torch that lies on a disk that does not answer.
+    # A torch whose import never ends, as on a disk that does not answer.
     package = place / "stalled" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import threading; threading.Event().wait()")

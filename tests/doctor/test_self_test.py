@@ -1,4 +1,4 @@
-"""What ``dpex doctor`` compares."""
+"""Test of the comparison of batches in ``dpex doctor``."""
 
 from __future__ import annotations
 

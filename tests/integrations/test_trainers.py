@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, transformers and Ray Train: the same steps as with torch's loader."""
+"""Tests that Lightning, Accelerate, transformers and Ray Train take the steps of torch's loader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_the_same_steps(runs: dict[str, Any]) -> None:
     for name, run in runs.items():
         assert run["dpex"]["steps"] == run["torch"]["steps"], name
         assert run["dpex"]["by_torch"] == [False], f"{name}: torch's workers made batches"
-        # The loaders that the framework reads from are dpex's, with all of its options.
+        # The framework reads from loaders of dpex, with all of dpex's options.
         assert run["torch"]["options"] == [], name
         assert run["dpex"]["options"], name
         assert all(options == OURS for options in run["dpex"]["options"]), name
@@ -73,7 +73,7 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_lightning_forgets_a_loader_s_state_where_a_scheduler_asks_for_the_steps(
     tmp_path: Path,
 ) -> None:
-    """Lightning has made its iterator by then, and gives no loader its state: docs/trainers.md."""
+    """Lightning then makes the iterator before it has the checkpoint: see docs/trainers.md."""
 
     def stateful(dataset: Any, **arguments: Any) -> Any:
         return StatefulDataLoader(dataset, num_workers=0, **arguments)
@@ -125,7 +125,7 @@ def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
     assert_every_rank_took_the_same_steps(place, run)
 
 
-# --- Accelerate, without anything being started ---------------------------------------------------
+# --- Accelerate, in one process -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_loader_whose_indices_are_dealt_out_already_is_warned_of(
     sampler: DistributedSampler[Any] = DistributedSampler(Points(), num_replicas=2, rank=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare(accelerator, make_loader(sampler=sampler))  # one process deals nothing out
+        prepare(accelerator, make_loader(sampler=sampler))  # one process needs no split
     accelerator.state._shared_state["num_processes"] = 2
     with pytest.warns(UserWarning, match="has a DistributedSampler, and Accelerate") as caught:
         prepare(accelerator, make_loader(sampler=sampler))
@@ -258,7 +258,7 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.usefixtures("shared_ray")
 def test_a_stream_keeps_its_batches(accelerator: accelerate.Accelerator) -> None:
-    # A stream has no index that could be left out.
+    # on_error="skip" leaves out indices, which a stream does not have.
     options = {**OURS, "on_error": "raise"}
     loader = DpexDataLoader(Stream(), batch_size=2, num_workers=1, **options)
     prepared = prepare(accelerator, loader)
@@ -275,7 +275,7 @@ def test_what_cannot_be_distributed_is_refused(accelerator: accelerate.Accelerat
 
 
 class Late(Points):
-    """Whose first samples must not be read."""
+    """Points whose first samples must not be read."""
 
     def __getitem__(self, index: int) -> Any:
         assert index >= 12, "what is skipped was read"
@@ -304,7 +304,7 @@ def test_one_rank_needs_no_distributed_sampler() -> None:
     assert add_distributed_sampler(loader) is loader
 
 
-# --- transformers, without anything being started -------------------------------------------------
+# --- transformers, in one process -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", ["{num_cpus: 2}", "[1]", "2", ["num_cpus"]])

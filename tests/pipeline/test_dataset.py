@@ -1,4 +1,4 @@
-"""The Datasets of a pipeline use names of Ray that stay."""
+"""Tests of a pipeline's Ray Dataset: dpex uses no deprecated option of Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ray_warns_of_no_deprecated_option(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray.data.DataContext.get_current()  # Ray sets its own deprecated settings when it makes it
+        ray.data.DataContext.get_current()  # on creation, Ray sets deprecated settings itself
     later = tuple(
         LaterStage([], "key", {"num_cpus": 3}, 2, capped=True, keeps_processes=keeps)
         for keeps in (False, True)

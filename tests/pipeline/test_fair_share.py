@@ -1,4 +1,4 @@
-"""Several trainers on a cluster with fewer CPUs than they have workers: none is left behind."""
+"""Tests of training jobs that share fewer CPUs than they have workers: all of them progress."""
 
 import json
 import sys
@@ -33,11 +33,12 @@ def test_trainers_that_share_cpus_come_on_evenly() -> None:
         trainers = [start(cluster, place, rank, ranks, "samples") for rank in range(ranks)]
         assert [trainer.wait(PROGRAM_SECONDS) for trainer in trainers] == [0] * ranks
         ended = [json.loads((place / f"ended{rank}.json").read_text()) for rank in range(ranks)]
-    batches = min((end["batches"] for end in ended), key=sum)  # when the first one ended
+    # The counts at the time when the first training process ended.
+    batches = min((end["batches"] for end in ended), key=sum)
     assert max(batches) == BATCHES["samples"]
     assert min(batches) >= BATCHES["samples"] / 2, batches
-    # Tasks that give their CPU back for others leave nothing with the host. Each process asks it
-    # when the iteration is over, and when the pipeline is closed.
+    # Invariant: a task that releases its CPU leaves no call at the pipeline actor. Each worker
+    # process has two calls there: they wait for the ends of the iteration and of the pipeline.
     assert max(end["open"] for end in ended) <= 2 * WORKERS["samples"]
 
 
@@ -57,5 +58,5 @@ def test_streams_begin_beside_those_that_have_the_cpus() -> None:
         begun = [path.read_text() for path in place.glob("streams*/*")]
     assert done == BATCHES["streams"]
     assert others >= at_speed, "the second one's streams have begun, all of them"
-    # A stream that gives its CPU back goes on where it was.
+    # Each stream has started once: after it releases its CPU, it continues where it was.
     assert begun == ["."] * 2 * WORKERS["streams"]

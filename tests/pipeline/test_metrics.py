@@ -1,4 +1,4 @@
-"""Ray's metrics, where its nodes export them."""
+"""Tests of the metrics that Ray's nodes export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SUMS = {
 @pytest.mark.extended
 @pytest.mark.multiprocess
 def test_what_stats_says_is_exported(tmp_path: Path) -> None:
-    """Beside the packages that are here, with Ray's agents, which no other test is to have."""
+    """Ray exports the numbers of ``stats()``.
+
+    Ray's agents must run in no other test, so this test installs them in its own environment.
+    """
     python, pip = environment_above(tmp_path / "installed")
     subprocess.run([*pip, f"ray[default]=={ray.__version__}"], check=True, timeout=200)
     with workplace() as place:

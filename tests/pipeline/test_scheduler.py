@@ -1,4 +1,4 @@
-"""Which task gets which chunk."""
+"""Tests of the scheduler: which task gets which chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def play(scenario: Scenario, **options: Any) -> None:
 
 
 async def start_tasks(scheduler: Scheduler) -> int:
-    """Start the tasks that are wanted now; returns how many."""
+    """Start the tasks that are needed now, and return their number."""
     asking = asyncio.ensure_future(scheduler.more_tasks(scheduler.started))
     await asyncio.sleep(0)
     if asking.done():
@@ -48,7 +48,7 @@ def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
 
 
 async def waits(scheduler: Scheduler, *request: Any) -> bool:
-    """Return whether a task that asks for its next chunk has to wait for it."""
+    """Return whether a task has to wait for its next chunk."""
     asking = asyncio.ensure_future(scheduler.next_chunk(*request))
     await asyncio.sleep(0)
     waiting = not asking.done()
@@ -87,7 +87,7 @@ def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
         for _ in range(again):
             redone = await scheduler.next_chunk("a", 0, 0)
             assert redone == AssignedChunk(b"1", place=1, again=True, skipped_blocks=3)
-            # It makes more blocks of the same chunk than it did before.
+            # The restarted task has made more blocks of this chunk than before.
             redone = await scheduler.next_chunk("a", 2, 9)
             assert redone == AssignedChunk(b"2", place=2, again=True, skipped_blocks=0)
         assert await scheduler.next_chunk("a", 3, 12) == AssignedChunk(b"3", place=3)
@@ -105,7 +105,7 @@ def test_a_task_is_not_begun_for_ever() -> None:
 
         feed(scheduler, b"0", b"1", b"2")
         await begin(MAX_DEATHS)
-        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # it comes on
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # the task makes progress
         await begin(MAX_DEATHS - 1)
         with pytest.raises(MemoryError, match="died 4 times in a row"):
             await scheduler.next_chunk("a", 0, 0)
@@ -124,7 +124,7 @@ def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> Non
         of_the_dead = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
-        feed(scheduler, b"1")  # nobody waits for it but a task that is dead
+        feed(scheduler, b"1")  # only the dead process waits for it
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
         feed(scheduler, b"2")
         assert payload_of(await scheduler.next_chunk("a", 1, 2)) == b"2"
@@ -209,12 +209,12 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
         assert await start_tasks(scheduler) == 0
         feed(scheduler, b"0", b"1")
         assert await start_tasks(scheduler) == 2
-        assert await start_tasks(scheduler) == 0  # they have not asked yet
+        assert await start_tasks(scheduler) == 0  # the new tasks have not asked yet
         await scheduler.next_chunk("a", 0, 0)
         assert await start_tasks(scheduler) == 0
         await scheduler.next_chunk("b", 0, 0)
         feed(scheduler, *[b"more"] * 9)
-        assert await start_tasks(scheduler) == 2  # four at once
+        assert await start_tasks(scheduler) == 2  # at most four tasks work at once
 
     play(scenario)
 
@@ -245,7 +245,7 @@ def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None
         assert scheduler.quiet_at == 0
         await scheduler.next_chunk("a", 0, 0, "process")
         assert scheduler.at_work
-        # It asks before its second block has been stored.
+        # The task asks for its next chunk before its second block is delivered.
         scheduler.delivered("a", "process")
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 2, "process"))
         await asyncio.sleep(0)
@@ -281,7 +281,7 @@ def test_blocks_of_another_iteration_are_not_waited_for() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9))  # it was cancelled
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9))  # of a cancelled iteration
         await asyncio.sleep(0)
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
@@ -306,7 +306,7 @@ def test_a_task_too_many_ends() -> None:
     play(scenario)
 
 
-# --- other trainers on the cluster ----------------------------------------------------------------
+# --- other training jobs on the cluster -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("binding", [Binding.RELEASED, Binding.WATCHED])
@@ -322,12 +322,12 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
         assert await start_tasks(scheduler) == 0
         await scheduler.next_chunk("a", 0, 0)
         assert not scheduler.waits
-        assert await start_tasks(scheduler) == 0  # it has one
-        scheduler.note_others(OtherJobs(wait=True, room=2))  # there are free CPUs
+        assert await start_tasks(scheduler) == 0  # the job has a task
+        scheduler.note_others(OtherJobs(wait=True, room=2))  # some CPUs are free
         assert await start_tasks(scheduler) == 2
         assert await start_tasks(scheduler) == 0
         scheduler.note_others(None)
-        assert await start_tasks(scheduler) == 1  # four at once
+        assert await start_tasks(scheduler) == 1  # at most four tasks work at once
 
     play(scenario, binding=binding, num_workers=9)
 
@@ -353,14 +353,14 @@ def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> No
         assert await scheduler.next_chunk("a", 1, 1) is not None
         scheduler.note_others(OtherJobs(wait=True, room=0))
         assert await scheduler.next_chunk("a", 2, 2) is None
-        assert await scheduler.next_chunk("b", 0, 0) is not None  # every turn has a chunk
+        assert await scheduler.next_chunk("b", 0, 0) is not None  # every lease gets a chunk
 
     play(scenario)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the turns take for the time: ``now``, in seconds."""
+    """Replace the scheduler's clock by an object whose ``now`` is the time in seconds."""
     made = SimpleNamespace(now=100.0)
     for module in (scheduler_module, task_starts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
@@ -373,7 +373,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
         for worker in (0, 0, 0, 1):
             scheduler.feed(b"chunk", alone=False, worker=worker)
         assert await start_tasks(scheduler) == 2
-        assert await scheduler.next_chunk("a", 0, 0) is not None  # all begin
+        assert await scheduler.next_chunk("a", 0, 0) is not None  # no logical worker is bound yet
 
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         clock.now += 4
@@ -387,7 +387,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
         third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
-        clock.now += 6  # they need not wait for ever
+        clock.now += 6  # longer than one period without chunks
         scheduler.note_others(OtherJobs(wait=True, room=0))
         assert await third is not None
 
@@ -397,7 +397,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
 def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The clock may pass the border while a chunk is handed out."""
+    """The period without chunks may begin while the scheduler hands out a chunk."""
     times = [100.0]
 
     def monotonic() -> float:
@@ -412,7 +412,7 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
         scheduler.note_others(OtherJobs(wait=True, room=0))
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
-        for looks in range(1, 6):  # whichever look at the clock is the first one past the border
+        for looks in range(1, 6):  # number of looks at the clock before the period begins
             times[:] = [109.999] * looks + [110.001]
             scheduler.feed(b"chunk", alone=False, worker=0)
             await asyncio.sleep(0)
@@ -432,9 +432,9 @@ def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamesp
         for _ in range(4):
             scheduler.feed(b"chunk", alone=False, worker=0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
-        scheduler.note_others(OtherJobs(wait=True, room=1))  # there is a free CPU
+        scheduler.note_others(OtherJobs(wait=True, room=1))  # a CPU is free
         assert await scheduler.next_chunk("a", 1, 1) is not None
-        clock.now += 11  # but it is not what the other's task asks for
+        clock.now += 11  # the other job's task cannot use the free CPU
         scheduler.note_others(OtherJobs(wait=True, room=1))
         third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
@@ -461,7 +461,7 @@ def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
         scheduler.feed(b"0", alone=False, worker=0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
         scheduler.release()
-        scheduler.drop()  # the next iteration begins before its task has ended
+        scheduler.drop()  # the next iteration starts before the task has ended
         scheduler.feed(b"1", alone=False, worker=1)
         assert (await scheduler.next_chunk("b", 0, 0)) == AssignedChunk(b"1", 0, Binding.ALWAYS)
 
@@ -481,7 +481,7 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert await ask("a", waits=True) is None
         assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
-        # What was free twice is divided.
+        # The jobs share the lower of the last two counts of free CPUs.
         assert await ask("a", waits=True) == OtherJobs(wait=False, room=4)
         free = 0.5
         assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
@@ -490,7 +490,7 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await ask("a", waits=False) == OtherJobs(wait=False, room=1)
         monkeypatch.setattr(tuning, "GONE_S", 1e-9)
         monkeypatch.setattr(tuning, "GONE_PAUSES", 0)
-        assert await ask("b", waits=False) is None  # "a" has gone
+        assert await ask("b", waits=False) is None  # "a" no longer reports
 
     asyncio.run(scenario())
 
@@ -512,7 +512,7 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             scheduler.feed(payload, alone=False, worker=worker)
-        assert await start_tasks(scheduler) == 2  # one for each stream
+        assert await start_tasks(scheduler) == 2  # one task for each stream
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
         assert await start_tasks(scheduler) == 0
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
@@ -531,7 +531,7 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
 
 
 async def die(scheduler: Scheduler, name: str) -> None:
-    """Have a task's process die with its chunk until the task is given up."""
+    """Restart a task on its first chunk until the scheduler ends its lease."""
     for _ in range(MAX_DEATHS - 1):
         assert await scheduler.next_chunk(name, 0, 0) is not None
     with pytest.raises(MemoryError):
@@ -546,7 +546,8 @@ def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
         await scheduler.next_chunk("dies", 0, 0)
         await scheduler.next_chunk("slow", 0, 0)
         await die(scheduler, "dies")
-        scheduler.feed(b"0c", alone=False, worker=0)  # before the reader knew
+        # The training process has not learned of the loss yet.
+        scheduler.feed(b"0c", alone=False, worker=0)
         assert scheduler.quiet_at == 0
         assert await scheduler.next_chunk("slow", 1, 0) is None
         assert scheduler.quiet_at == 5
@@ -554,7 +555,7 @@ def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
         scheduler.feed(b"1b again", alone=True, worker=1)
         assert await start_tasks(scheduler) == 2
         assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"0a again"
-        await die(scheduler, "c")  # the other has not begun, and is not lost
+        await die(scheduler, "c")  # logical worker 1 has not started, so it is not lost
         assert scheduler.quiet_at == 5
         assert payload_of(await scheduler.next_chunk("d", 0, 0)) == b"1b again"
         assert await scheduler.next_chunk("d", 1, 0) is None
@@ -605,7 +606,7 @@ def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
     play(scenario, **BOUND)
 
 
-# --- logical workers that are bound ---------------------------------------------------------------
+# --- bound logical workers ------------------------------------------------------------------------
 
 WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
 
@@ -646,7 +647,7 @@ def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
         assert not waiting.done()
-        # A task that begins again still has to report.
+        # A restarted task still has to report.
         again = await scheduler.next_chunk("a", 0, 0)
         assert again == AssignedChunk(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
         scheduler.note_state("a", unchanged=unchanged)
@@ -701,7 +702,8 @@ def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
         scheduler.note_state("b", unchanged=False)
         assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.ALWAYS)
         assert await scheduler.next_chunk("a", 1, 1) == AssignedChunk(b"2a", 1, Binding.ALWAYS)
-        # Its copy is as it was, so its worker may go on in another process, which has a new one.
+        # Logical worker 0 has not changed its copy. So it may continue in another process, on a
+        # new copy.
         assert await scheduler.next_chunk("c", 0, 0) == AssignedChunk(b"0b", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
@@ -714,7 +716,7 @@ def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
         scheduler.note_state("a", unchanged=False)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
-        scheduler.note_state("b", unchanged=True)  # which says nothing of other samples
+        scheduler.note_state("b", unchanged=True)  # other samples may still change it
         feed(scheduler, b"0b")
         assert await waiting == AssignedChunk(b"0b", 1, Binding.ALWAYS)
 

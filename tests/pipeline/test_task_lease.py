@@ -1,4 +1,4 @@
-"""The states of a task lease."""
+"""Tests of the states of a task lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which task lease a logical worker is bound to."""
+"""Tests of the bindings of logical workers to task leases."""
 
 from __future__ import annotations
 

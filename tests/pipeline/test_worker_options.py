@@ -1,4 +1,4 @@
-"""What a worker asks Ray for is well formed, and a node has it; where none has it, this is said."""
+"""Tests of ``worker_options``: dpex reports malformed options, and options that no node meets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_ray_takes_is_well_formed() -> None:
         {"label_selector": {"zone": "in(a, b)"}},
         {"label_selector": {"zone": "!in(b,c)"}},
         {"label_selector": {"zone": "c"}, "fallback_strategy": [{"label_selector": {"zone": "a"}}]},
-        {"label_selector": {"disk": "like(f*)"}},  # of a later Ray
+        {"label_selector": {"disk": "like(f*)"}},  # unknown syntax, as of a later Ray
     ],
     ids=str,
 )

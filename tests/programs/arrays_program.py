@@ -1,6 +1,6 @@
-"""Processes that build the same dataset, for ``test_shared_arrays.py``; prints what they map.
+"""A program for ``test_shared_arrays.py``: it prints the memory that its worker processes map.
 
-The second half of an epoch is not read before two workers have read samples.
+Samples of the second half of the epoch wait until two worker processes have read samples.
 """
 
 import json
@@ -22,7 +22,10 @@ WORKERS = 2
 
 
 class Table(Dataset[list[int]]):
-    """Samples that tell who has read them from what, and what is in it; reading writes to it."""
+    """Sample i is its reader's pid, the inode of the mapped memory, and the sum of row i.
+
+    Reading a sample overwrites its row.
+    """
 
     def __init__(self, marks: str) -> None:
         self.marks = Path(marks)

@@ -1,4 +1,4 @@
-"""A driver of its own for test_busy.py: its own small Ray, whose CPUs an actor holds."""
+"""A program for ``test_busy.py``: a training process on a Ray whose CPUs an actor holds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dpex import DpexDataLoader
 
 @ray.remote(num_cpus=2)
 class Hog:
-    """Holds both CPUs."""
+    """An actor that holds both CPUs."""
 
     def ready(self) -> None:
-        """Return once it does."""
+        """Return as soon as the actor runs."""
 
 
 class Release(logging.Handler):
-    """Lets the hog go when the loader has said who holds the CPUs."""
+    """A log handler that kills the hog once the loader has logged that no CPU is free."""
 
     def __init__(self, hog: object) -> None:
         super().__init__()
         self.hog = hog
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the line, and free the CPUs if it is the one."""
+        """Print the record, and kill the hog if the record says that no CPU is free."""
         print(record.getMessage(), flush=True)
         if "0 of 2 CPUs are free" in record.getMessage():
             threading.Thread(target=ray.kill, args=(self.hog,)).start()
@@ -40,7 +40,7 @@ def main() -> None:
     logger = logging.getLogger("dpex")
     logger.setLevel(logging.INFO)
     logger.addHandler(Release(hog))
-    # Ten logical workers on two CPUs, which are taken.
+    # Ten logical workers on two CPUs, which the hog holds.
     loader = DpexDataLoader(Plain(), batch_size=10, num_workers=10, distribute_mode=True)
     indices = [int(index) for _, batch in loader for index in batch]
     print("complete" if indices == list(range(200)) else indices, flush=True)

@@ -1,4 +1,4 @@
-"""What other processes do to a cache, for ``test_cache.py``.
+"""A program for ``test_cache.py``: other processes that use a cache.
 
 Usage: cache_program.py read DIRECTORY VERSION | write DIRECTORY | check DIRECTORY |
     grow DIRECTORY | train DIRECTORY | epochs | hold
@@ -34,7 +34,7 @@ def content(index: int) -> Any:
 
 
 def read(directory: str, version: str) -> None:
-    """Read all samples; prints how many were found, and how many made."""
+    """Read all samples; print the numbers of hits and misses."""
     dataset = cached(Arrays(), at=directory, version=version)
     for index in range(30):
         assert (dataset[index] == index).all()
@@ -42,7 +42,7 @@ def read(directory: str, version: str) -> None:
 
 
 def write(directory: str) -> None:
-    """Put samples until killed."""
+    """Store samples until this process is killed."""
     store = SampleStore(Path(directory), 1 << 30)
     print("ready", flush=True)
     while True:
@@ -51,7 +51,7 @@ def write(directory: str) -> None:
 
 
 def check(directory: str) -> None:
-    """Compare all samples; prints how many there are, and how many are wrong."""
+    """Compare all samples; print how many are in the store, and how many of them are wrong."""
     store = SampleStore(Path(directory), 1 << 30)
     found = [(index, store.get(OWNER, index)) for index in range(2_000)]
     there = [(index, value) for index, (is_there, value) in found if is_there]
@@ -60,14 +60,14 @@ def check(directory: str) -> None:
 
 
 def grow(directory: str) -> None:
-    """Put more samples than another process has room for."""
+    """Store more samples than the limit of another process allows."""
     store = SampleStore(Path(directory), 1 << 30)
     for index in range(2_000):
         store.put(OWNER, index, dump(bytes(100_000), "sample"))
 
 
 def train(directory: str) -> None:
-    """Read an epoch through workers."""
+    """Read an epoch with worker processes."""
     dataset = cached(Arrays(), at=directory)
     loader: Any = DpexDataLoader(
         dataset, 10, num_workers=2, distribute_mode=True, head_address="local"
@@ -76,7 +76,7 @@ def train(directory: str) -> None:
 
 
 def epochs() -> None:
-    """Read two epochs through workers, and a sample here; prints their lengths."""
+    """Read a sample here, and two epochs with worker processes; print the epochs' lengths."""
     replies = take_stdout()
     dataset = cached(Arrays())
     dataset[0]
@@ -88,7 +88,7 @@ def epochs() -> None:
 
 
 def hold() -> None:
-    """Open a job's memory and keep it open."""
+    """Open a job's cache in memory, and keep it open."""
     directory = job_directory("cache", "held")
     open_store(directory, 1 << 20)
     print(directory, flush=True)

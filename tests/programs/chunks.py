@@ -1,4 +1,4 @@
-"""Chunks in flight, for the tests of what is in flight and how it is recovered."""
+"""Chunks in flight, for the tests of ``in_flight`` and ``recovery``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))
 
 
 def sent(number: int, first: int, batches: int, *, tries: int = 0, **how: Any) -> ChunkInFlight:
-    """Return a chunk in flight; with ``tries``, it was sent alone so often."""
+    """Return a chunk in flight; if ``tries`` > 0, it was sent alone that many times."""
     indices = [[batch] for batch in range(batches)]
     chunk = Chunk(RUN, number, first, indices, list(range(batches)), **how)
     return ChunkInFlight(chunk, tries > 0, tries or 1)

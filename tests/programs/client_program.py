@@ -1,4 +1,4 @@
-"""A trainer that reaches its cluster through Ray Client, for ``test_client.py``.
+"""A program for ``test_client.py``: a training process that uses Ray Client.
 
 Usage: client_program.py ray://HOST:PORT FILE
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import beside_the_script  # which no node of the cluster has
+import beside_the_script  # a module that no node of the cluster has
 import ray
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -87,7 +87,7 @@ def main() -> None:
         "nodes": [n for _, nodes in make(DpexDataLoader, Where(), **ours) for n in nodes],
     }
     pids: set[int] = set()
-    for step, (_, batch_pids) in enumerate(loader):  # given up early, and begun again
+    for step, (_, batch_pids) in enumerate(loader):  # cancelled early, then iterated again
         pids.update(batch_pids.tolist())
         if step == 2:
             break
@@ -100,7 +100,7 @@ def main() -> None:
             ray.kill(loader._cluster.session._actor.handle)
     report["survived"] = survived
     torchs = make(DataLoader, Numbers(), shuffle=True, persistent_workers=True)
-    for batches in (50, 50, 3, 50):  # as often as the other one was begun
+    for batches in (50, 50, 3, 50):  # the same iterations as of dpex's loader
         list(zip(range(batches), torchs, strict=False))
     report["expected"] = [numbers.tolist() for numbers, _ in torchs]
     loader.close()

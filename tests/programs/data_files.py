@@ -1,4 +1,4 @@
-"""The files of data sets of every kind."""
+"""Files of all kinds of datasets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from idx_files import write_idx
 
-# In an order that neither a store's listing nor sorted() gives.
+# Neither a store's listing nor sorted() gives this order.
 PICTURES = ["b/z.png", "b/a/x.PNG", "b/a.png", "b-c/1.png", "a/10.png", "a/9.jpeg", "a/a/a/1.bmp"]
 ROWS = 210
 
 
 def write_data_files(folder: Path) -> None:
-    """Write pictures in folders, FashionMNIST's files (zipped, too) and rows; each has a folder."""
+    """Write pictures, FashionMNIST's files, plain and zipped, and Parquet files into folders."""
     for number, name in enumerate(PICTURES):
         file = folder / "pictures" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def write_data_files(folder: Path) -> None:
 
 
 def rows(start: int, count: int) -> pa.Table:
-    """Rows that are known by their numbers."""
+    """Return rows that differ in their numbers."""
     numbers = np.arange(start, start + count)
     return pa.table(
         {

@@ -1,4 +1,4 @@
-"""One rank of ``test_ddp.py``, started by torchrun: the streams of both loaders, into a file.
+"""A program for ``test_ddp.py`` and torchrun: it writes the batches of both loaders to a file.
 
 Usage: ddp_program.py DIRECTORY HEAD_ADDRESS
 """
@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dpex import DpexDataLoader
 
 EPOCHS = 2
-# Lengths with batch sizes: one that divides by ranks and batches, and others that do not.
+# Lengths and batch sizes. Only the first length is divisible by ranks and batch size.
 CASES = ((48, 4), (37, 4), (37, 1), (37, 7), (3, 4))
 
 
@@ -41,7 +41,10 @@ def epochs_of(
 
 
 def after_breaks(loader_type: Any, **ours: Any) -> list[Any]:
-    """An epoch that comes after one that each rank gives up elsewhere, and each at its own time."""
+    """Return the batches of an epoch that follows an epoch with a ``break``.
+
+    The ranks break one after the other, each at another batch.
+    """
     dataset = TensorDataset(torch.arange(48))
     sampler = DistributedSampler(dataset, shuffle=False)
     loader = loader_type(dataset, 4, sampler=sampler, num_workers=2, **ours)

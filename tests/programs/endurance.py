@@ -1,7 +1,8 @@
-"""Whether anything grows in 300 epochs, and in one of 100,000 batches: ``make endurance``.
+"""A program that checks that nothing grows in a long run: ``make endurance``.
 
-The program looks ten times in each run at what the processes hold, and writes every look to
-``--out``. ``python -m benchmarks.report`` makes the table of ``docs/faults.md`` from it.
+It runs 300 epochs, and one epoch of 100,000 batches. It measures the processes ten times in each
+run, and writes all measurements to ``--out``. ``python -m benchmarks.report`` makes the table of
+``docs/faults.md`` from them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from cluster_programs import run_program, workplace
 PROGRAM = Path(__file__).parent / "endurance_program.py"
 RUNS = {"300 epochs of 200 batches": (300, 200), "an epoch of 100,000 batches": (1, 100_000)}
 RUN_SECONDS = 3_600
-# What may come and go: allocators keep some memory, and Ray some threads and connections.
+# Allowed growth: allocators keep some memory, and Ray keeps some threads and connections.
 MEMORY_SHARE, MEMORY_BYTES, OTHERS = 0.1, 10 << 20, 8
 COUNTED = ("threads", "files", "processes", "actors", "groups", "jobs", "workers", "tasks", "keys")
 
 
 def run(epochs: int, batches: int) -> list[dict[str, Any]]:
-    """Return the looks of one run."""
+    """Run the program, and return its measurements."""
     with workplace() as place:
         out = place / "looks.json"
         arguments = (PROGRAM, str(epochs), str(batches), str(out))
@@ -33,7 +34,7 @@ def run(epochs: int, batches: int) -> list[dict[str, Any]]:
 
 
 def grown(looks: list[dict[str, Any]]) -> list[str]:
-    """Return what has grown between the first look, after a tenth of the run, and the last."""
+    """Return the growth from the first measurement, after a tenth of the run, to the last."""
     found = []
     first, last = looks[0]["held"], looks[-1]["held"]
     for kind, after in last.items():

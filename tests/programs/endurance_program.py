@@ -1,8 +1,8 @@
-"""Many epochs, or one of many batches, and what the processes hold meanwhile.
+"""A program for ``endurance.py``: a long run, and measurements of its processes.
 
 Usage: endurance_program.py EPOCHS BATCHES OUT
 
-It writes to ``OUT`` what ``held()`` returned, ten times in the course of it.
+It calls ``held()`` ten times during the run, and writes the results to ``OUT``.
 """
 
 import gc
@@ -35,7 +35,7 @@ class Small:
 
 
 def kind_of(pid: int, command: str) -> str:
-    """Tell what a process is for."""
+    """Return the kind of a process."""
     if pid == os.getpid():
         return "training process"
     for mark, kind in {
@@ -50,17 +50,17 @@ def kind_of(pid: int, command: str) -> str:
 
 
 def held(place: Path) -> dict[str, dict[str, int]]:
-    """Return by kind how many processes there are, and the most that belongs to one alone.
+    """Return, for each kind of process, the number of processes and the largest values of one.
 
-    The most, not the sum: Ray may start another worker, which is no growth of those there are.
+    A sum would grow when Ray starts another worker process.
     """
     gc.collect()
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for pid, command in processes_in(place).items():
         process, of_kind = psutil.Process(pid), found[kind_of(pid, command)]
         for what, count in {
-            # Not the memory that is unshared (USS): pages of Ray's programs would count as soon as
-            # no other Ray of the machine shares them.
+            # Not the unique set size (USS): it counts the pages of Ray's programs as soon as no
+            # other Ray on the machine shares them.
             "bytes": sum(part.anonymous for part in process.memory_maps()),
             "threads": process.num_threads(),
             "files": process.num_fds(),
@@ -72,7 +72,7 @@ def held(place: Path) -> dict[str, dict[str, int]]:
 
 
 def tables() -> dict[str, int]:
-    """Return how many entries each of the tables in Ray's head has, of what is dead too."""
+    """Return the number of entries of each table in Ray's head, including dead ones."""
     import ray
 
     head, known = ray._private.worker.global_worker.gcs_client, ray._private.state.state

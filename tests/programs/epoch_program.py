@@ -1,13 +1,16 @@
-"""A trainer on a cluster whose nodes come and go, for ``test_nodes.py`` and the soak.
+"""A program for ``test_nodes.py`` and the soak: an epoch on a cluster whose nodes may die.
 
 Usage: epoch_program.py '{"address": ..., "out": ..., ...}'
 
-It prints the number of each batch and the nodes that made it, and waits for a line before it reads
-the next; after "go", or when its standard input ends, it does not stop any more. In the end it
-writes every sample's batch, index, digest of what it drew, and node to ``out``, and how long each
-batch was waited for (``waits``). Where a ``timeout`` passes it writes what the error says to
-``out``, and fails. With a ``checkpoint`` it saves after each batch how far it is, and goes on from
-what is there. With a rank's environment it reads that rank's shard.
+After each batch, it prints the batch's number and the nodes that made it. Then it waits for a line.
+After "go", or when its standard input ends, it no longer waits.
+
+At the end, it writes to ``out`` every sample's batch, index, digest of the drawn numbers, and node.
+It also writes how long it waited for each batch (``waits``).
+
+If a batch exceeds the ``timeout``, it writes the error to ``out``, and fails. With a
+``checkpoint``, it saves its state after each batch, and resumes from an existing checkpoint. With a
+rank's environment variables, it reads this rank's shard.
 """
 
 import json
@@ -34,18 +37,19 @@ HUNGRY_SECONDS = 60
 
 
 class Located:
-    """Samples that know where they were made; what they draw must not depend on it.
+    """Samples that contain the node that made them, and random numbers.
+
+    The random numbers must not depend on the node. A fault happens only if its file ``mark`` does
+    not exist.
 
     Args:
-        length: How many.
-        seconds: How long each takes.
-        floats: How many each draws.
-        deadly: ``[index, signal, mark]``: the sample with this index sends its worker the signal,
-            unless there is a file called mark.
-        hungry: ``[index, bytes, mark]``: the sample with this index takes so much memory until
-            its worker is killed for it, unless there is a file called mark.
-        endless: ``[index, mark]``: the sample with this index never comes, unless there is a file
-            called mark.
+        length: Number of samples.
+        seconds: Time that each sample takes.
+        floats: Number of floats that each sample draws.
+        deadly: ``[index, signal, mark]``: the sample with this index sends its process the signal.
+        hungry: ``[index, bytes, mark]``: the sample with this index allocates this much memory,
+            and waits until its process is killed.
+        endless: ``[index, mark]``: the sample with this index never returns.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Located:
 
 
 class Collate:
-    """torch's, which may send its worker a signal, as ``Located`` does."""
+    """torch's ``default_collate``, which may send its process a signal as ``Located`` does."""
 
     def __init__(self, deadly: tuple[int, int, str] | None) -> None:
         self.deadly = deadly
@@ -93,7 +97,7 @@ class Collate:
 
 
 class Passing:
-    """A stage that changes nothing; it may send its worker a signal, as ``Located`` does."""
+    """A transform that changes nothing, but may send its process a signal as ``Located`` does."""
 
     def __init__(self, deadly: tuple[int, int, str] | None) -> None:
         self.deadly = deadly
@@ -105,7 +109,7 @@ class Passing:
 
 
 def first_time(mark: str) -> bool:
-    """Tell whether nobody has asked this before, and leave a mark."""
+    """Return whether the file ``mark`` does not exist, and create it."""
     if Path(mark).exists():
         return False
     Path(mark).touch()
@@ -125,7 +129,7 @@ def starve_once(size: int, mark: str) -> None:
 
 
 def told_of_timeouts(loader: DpexDataLoader[Any], out: Path) -> Iterator[Any]:
-    """Give a loader's batches; where one does not come in time the error is in ``out``."""
+    """Yield a loader's batches; if one times out, write the error to ``out`` and raise it."""
     try:
         yield from loader
     except RuntimeError as error:
@@ -135,7 +139,7 @@ def told_of_timeouts(loader: DpexDataLoader[Any], out: Path) -> Iterator[Any]:
 
 
 def node_of_host(loader: Any) -> str:
-    """Return where what runs the loader's pipelines is."""
+    """Return the node of the loader's pipeline actor."""
     import ray
 
     def here(_: Any) -> str:
@@ -150,13 +154,13 @@ def main() -> None:
     dataset: Any = Located(
         given["length"],
         given.get("seconds", 0.01),
-        # Enough that a batch lies in its node's object store, and not with its owner.
+        # Large enough that a batch is in its node's object store, not in its owner's memory.
         given.get("floats", 5_000),
         given.get("deadly_read"),
         given.get("hungry"),
         given.get("endless"),
     )
-    if given.get("staged"):  # by other tasks than those that read
+    if given.get("staged"):  # the stage runs in other tasks than the reads
         stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)
         dataset = MappedDataset(dataset, stage)
     sampler = None

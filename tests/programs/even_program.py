@@ -1,9 +1,10 @@
-"""One of the trainers of ``test_fair_share.py``, which in its end says how far all are.
+"""A program for ``test_fair_share.py``: one of several training processes that share CPUs.
 
 Usage: even_program.py ADDRESS DIRECTORY RANK RANKS samples|streams
 
-It says too how many calls its host has not answered. With samples the trainers wait for one
-another's first batch.
+At its end, it writes how many batches each training process has read, and how many calls its
+pipeline actor has not answered. With ``samples``, the training processes wait for one another's
+first batch.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class Busy(Dataset[torch.Tensor]):
 
 
 class BusyStreams(IterableDataset[torch.Tensor]):
-    """The same as streams, each of which notes how often it was begun."""
+    """``Busy`` as streams; a file for each stream records how often the stream was started."""
 
     def __init__(self, samples: Busy, directory: Path) -> None:
         self.samples = samples
@@ -58,7 +59,7 @@ class BusyStreams(IterableDataset[torch.Tensor]):
 
 
 def open_questions(loader: Any) -> int:
-    """Return how many calls the loader's host has not answered yet."""
+    """Return how many calls the loader's pipeline actor has not answered yet."""
 
     def count(host: Any) -> int:
         (lane,) = host._pipelines.values()
@@ -74,7 +75,8 @@ def main() -> None:
     if kind == "streams":
         (streams := directory / f"streams{own}").mkdir()
         dataset = BusyStreams(dataset, streams)
-    # No further ahead than torch: who begins early is not to have everything before the others.
+    # Prefetch only as much as torch: an early training process must not finish before the others
+    # start.
     options: dict[str, Any] = {"prefetch_bytes": 0, "distribute_mode": True}
     loader = DpexDataLoader(
         dataset, BATCH_SIZE, num_workers=WORKERS[kind], head_address=address, **options

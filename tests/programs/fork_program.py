@@ -1,4 +1,4 @@
-"""A driver of its own for test_forkserver.py; its arguments say what happens to it, in turn."""
+"""A program for ``test_forkserver.py``: a training process that runs the given scenarios."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dpex import DpexDataLoader
 
 
 class Tells:
-    """Sample i is i, the worker, its parent, and what only a fork of the trainer can know.
+    """Sample i is i, the pids of worker process, parent and training process, and a check.
 
-    In the end comes whether the worker has the script's arguments.
+    Only a fork of the training process knows the training process's pid. The check is whether the
+    worker process has the script's arguments.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ def loader_of(**arguments: Any) -> DpexDataLoader[Any]:
 
 
 def read(loader: DpexDataLoader[Any]) -> tuple[set[int], set[int], bool]:
-    """Pids of the workers, those of their parents, and whether they are forks of this process."""
+    """Read an epoch; return the pids of workers and parents, and whether workers are forks."""
     columns = [torch.cat(parts).tolist() for parts in zip(*loader, strict=True)]
     assert columns[0] == list(range(80))
     return set(columns[1]), set(columns[2]), set(columns[3]) == {os.getpid()}
@@ -73,7 +74,7 @@ def forked() -> Any:
 
 
 class Counts:
-    """Samples that change the dataset they come from, in memory that a fork inherits."""
+    """Samples that change their dataset, in memory that a fork inherits."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((8, 1 << 18))
@@ -87,7 +88,7 @@ class Counts:
 
 
 def fresh_copies() -> Any:
-    """Two iterations over a dataset that every worker changes, with one copy a worker or more."""
+    """Iterate twice over a changing dataset, without and with a ``worker_init_fn``."""
     seen = []
     for init in (None, int):
         loader: DpexDataLoader[Any] = DpexDataLoader(
@@ -104,7 +105,7 @@ def fresh_copies() -> Any:
 
 
 def random_ids() -> Any:
-    """What the workers draw as ids of objects; none may come twice."""
+    """Return how many object ids the worker processes draw, and how many of them differ."""
     import ray
 
     drawn = list(DpexDataLoader(Draws(), num_workers=2, distribute_mode=True, batch_size=None))
@@ -113,7 +114,7 @@ def random_ids() -> Any:
 
 
 class Draws:
-    """Samples that are random ids of the library in the worker."""
+    """Samples that are random object ids of Ray."""
 
     def __len__(self) -> int:
         return 40
@@ -125,7 +126,7 @@ class Draws:
 
 
 class Shares:
-    """Samples that write to memory which the trainer shares with its children."""
+    """Samples that write to memory that the training process shares with its children."""
 
     def __init__(self) -> None:
         self.numbers = torch.zeros(1 << 16).share_memory_()
@@ -147,13 +148,13 @@ def shared_memory() -> Any:
 
 
 def groups() -> Any:
-    """Whether a worker is in the process group of the server, whose end would be all workers'."""
+    """Return whether worker processes share the group of the server or the training process."""
     loader = DpexDataLoader(Groups(), num_workers=2, distribute_mode=True, batch_size=None)
     return sorted({(own == server, own == trainer) for own, server, trainer in loader})
 
 
 class Groups:
-    """Samples that are the process groups of the worker, of the server and of the trainer."""
+    """Samples that are the process groups of worker process, server and training process."""
 
     def __len__(self) -> int:
         return 40
@@ -178,7 +179,7 @@ def with_ray_loaded() -> Any:
 
 
 def from_new_server(**arguments: Any) -> Any:
-    """Who the parent of all workers is, and whether they have the script's arguments."""
+    """Return the name of the fork server, which must be a new process, not a fork of this one."""
     loader = loader_of(**arguments)
     _, [parent], forks = read(loader)
     assert not forks
@@ -206,7 +207,7 @@ def without_server() -> Any:
 
 
 def forks_that_fail() -> Any:
-    """Forks that cannot run Ray's worker program, which the server has promised to Ray."""
+    """Simulate forks that cannot run Ray's worker program, though the server has agreed to fork."""
     from dpex.cluster.local import forkserver
 
     def fail(program: Path) -> None:
@@ -217,7 +218,7 @@ def forks_that_fail() -> Any:
 
 
 def no_fork() -> Any:
-    """As where the kernel promises no memory twice."""
+    """Simulate a kernel that does not overcommit memory: the first fork fails."""
     fork = os.fork
 
     def refuse() -> int:
@@ -229,7 +230,7 @@ def no_fork() -> Any:
 
 
 def a_server_that_never_answers() -> Any:
-    """As one whose import of a module never ends, say."""
+    """Simulate a server that never answers, for example because an import never ends."""
     from dpex.cluster.local import forkserver
 
     def load_for_ever(_: Any, trainers_life: int, __: str) -> None:
@@ -243,7 +244,7 @@ def a_server_that_never_answers() -> Any:
 
 
 def no_worker_program() -> Any:
-    """Every worker that Ray starts ends at once."""
+    """Simulate worker processes that all end as soon as Ray starts them."""
     from dpex.cluster.local import forked_worker
 
     forked_worker.__file__ += ".gone"
@@ -259,6 +260,6 @@ def killed() -> Any:
 
 if __name__ == "__main__":
     sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
-    multiprocessing.set_start_method("fork")  # which is not the default one since Python 3.14
+    multiprocessing.set_start_method("fork")  # not the default since Python 3.14
     replies = take_stdout()
     print(json.dumps([globals()[scenario]() for scenario in sys.argv[1:]]), file=replies)

@@ -1,4 +1,7 @@
-"""A script whose dataset uses what a fork copies and pickle refuses; torch's fork is the oracle."""
+"""A program whose dataset uses objects that a fork copies and pickle refuses.
+
+It compares the batches with those of torch's forked worker processes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Uses(Dataset[Any]):
     def table(self) -> list[int]:
         return [index * index for index in range(8)]
 
-    @functools.lru_cache  # noqa: B019 - as people write it
+    @functools.lru_cache  # noqa: B019 - as users write it
     def method(self, index: int) -> int:
         return index + 1
 

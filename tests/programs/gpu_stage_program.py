@@ -1,4 +1,4 @@
-"""Three epochs through a stage that asks for a GPU, for ``test_later_stage.py``.
+"""A program for ``test_later_stage.py``: three epochs with a stage that asks for a GPU.
 
 Usage: gpu_stage_program.py HOST:PORT FILE
 """
@@ -16,7 +16,7 @@ from dpex.transforms import MappedDataset, Stage
 
 
 class OnDevice:
-    """Says where it runs, and how often it was called there."""
+    """A transform that returns its node, device and process, and its number of calls there."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""The files of MNIST and FashionMNIST, in their own format, with scikit-learn's digits in them."""
+"""Files in the format of MNIST and FashionMNIST, with scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINING, TEST = 1_200, 300
 
 
 def digits() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Digits as MNIST has them: ``"train"`` and ``"t10k"``, uint8 (N, 28, 28) and int64 (N,)."""
+    """Return digits like MNIST's: ``"train"`` and ``"t10k"``, uint8 (N, 28, 28), int64 (N,)."""
     content = load_digits()
     pictures = torch.from_numpy(content.images).unsqueeze(1) * (255 / 16)
     grown = torch.nn.functional.interpolate(pictures, size=(28, 28), mode="bilinear")
@@ -23,7 +23,7 @@ def digits() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def write_idx(folder: Path, name: str) -> None:
-    """Write what ``torchvision.datasets`` finds as data set ``name`` (``"MNIST"``) in a folder."""
+    """Write the files that ``torchvision.datasets`` reads as dataset ``name`` (``"MNIST"``)."""
     raw = folder / name / "raw"
     raw.mkdir(parents=True)
     for part, (images, labels) in digits().items():
@@ -32,6 +32,6 @@ def write_idx(folder: Path, name: str) -> None:
 
 
 def _idx(array: np.ndarray) -> bytes:
-    """Encode bytes: a magic number with their type (8) and the dimensions, big-endian."""
+    """Encode an array of bytes: type (8) and dimensions, big-endian, then the bytes."""
     header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     return header + array.tobytes()

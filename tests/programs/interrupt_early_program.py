@@ -1,4 +1,4 @@
-"""A driver of its own for test_interrupt.py: Ctrl-C while Ray is imported, then an epoch."""
+"""A program for ``test_interrupt.py``: Ctrl-C while Ray is imported, then an epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def interrupt_once_ray_is_being_imported() -> None:
 
 def main() -> None:
     replies = take_stdout()
-    # What a shell starts in the background ignores SIGINT, and so does what it starts itself.
+    # A process that a shell starts in the background ignores SIGINT, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     loader: DpexDataLoader[int] = DpexDataLoader(
         range(100),  # type: ignore[arg-type]

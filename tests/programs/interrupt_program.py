@@ -1,4 +1,4 @@
-"""A driver of its own for test_interrupt.py: Ctrl-C, then another epoch, then another Ray."""
+"""A program for ``test_interrupt.py``: Ctrl-C, then another epoch, then another Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpex import DpexDataLoader
 
 
 class Waits:
-    """Defined in ``__main__``, as in a notebook. Sample 50 waits until it is interrupted."""
+    """A dataset in ``__main__``, as in a notebook; sample 50 waits until it is interrupted."""
 
     def __init__(self, waiting: Path) -> None:
         self.waiting = waiting
@@ -33,7 +33,7 @@ class Waits:
 
 def main() -> None:
     replies = take_stdout()
-    # What a shell starts in the background ignores SIGINT, and so does what it starts itself.
+    # A process that a shell starts in the background ignores SIGINT, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = DpexDataLoader(
         Waits(Path(sys.argv[1])),

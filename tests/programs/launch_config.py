@@ -1,3 +1,3 @@
-"""A module of settings, as many scripts have one. ``name`` comes later."""
+"""A module of settings, as in many scripts; ``launch_program.py`` adds ``name``."""
 
 size = 0

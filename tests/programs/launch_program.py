@@ -1,4 +1,4 @@
-"""A script with a dataset of its own, as test_launch.py starts it."""
+"""A program for ``test_launch.py``: a script that defines its own dataset."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compare(rank: int = 0) -> None:
 
 
 class Told(Dataset[Any]):
-    """Samples that are what their process was told."""
+    """Samples that are settings of their process."""
 
     def __len__(self) -> int:
         return 4
@@ -71,7 +71,7 @@ class Told(Dataset[Any]):
 
 
 def settings_change() -> None:
-    import launch_config as config  # not above: `python -I` finds nothing beside the script
+    import launch_config as config  # not above: `python -I` finds no module beside the script
 
     os.environ["KIND"] = "first"
     for persistent in (False, True):

@@ -1,4 +1,4 @@
-"""Datasets whose samples do something to the worker that reads them."""
+"""Datasets whose samples affect the worker process that reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Plain:
 
 
 class LargeArray(Plain):
-    """Samples that change the large array they come from, and tell what memory that is."""
+    """Samples that change a large array of the dataset.
+
+    Each sample says whether the array is a private mapping of Ray's object store.
+    """
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -48,7 +51,7 @@ class LargeArray(Plain):
 
 
 class ImageAndArrays(Plain):
-    """An image among large arrays."""
+    """A dataset with an image among large arrays."""
 
     def __init__(self) -> None:
         super().__init__(6)
@@ -68,7 +71,7 @@ class DividesByZero(Plain):
 
 
 class KillsOnce(Plain):
-    """One sample kills its worker, the first time that it is read."""
+    """Sample 57 kills the first worker process that reads it."""
 
     def __init__(self, mark: Path, how: signal.Signals, length: int = 200) -> None:
         super().__init__(length)
@@ -83,7 +86,7 @@ class KillsOnce(Plain):
 
 
 class KillsWhileReading:
-    """One sample kills its worker, the first time that its batch is half read."""
+    """A wrapper whose sample ``index`` kills a worker process once, in the middle of a batch."""
 
     def __init__(self, dataset: Any, index: int, mark: Path) -> None:
         self.dataset = dataset
@@ -122,7 +125,7 @@ class AlwaysKills(Plain):
 
 
 class KillsHost(Plain):
-    """Every sample kills what runs the pipelines of its process."""
+    """Every sample kills all pipeline actors of the cluster."""
 
     def __getitem__(self, index: int) -> Any:
         import ray
@@ -134,7 +137,7 @@ class KillsHost(Plain):
 
 
 class Hangs(Plain):
-    """One sample never comes; one that is marked tells that it was begun."""
+    """Sample 57 never returns; a mark shows that a worker process has started it."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class Hangs(Plain):
 
 
 class Slow(Plain):
-    """Samples that take a while, and are counted where they are made."""
+    """Samples that take some time; each sample adds its index to a log when it is made."""
 
     def __init__(self, log: Path, seconds: float) -> None:
         super().__init__(10_000)
@@ -163,7 +166,7 @@ class Slow(Plain):
 
 
 class Remembers(Plain):
-    """Tells how often this copy was read, and where."""
+    """Samples that are the pid, and the number of reads and the version of this dataset copy."""
 
     def __init__(self) -> None:
         super().__init__(40)
@@ -183,7 +186,7 @@ class SaysWorker(Plain):
 
 
 class Draws(Plain):
-    """What the three global generators give to a sample."""
+    """Samples with numbers from the global generators of torch and numpy."""
 
     def __getitem__(self, index: int) -> Any:
         return index, float(torch.rand(())), float(np.random.rand())
@@ -195,14 +198,14 @@ class Threads(Plain):
 
 
 class Surroundings(Plain):
-    """What a sample finds around it: a string's hash, the directory, the default dtype."""
+    """Samples that are state of their process: a string's hash, directory and default dtype."""
 
     def __getitem__(self, index: int) -> Any:
         return hash("a.jpg"), str(Path.cwd()), torch.get_default_dtype()
 
 
 def read_past_errors(iterator: Any) -> tuple[list[int], int]:
-    """First index of every batch that arrives, and the number of divisions by zero between."""
+    """Return the first index of each batch that arrives, and the number of divisions by zero."""
     firsts, errors = [], 0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A training process for ``test_mapped_memory.py``: datasets on mapped files and on shared memory.
+"""A program for ``test_mapped_memory.py``: datasets on mapped files and on shared memory.
 
 Usage: mappings_program.py forked|spawned
        mappings_program.py cluster HOST:PORT FILE
@@ -26,7 +26,7 @@ EPOCHS = 3
 
 
 class Shared(Dataset[Any]):
-    """Samples that tell an epoch, count themselves, and are made in the first epoch only."""
+    """Samples that read an epoch from shared memory, count reads, and are written in epoch 0."""
 
     def __init__(self) -> None:
         self.epoch = multiprocessing.Value("i", 0)
@@ -76,7 +76,7 @@ def orders_of(loader: Any) -> Any:
 
 
 def run_shared(make_loader: Any) -> Any:
-    """Datasets made before and after the first iteration of the process."""
+    """Read datasets that exist before the process's first iteration, and later ones."""
     results = []
     for persistent in (False, True):
         options = {"batch_size": 2, "num_workers": 2, "persistent_workers": persistent}
@@ -102,7 +102,7 @@ def run_local(context: str) -> Any:
 
 
 class Rows(Dataset[Any]):
-    """Rows of what it is given."""
+    """A dataset of an array's rows."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows

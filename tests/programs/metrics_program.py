@@ -1,4 +1,4 @@
-"""Two loaders on a Ray with its agents, for ``test_metrics.py``; prints what is exported."""
+"""A program for ``test_metrics.py``: it prints the metrics that Ray exports for two loaders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLE = re.compile(r'^ray_dpex_(\w+)\{.*\bloader="(\d+)".*\} (\S+)$', re.MULTIL
 
 
 def exported() -> dict[str, dict[str, float]]:
-    """The metrics of each loader."""
+    """Return the exported metrics of each loader."""
     port = ray.nodes()[0]["MetricsExportPort"]
     page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     found: dict[str, dict[str, float]] = {}
@@ -32,7 +32,7 @@ def exported() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Read some epochs, and wait until all of their batches are in the metrics."""
+    """Read some epochs, and wait until the metrics contain the last loader's batches."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     dataset = TensorDataset(torch.rand(90, 4))
     counted: dict[str, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""A trainer whose node has no data files, for ``test_built_on_node.py``.
+"""A program for ``test_built_on_node.py``: a training process on a node without data files.
 
 Usage: node_data_program.py HOST:PORT '{"length": ..., "train": ...}' FILE
 """
@@ -15,12 +15,12 @@ from torchvision.transforms import ToTensor
 from dpex import DpexDataLoader
 from dpex.datasets import on_node
 
-# That have the files.
+# Number of nodes that have the files.
 NODES = 2
 
 
 class FilesOfTheNode(FashionMNIST):
-    """FashionMNIST from where this node has it."""
+    """FashionMNIST from this node's folder; reading a sample also returns the folder."""
 
     def __init__(self, train: bool | None, **options: Any) -> None:
         folder = os.environ.get("NODE_FILES", "nowhere") if train is not None else "nowhere"
@@ -53,7 +53,7 @@ def main() -> None:
             images += image.flatten(1).sum(1).tolist()
             labels += label.tolist()
             folders |= set(folder)
-        # A node may have made all of them before the other one's workers had started.
+        # One node may have made all samples before the other node's worker processes start.
         while len(folders) < NODES:
             for _, _, folder in loader:
                 folders |= set(folder)

@@ -1,7 +1,9 @@
-"""A trainer without data files on its node, for ``test_built_on_node.py``; all kinds of datasets.
+"""A program for ``test_built_on_node.py``: all kinds of datasets, on a node without data files.
 
-Usage: node_kinds_program.py HOST:PORT CACHE FILE, or, of one kind, whose workers die once,
-node_kinds_program.py HOST:PORT CACHE KIND MARK FILE
+Usage: node_kinds_program.py HOST:PORT CACHE FILE
+       node_kinds_program.py HOST:PORT CACHE KIND MARK FILE
+
+The second form reads one kind of dataset, and kills a worker process once.
 """
 
 import os
@@ -43,7 +45,7 @@ def noisy(images: torch.Tensor) -> torch.Tensor:
 
 
 def with_mask(image: Any, label: int) -> Any:
-    """A picture, where it is bright, and its label."""
+    """Return a picture, the mask of its bright pixels, and its label."""
     pixels = tv_tensors.Image(v2.functional.pil_to_tensor(image))
     return pixels, tv_tensors.Mask(pixels[0] > 128), label
 
@@ -51,14 +53,14 @@ def with_mask(image: Any, label: int) -> Any:
 COMPOSE = v2.Compose([v2.ToImage(), v2.Resize(20), v2.ToDtype(torch.float32, scale=True)])
 FIXED = [v2.ToImage(), v2.Resize((6, 5))]
 JOINT = [with_mask, v2.RandomHorizontalFlip(1.0), v2.Resize((12, 10))]
-# Other options than the part before has, so that it is a stage of its own.
+# A stage with other options than the part before it runs in separate tasks.
 STAGES = [to_tensor, Stage(darker, num_cpus=0.5), Stage(centred, batched=True)]
 CROPPED = [*FIXED, v2.RandomCrop(4)]
 RANDOM_STAGES = [*FIXED, Stage(v2.RandomCrop(4), num_cpus=0.5), Stage(noisy, batched=True)]
 
 
 def of_node(make: Callable[..., Any], name: str, **options: Any) -> Any:
-    """Make a dataset of the files that this node has."""
+    """Return a dataset of this node's files."""
     return make(str(Path(os.environ["NODE_FILES"]) / name), **options)
 
 
@@ -118,7 +120,7 @@ def main() -> None:
         except NodeDataError as error:
             report["here"] = str(error)
         for name, dataset in kinds(cache).items():
-            # torch's collate_fn would make plain tensors of torchvision's.
+            # torch's default_collate turns torchvision's tensors into plain ones.
             collate_fn = list if name == "joint transforms" else None
             report[name] = two_epochs(dataset, address, collate_fn=collate_fn)
     Path(out).write_bytes(pickle.dumps(report))

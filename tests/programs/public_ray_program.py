@@ -1,4 +1,4 @@
-"""A driver of its own for test_public_names_alone.py: dpex without any private name of Ray."""
+"""A program for ``test_public_names_alone.py``: it checks batches, errors and recovery."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def double(value: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Iterate, break, fail and recover; raises where something is wrong."""
+    """Iterate, break, fail and recover; raise an error if a result is wrong."""
     options = {"batch_size": 10, "num_workers": 2, "distribute_mode": True, "head_address": "local"}
     for persistent in (False, True):
         epochs = []

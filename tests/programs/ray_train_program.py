@@ -1,4 +1,4 @@
-"""Two workers of Ray Train for ``test_trainers.py``: what both loaders gave, into files.
+"""A program for ``test_trainers.py``: two workers of Ray Train write the steps of both loaders.
 
 Usage: ray_train_program.py DIRECTORY
 """
@@ -64,7 +64,7 @@ def refusal(sampling: dict[str, Any], text: str) -> None:
 
 def main() -> None:
     directory = sys.argv[1]
-    # The ranks take a CPU each; what they leave is dpex's.
+    # Each of the two ranks takes one CPU, and dpex uses the other two.
     ray.init(num_cpus=4, include_dashboard=False)
     ray.train.torch.TorchTrainer(
         train_loop,

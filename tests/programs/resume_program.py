@@ -1,4 +1,4 @@
-"""A trainer for ``test_checkpoint.py``: kills itself at a batch, and goes on where it was.
+"""A program for ``test_checkpoint.py``: it kills itself at a batch, and resumes when restarted.
 
 Usage: resume_program.py fresh|persistent CHECKPOINT LOG KILL_AT
 """
@@ -45,7 +45,7 @@ def main(mode: str, checkpoint: Path, log: Path, kill_at: int) -> None:
     steps = 0
     for number in range(epoch, EPOCHS):
         for batch in loader:
-            torch.rand(3)  # a model's
+            torch.rand(3)  # as a model draws
             lines.append(repr([tensor.tolist() for tensor in batch]))
             whole = {
                 "epoch": number,

@@ -1,4 +1,4 @@
-"""A driver of its own for test_sabotage.py: epochs with a killed worker."""
+"""A program for ``test_sabotage.py``: two epochs, and a worker process that is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def keep(sample: Any) -> Any:
 
 
 def main(place: Path, start_method: str) -> None:
-    """Write the batches of two epochs to a file. A worker is killed in the first one."""
+    """Write the batches of two epochs to a file; the first epoch kills a worker process."""
     loader: DpexDataLoader[list[torch.Tensor]] = DpexDataLoader(
         MappedDataset(KillsOnce(place / "mark", signal.SIGKILL), [Stage(keep, num_cpus=2)]),
         10,

@@ -1,6 +1,6 @@
 """Datasets, samplers and collate functions of the tests; worker processes import this module too.
 
-Every sample is a function of its index alone, so that torch's loader and dpex's can be compared.
+A sample depends only on its index, so that torch's loader and dpex's can be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchvision import tv_tensors
 
 
 def seed_everything(seed: int = 20) -> None:
-    """Seed the generators of this process."""
+    """Seed the global generators of this process."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -55,7 +55,7 @@ class Colour(enum.Enum):
 
 
 class Custom:
-    """A class with a state of its own and no equality: compared by its ``__dict__``."""
+    """An object without ``__eq__``; tests compare it by its ``__dict__``."""
 
     def __init__(self, image: torch.Tensor) -> None:
         self.image = image
@@ -79,7 +79,7 @@ class TaggedList(list[Any]):
 
 
 def image(index: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that no two samples share, as far as the dtype tells them apart."""
+    """Return a tensor that differs for each index, as far as the dtype can represent it."""
     count = int(np.prod(size)) if size else 1
     return (torch.arange(count) + 7 * index).reshape(size).to(dtype)
 
@@ -137,7 +137,7 @@ TENSORS: dict[str, Callable[[int], Any]] = {
     "tensor-large-transposed": lambda i: image(i, 64, 128).t(),
     "tensor-channels-last": lambda i: image(i, 2, 3, 4, 5).to(memory_format=torch.channels_last),
 }
-"""One sample each that torch's default_collate takes."""
+"""Functions that make a sample that torch's ``default_collate`` takes, by kind."""
 
 NUMPY: dict[str, Callable[[int], Any]] = {
     "numpy-float32": lambda i: np.full((2, 3), i, dtype=np.float32),
@@ -233,16 +233,16 @@ CUSTOM: dict[str, Callable[[int], Any]] = {
     "list-subclass": lambda i: TaggedList([image(i, 2)]),
     "recursive": _recursive,
 }
-"""One sample each that only a collate_fn of one's own takes."""
+"""Functions that make a sample that only a user's ``collate_fn`` takes, by kind."""
 
 GARBLED_BY_TORCH = {"tensor-conj", "tensor-neg", "tensor-quantized"}
-"""Kinds that torch's own workers give back wrong: all but the storage is lost."""
+"""Kinds that torch's worker processes return wrong: all but the storage is lost."""
 
 VALUES: dict[str, Callable[[int], Any]] = {**TENSORS, **NUMPY, **PLAIN, **CUSTOM}
 
 
 class Squares(Dataset[torch.Tensor]):
-    """The smallest dataset there is."""
+    """A minimal dataset: sample i is i squared."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -257,7 +257,7 @@ class Squares(Dataset[torch.Tensor]):
 
 
 class Labelled(Squares):
-    """An image and its label."""
+    """Samples that are an image and its label."""
 
     def __init__(self, length: int, size: tuple[int, ...] = (2, 3)) -> None:
         super().__init__(length)
@@ -282,27 +282,27 @@ class Valued(Dataset[Any]):
 
 
 class Echo(Dataset[Any]):
-    """Gives back whatever index it is asked for, beside its type's name."""
+    """Samples that are the name of the index's type, and the index."""
 
     def __getitem__(self, index: Any) -> Any:
         return type(index).__name__, index
 
 
 class Batched(Squares):
-    """Reads a batch of indices at once, which shows in what it returns."""
+    """A dataset that reads whole batches; each sample says how many indices the call had."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [(torch.tensor(index), len(indices)) for index in indices]
 
 
 class NoBatched(Squares):
-    """Says that it does not read batches: torch asks for the attribute's truth."""
+    """A dataset that does not read whole batches: torch checks whether the attribute is true."""
 
     __getitems__ = None
 
 
 class Table(Dataset[Any]):
-    """Takes a list of indices as one index, as columnar datasets do."""
+    """A dataset that takes a list of indices as one index, as columnar datasets do."""
 
     def __init__(self, length: int) -> None:
         self.column = torch.arange(length) * 10
@@ -315,7 +315,7 @@ class Table(Dataset[Any]):
 
 
 class Sequenced:
-    """No ``Dataset`` at all: anything with ``__getitem__`` and ``__len__`` will do."""
+    """A dataset that is not a ``Dataset``: ``__getitem__`` and ``__len__`` suffice."""
 
     def __len__(self) -> int:
         return 7
@@ -325,14 +325,14 @@ class Sequenced:
 
 
 class Key:
-    """An index object of one's own."""
+    """An index of a user's class."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class KeyBatch:
-    """A batch of indices that is neither a sequence nor has a length."""
+    """A batch of indices that is not a sequence and has no length."""
 
     def __init__(self, *indices: int) -> None:
         self.indices = indices
@@ -342,7 +342,7 @@ class KeyBatch:
 
 
 class LazySampler(Sampler[int]):
-    """Draws from torch's global generator at every index."""
+    """A sampler that draws from torch's global generator at every index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -356,7 +356,7 @@ class LazySampler(Sampler[int]):
 
 
 class EagerSampler(Sampler[int]):
-    """Draws in ``__iter__`` itself, so before the workers' base seed."""
+    """A sampler that draws in ``__iter__``, before the loader draws the base seed."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -369,7 +369,7 @@ class EagerSampler(Sampler[int]):
 
 
 class EagerBatchSampler(Sampler[list[int]]):
-    """The same in batches, here from numpy's and Python's generators as well."""
+    """A batch sampler that draws in ``__iter__``, from all three global generators."""
 
     def __init__(self, length: int, size: int) -> None:
         self.length = length
@@ -386,7 +386,7 @@ class EagerBatchSampler(Sampler[list[int]]):
 
 
 class BucketBatchSampler(Sampler[list[int]]):
-    """Batches of changing size, some empty, without a length."""
+    """A batch sampler without a length; its batches differ in size, and some are empty."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -399,7 +399,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
 
 class CountingSampler(Sampler[int]):
-    """Another order in every epoch, kept in the sampler; says nothing true about its length."""
+    """A sampler whose order depends on its count of epochs, and whose length may be wrong."""
 
     def __init__(self, length: int, claimed: int) -> None:
         self.length = length
@@ -416,14 +416,14 @@ class CountingSampler(Sampler[int]):
 
 
 class NoLengthSampler(CountingSampler):
-    """torch's loader never asks for a length while it iterates."""
+    """A sampler without a length: torch's loader does not need it to iterate."""
 
     def __len__(self) -> int:
         raise RuntimeError("this sampler does not know its length")
 
 
 class EpochSampler(Sampler[int]):
-    """Shuffles by its epoch alone, as ``DistributedSampler`` does."""
+    """A sampler whose order depends only on its epoch, as in ``DistributedSampler``."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -441,7 +441,7 @@ class EpochSampler(Sampler[int]):
 
 
 class Versioned(Squares):
-    """Returns what it was when its loader's iteration began."""
+    """Samples that contain the version that the dataset had when the iteration started."""
 
     version = 0
 
@@ -507,7 +507,7 @@ def as_transposed(samples: list[Any]) -> torch.Tensor:
 
 
 def as_views(samples: list[Any]) -> list[torch.Tensor]:
-    """Rows of one tensor: they share memory here, and must not at the consumer's."""
+    """Return rows that share memory here, but must not share it in the training process."""
     return list(torch.stack([image for image, _ in samples]))
 
 
@@ -532,7 +532,7 @@ def as_half(samples: list[Any]) -> list[torch.Tensor]:
 
 
 def as_iterator_types(samples: list[Any]) -> list[type]:
-    """The types that a collate_fn sees."""
+    """Return the types that a ``collate_fn`` sees."""
     return [type(samples), *map(type, samples)]
 
 
@@ -544,11 +544,11 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {
         *(as_nested, as_numpy, as_half, as_iterator_types),
     )
 }
-"""Each takes a list of ``Labelled``'s samples."""
+"""Functions that take a list of samples of ``Labelled``, by name."""
 
 
 def memory_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every dense tensor and array in a batch, as tensors that share its memory."""
+    """Yield the dense tensors and arrays in a batch, as tensors that share its memory."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_nested:
             yield value

@@ -1,8 +1,9 @@
-"""Faults, each many times at moments drawn at random, and what they changed: ``make soak``.
+"""A program that injects faults into epochs at random moments, many times: ``make soak``.
 
-Every run is a trainer on a cluster of its own, in the middle of whose epoch something dies, stops
-or fills up. Its batches are compared, in order and to the bit, with those of a run that nothing
-befell. Every run goes into ``--out``, from which ``python -m benchmarks.report`` makes a table.
+Each run has its own cluster. In the middle of the epoch, a process dies or stops, a link fails, or
+a store fills up. The program compares the batches, in order and bit for bit, with those of an
+undisturbed run. It writes all runs to ``--out``, and ``python -m benchmarks.report`` makes a table
+from them.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from cluster_programs.links import network
 from cluster_programs.trainers import LENGTH, SMALL_STORE, Trainer, drawn
 
 STOPPED_S = 20
-# Nobody takes batches out of the object stores.
+# The training process stops for this time, so the object stores fill up.
 FILLING_S = 5
 DRAIN_S = 3
 # Ray ends a process that has not reached the head for a minute.
 RAY_ENDS_S = 100
-# Options of which the last item is a file that shows that it has happened.
+# Options whose last item is a file. The file exists once the fault has happened.
 MARKING = {"deadly_read", "deadly_collate", "deadly_transform", "hungry", "endless"}
-# Longer than the first batch takes, and than what is made before an endless one.
+# Longer than the wait for the first batch, and for the batches before an endless sample.
 TIMEOUT_S = 40
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One disturbed run.
+    """Result of one disturbed run.
 
     Attributes:
-        fault: What happened.
-        seed: Of the moment, and of the shuffle.
-        batches: Compared with the undisturbed run.
-        lost: Samples that did not come.
-        doubled: Samples that came again.
-        changed: Samples that were not what they are in the undisturbed run, or not in their place.
+        fault: Name of the fault.
+        seed: Seed of the moment and of the shuffle.
+        batches: Number of batches compared with the undisturbed run.
+        lost: Number of samples that did not arrive.
+        doubled: Number of samples that arrived again.
+        changed: Number of samples whose content or place differs from the undisturbed run.
         recovery_s: The longest wait for a batch, less that of the undisturbed run.
-        error: What came instead of an epoch.
+        error: The error that ended the run; empty if there was none.
     """
 
     fault: str
@@ -73,7 +74,7 @@ Disturb = Callable[[Cluster, Trainer, random.Random], None]
 
 
 def kill_process(title: str) -> Disturb:
-    """Make a fault that kills one of the cluster's processes."""
+    """Return a fault that kills a random process whose command line starts with ``title``."""
 
     def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
         trainer.go()
@@ -84,21 +85,21 @@ def kill_process(title: str) -> Disturb:
 
 
 def working_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> str:
-    """Choose a node, and let the trainer read on to a batch from there."""
+    """Choose a node, and let the training process continue to a batch from this node."""
     node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
     trainer.until_from(node)
     return node
 
 
 def kill_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """The raylet of a node, and with it all its processes."""
+    """Kill a node's raylet, and with it all processes of the node."""
     node = working_node(cluster, trainer, chance)
     trainer.go()
     cluster.signal(node, signal.SIGKILL)
 
 
 def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """A raylet that does nothing for a while."""
+    """Stop a node's raylet for some seconds."""
     node = working_node(cluster, trainer, chance)
     trainer.go()
     cluster.signal(node, signal.SIGSTOP)
@@ -107,7 +108,7 @@ def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
 
 
 def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """A node that is about to be taken away, as a cloud announces it."""
+    """Announce that a node will be removed, as a cloud does, and remove it."""
     node = working_node(cluster, trainer, chance)
     cluster.drain(node, DRAIN_S)
     trainer.go()
@@ -117,7 +118,7 @@ def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> Non
 
 
 def cut_link(seconds: float | None) -> Disturb:
-    """Make a fault that takes a node's link down, for some seconds or for good."""
+    """Return a fault that cuts a node's link, for some seconds or for good."""
 
     def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
         assert cluster.network is not None
@@ -132,7 +133,7 @@ def cut_link(seconds: float | None) -> Disturb:
 
 
 def slow_link(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """A node's link through which a batch takes half a second, from now on."""
+    """Limit a node's link for good, so that a batch takes about half a second."""
     assert cluster.network is not None
     link = cluster.links[working_node(cluster, trainer, chance)]
     cluster.network.slow(link, megabits=4)
@@ -140,7 +141,7 @@ def slow_link(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None
 
 
 def stop_trainer(seconds: float) -> Disturb:
-    """Make a fault in which the trainer does nothing for a while."""
+    """Return a fault that stops the training process for some seconds."""
 
     def disturb(_: Cluster, trainer: Trainer, __: random.Random) -> None:
         trainer.go()
@@ -152,7 +153,7 @@ def stop_trainer(seconds: float) -> Disturb:
 
 
 def run_another_job(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """Another trainer's epoch on the same nodes."""
+    """Run an epoch of another training process on the same nodes."""
     other = Trainer(cluster.place, cluster.address, seed=chance.randrange(1000))
     other.until(0)
     trainer.go()
@@ -160,14 +161,14 @@ def run_another_job(cluster: Cluster, trainer: Trainer, chance: random.Random) -
 
 
 def kill_head(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-    """The raylet of the trainer's node, or what runs the cluster: either ends the trainer."""
+    """Kill the raylet of the head's node, or its GCS server: either ends the training process."""
     cluster.kill_head(chance.choice(["raylet", "gcs_server"]))
     trainer.go()
     assert trainer.process.wait(RAY_ENDS_S) != 0, "the epoch was over before"
 
 
 def wait_in_vain(_: Cluster, trainer: Trainer, __: random.Random) -> None:
-    """A sample that does not come: the loop gets an error that names it."""
+    """Wait for a sample that never arrives: the training loop gets an error that names it."""
     trainer.go()
     assert trainer.process.wait(3 * TIMEOUT_S) != 0, "the epoch was over before"
     message = trainer.said()["timed_out"]
@@ -176,15 +177,15 @@ def wait_in_vain(_: Cluster, trainer: Trainer, __: random.Random) -> None:
 
 
 def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
-    """What befalls such a run is in its options."""
+    """Do nothing: the options of the training process cause the fault."""
 
 
 Options = Callable[[random.Random, Path, list[int]], dict[str, Any]]
-"""Makes a trainer's options, given a directory and the indices in the order of their epoch."""
+"""Function that makes a training process's options, given the indices in their epoch's order."""
 
 
 def deadly(where: str, what: signal.Signals, *, first_of_batch: bool = False) -> Options:
-    """Make the options of a trainer one of whose samples kills its worker."""
+    """Return a function that makes options for a sample that kills its worker process."""
 
     def options(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
         mark = place / f"mark-{chance.random()}"
@@ -195,17 +196,17 @@ def deadly(where: str, what: signal.Signals, *, first_of_batch: bool = False) ->
 
 
 def hungry(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
-    """Make the options of a trainer one of whose samples takes more memory than there may be."""
+    """Return options for a sample that allocates more memory than its node allows."""
     return {"hungry": [chance.choice(order), 2 * SPARE_BYTES, str(place / "mark")]}
 
 
 def endless(chance: random.Random, place: Path, order: list[int]) -> dict[str, Any]:
-    """Make the options of a trainer one of whose samples never comes."""
+    """Return options for a sample that never arrives."""
     return {"endless": [chance.choice(order[len(order) * 3 // 4 :]), str(place / "mark")]}
 
 
 def none(_: random.Random, __: Path, ___: list[int]) -> dict[str, Any]:
-    """Give no options."""
+    """Return no options."""
     return {}
 
 
@@ -214,17 +215,18 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        name: As the table has it.
-        disturb: What happens in mid-epoch.
-        options: Of the disturbed trainer.
-        both: Options of both trainers.
+        name: Name in the table.
+        disturb: Function that causes the fault in the middle of the epoch.
+        options: Function that makes options of the disturbed training process.
+        both: Options of the disturbed and of the undisturbed training process.
         node: Options of the nodes.
-        variables: Makes their environment.
-        full_disk: Whether there is no room for what the nodes' object stores cannot hold.
-        spills: Whether the nodes' object stores must have had no room.
-        resumes: Whether it ends the trainer, so that another one goes on with another cluster.
-        once: Whether it takes so long that it is to be run once only.
-        linked: Whether the nodes need links of their own.
+        variables: Function that makes environment variables of the nodes.
+        full_disk: Whether the disk to which the object stores spill has only one megabyte.
+        spills: Whether the nodes' object stores must have been full.
+        resumes: Whether the fault ends the training process, and another one resumes the epoch on
+            another cluster.
+        once: Whether the fault takes so long that it runs only once.
+        linked: Whether each node needs its own link.
     """
 
     name: str
@@ -242,7 +244,7 @@ class Fault:
 
 FAULTS = (
     Fault("worker killed in a read", options=deadly("read", signal.SIGKILL)),
-    # A batch takes long enough to be handed over at once: what is before it is on its way.
+    # A batch takes so long that its worker process sends it at once: earlier blocks are in flight.
     Fault(
         "worker killed between two blocks",
         options=deadly("read", signal.SIGKILL, first_of_batch=True),
@@ -297,11 +299,11 @@ FAULTS = (
 
 
 class CannotBeMade(Exception):
-    """This user, or this machine, cannot do what a fault takes."""
+    """This user or this machine cannot cause a fault."""
 
 
 def run(fault: Fault, seed: int) -> Outcome:
-    """Run one epoch with a fault and one without, on a cluster of their own."""
+    """Run one epoch with a fault and one without, on a new cluster."""
     chance = random.Random(f"{fault.name} {seed}")
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(workplace())
@@ -325,7 +327,7 @@ def run(fault: Fault, seed: int) -> Outcome:
 
         cluster = new_cluster(place)
         both = {"seed": seed, **fault.both}
-        # What is in the nodes' options must not befall it.
+        # The undisturbed run must not use the nodes with small object stores.
         quiet = stack.enter_context(workplace()) if fault.spills else place
         address = "local" if fault.spills else cluster.address
         expected = Trainer(quiet, address, **both).finish()
@@ -353,7 +355,7 @@ def run(fault: Fault, seed: int) -> Outcome:
         len({index for _, index, _ in wanted} - set(indices)),
         len(indices) - len(set(indices)),
         sum(a != b for a, b in zip(wanted, got, strict=False)),
-        # The first batch waits for the start of everything.
+        # The wait for the first batch includes the start of all processes.
         max(0.0, max(found["waits"][1:]) - max(expected["waits"][1:])),
     )
 
@@ -382,12 +384,12 @@ def main() -> None:
             except CannotBeMade as error:
                 print(f"{fault.name}: skipped, {error}", flush=True)
                 continue
-            except Exception as error:  # the others are not to be lost for it
+            except Exception as error:  # an error in one run must not stop the others
                 outcomes.append(Outcome(fault.name, seed, 0, LENGTH, 0, 0, 0.0, repr(error)))
             print(outcomes[-1], flush=True)
             outcomes.sort(key=lambda o: (o.seed, names.get(o.fault, -1)))
             records = [asdict(outcome) for outcome in outcomes]
-            # It may be stopped before its end.
+            # Write after each run: the program may be stopped.
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(records, indent=1) + "\n")
     if any(outcome.lost or outcome.doubled or outcome.changed for outcome in outcomes):

@@ -1,4 +1,4 @@
-"""Reads the loaders of ``stateful`` in a process of its own and prints their batches."""
+"""A program for ``test_binding.py``: it reads loaders of ``stateful``, and prints their batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpex import DpexDataLoader
 
 
 def main() -> None:
-    """Read what the arguments say: an address, then kind, number of workers and persistence."""
+    """Read the loaders of the arguments: an address, then kind, ``num_workers`` and persistence."""
     answer = take_stdout()
     address, *combinations = sys.argv[1:]
     make = functools.partial(DpexDataLoader, distribute_mode=True, head_address=address)

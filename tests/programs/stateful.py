@@ -1,4 +1,4 @@
-"""Loaders whose workers keep something, each kind as the arguments of torch's ``DataLoader``."""
+"""Loaders whose logical workers keep state, as the arguments of torch's ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Numbers(Dataset[Any]):
 
 
 class Counts(Numbers):
-    """Sample i tells how many its copy has read."""
+    """Sample i is i, and how many samples its dataset copy has read."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -52,7 +52,7 @@ class Counts(Numbers):
 
 
 class CountsOddBatches(Counts):
-    """Sample i tells how many its copy has read in batches with an odd number."""
+    """Sample i is i, and how many samples of odd batches its dataset copy has read."""
 
     def __getitem__(self, index: int) -> Any:
         if index // BATCH_SIZE % 2:
@@ -61,7 +61,7 @@ class CountsOddBatches(Counts):
 
 
 class SeenBefore(Numbers):
-    """Sample i tells which samples its copy has read before."""
+    """Sample i is i, and the last samples that its dataset copy has read, by index modulo 7."""
 
     def __init__(self) -> None:
         self.cache: dict[int, int] = {}
@@ -72,7 +72,7 @@ class SeenBefore(Numbers):
 
 
 class Owns(Numbers):
-    """Sample i is drawn from a generator of the dataset's own."""
+    """Sample i is i, and a number from the dataset's own generator."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self.draw = draw
@@ -82,7 +82,7 @@ class Owns(Numbers):
 
 
 class SeedsLazily(Numbers):
-    """As numpy's documentation has it: a generator for each worker, made when it is needed."""
+    """A generator for each logical worker, made when needed, as in numpy's documentation."""
 
     generator: Any = None
 
@@ -93,14 +93,14 @@ class SeedsLazily(Numbers):
 
 
 class Draws(Numbers):
-    """Sample i is drawn from the three global generators."""
+    """Sample i is i, and a number from each of the three global generators."""
 
     def __getitem__(self, index: int) -> Any:
         return index, float(torch.rand(())), float(np.random.rand()), random.random()
 
 
 class DrawsTwice(Numbers):
-    """Sample i is drawn from two global generators."""
+    """Sample i is i, and a number from each of two global generators."""
 
     def __getitem__(self, index: int) -> Any:
         return index, float(torch.rand(())), random.random()
@@ -117,7 +117,7 @@ class DrawsFromModule(Numbers):
 
 
 class Stream(IterableDataset[Any]):
-    """Counts its passes and draws from what ``worker_init_fn`` seeded."""
+    """A stream that counts its passes, and draws from a generator of ``worker_init_fn``."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -129,7 +129,7 @@ class Stream(IterableDataset[Any]):
 
 
 class CountsBatches:
-    """A ``collate_fn`` for several scales: every third batch of a worker is larger."""
+    """A ``collate_fn`` whose image size grows at every third batch of a logical worker."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -140,7 +140,7 @@ class CountsBatches:
 
 
 class SharedCache(Numbers):
-    """Sample i is what an earlier epoch wrote for it, into memory that processes share."""
+    """Sample i is i, and the number that an earlier epoch wrote for it to shared memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -156,14 +156,14 @@ def seed_own(_: int) -> None:
 
 
 def seed_globals(worker_id: int) -> None:
-    """As Lightning's and transformers' functions do."""
+    """Seed all three global generators, as Lightning's and transformers' functions do."""
     torch.manual_seed(SEED + worker_id)
     np.random.seed(SEED + worker_id)
     random.seed(SEED + worker_id)
 
 
 def seed_again(_: int) -> None:
-    """Seed two generators with what torch's worker has seeded them with."""
+    """Seed two generators with the seed that they already have from torch's worker."""
     torch.manual_seed(_info().seed)
     random.seed(_info().seed)
 
@@ -225,7 +225,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "mapped file": lambda: {"dataset": SharedCache(mapped_file())},
     "stream": lambda: {"dataset": Stream(), "worker_init_fn": seed_numpy},
 }
-"""Functions that make the arguments of a loader, by the name of its kind of state."""
+"""Functions that make the arguments of a loader, by kind of state."""
 
 
 class OwnsTorch(Numbers):
@@ -237,7 +237,7 @@ class OwnsTorch(Numbers):
 
 
 def mapped_file() -> Any:
-    """Return an array on a new file, which goes with the process."""
+    """Return an array on a new file, which is removed when this process exits."""
     place = tempfile.TemporaryDirectory()
     atexit.register(place.cleanup)
     return np.memmap(Path(place.name, "numbers"), np.int64, "w+", shape=LENGTH)
@@ -254,12 +254,12 @@ def epochs(
 
     Args:
         kind: One of ``KINDS``.
-        make: Takes the arguments of torch's ``DataLoader``.
-        workers: Its ``num_workers``.
-        persistent: Its ``persistent_workers``.
+        make: Makes a loader from the arguments of torch's ``DataLoader``.
+        workers: The loader's ``num_workers``.
+        persistent: The loader's ``persistent_workers``.
 
     Returns:
-        For each epoch its batches.
+        The batches of each epoch.
     """
     arguments = {"collate_fn": list, **KINDS[kind]()}
     loader = make(

@@ -1,6 +1,6 @@
-"""Training under frameworks, for ``test_trainers.py``: the same code for torch's loader and dpex's.
+"""Training runs of frameworks for ``test_trainers.py``, with torch's loader or with dpex's.
 
-Each run is given how loaders are made, and returns what the steps of this rank saw.
+Each run gets a function that makes loaders, and returns the batches and losses of this rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.utils.data import (
 
 from dpex import DpexDataLoader
 
-# Divides neither by the ranks nor by the batches.
+# Divisible neither by the number of ranks nor by the batch size.
 LENGTH = 21
 BATCH_SIZE = 4
 EPOCHS = 2
-# Two ranks have two processes to start, not four.
+# Two ranks then start two worker processes, not four.
 NUM_WORKERS = 1
-# None of them is the default, so that one that was lost is noticed.
+# No value is the default, so that a test notices a lost option.
 OURS = {
     "distribute_mode": True,
     "head_address": "auto",
@@ -46,7 +46,7 @@ MakeLoader = Callable[..., DataLoader[Any]]
 
 
 def torchs_workers() -> int:
-    """None in a rank: beside gloo's threads a fork of torch's hangs now and then."""
+    """Return torch's ``num_workers``: 0 in a rank, where gloo's threads can make forks hang."""
     return NUM_WORKERS if os.environ.get("WORLD_SIZE", "1") == "1" else 0
 
 
@@ -59,7 +59,7 @@ def make_ours(dataset: Any, **arguments: Any) -> DpexDataLoader[Any]:
 
 
 class Points(Dataset[dict[str, Any]]):
-    """Points of a line, which say whether a worker of torch's made them."""
+    """Points of a line; each sample says whether a worker process of torch made it."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -71,7 +71,7 @@ class Points(Dataset[dict[str, Any]]):
 
 
 class Line(nn.Module):
-    """Begins with the same weights every time."""
+    """A linear model that always starts with the same weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Line(nn.Module):
 
 
 class Seen:
-    """What a run saw, step by step."""
+    """The batches and losses of a run, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -96,7 +96,7 @@ class Seen:
         self.by_torch |= set(batch["by_torch"].tolist())
 
     def close(self, *loaders: Any) -> None:
-        """Note the options of those that are dpex's, and have their workers serve others."""
+        """Record the options of dpex's loaders, and close these loaders."""
         for loader in loaders:
             if type(loader) is DpexDataLoader:
                 self.options.append({name: getattr(loader, name) for name in OURS})
@@ -174,20 +174,20 @@ def lightning_trainer(make: MakeLoader, ranks: int, _: Path, **options: Any) -> 
 
 
 def lightning_overfit(make: MakeLoader, ranks: int, directory: Path) -> Report:
-    """Have the Trainer make its loaders anew, which it does on one device for this reason alone."""
+    """Overfit on some batches: on one device, only this makes the Trainer replace its loaders."""
     return lightning_trainer(make, ranks, directory, overfit_batches=2)
 
 
 def lightning_checkpoints(
     make: MakeLoader, directory: Path, step: int | None, *, estimates: bool = False
 ) -> list[Any]:
-    """Return the training steps of a run that writes checkpoints, or that begins at one.
+    """Return the training steps of a run that writes checkpoints, and may resume from one.
 
     Args:
         make: Makes a loader.
-        directory: Of the checkpoints.
-        step: After which to begin.
-        estimates: Whether the module asks how many steps there will be, as schedulers do.
+        directory: Directory of the checkpoints.
+        step: Step whose checkpoint the run resumes from; None to start from the beginning.
+        estimates: Whether the module asks for the number of steps, as schedulers do.
     """
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -224,7 +224,7 @@ def lightning_fabric(make: MakeLoader, ranks: int, _: Path) -> Report:
 
 # --- Accelerate -----------------------------------------------------------------------------------
 
-# What differs for one process as well, and what for several.
+# Configurations for one process or several, and for several only.
 PREPARATIONS: list[dict[str, Any]] = [{}, {"use_seedable_sampler": True}]
 DIVISIONS = [{"dispatch_batches": True}, {"split_batches": True}, {"even_batches": False}]
 
@@ -242,7 +242,7 @@ def samplings() -> dict[str, dict[str, Any]]:
 
 
 class Batches(Points):
-    """Whole batches, for a sampler that yields lists of indices."""
+    """Samples that are whole batches, for a sampler that yields lists of indices."""
 
     def __getitem__(self, index: Any) -> Any:
         return [super(Batches, self).__getitem__(each) for each in index]
@@ -265,7 +265,7 @@ def accelerate_train(make: MakeLoader, ranks: int, _: Path) -> Report:
             if config and kind != "shuffled":
                 continue
             if kind == "batches as samples" and ranks == 1:
-                continue  # Accelerate 1.15 cannot: TypeError
+                continue  # Accelerate 1.15 raises TypeError
             torch.manual_seed(1)
             model = Line()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,7 +280,7 @@ def accelerate_train(make: MakeLoader, ranks: int, _: Path) -> Report:
             for _ in range(EPOCHS):
                 for batch in loader:
                     if not config.get("even_batches", True):
-                        seen.note("read", batch)  # of ranks with more batches DDP knows nothing
+                        seen.note("read", batch)  # DDP needs equally many batches in all ranks
                         continue
                     train(model, optimizer, batch, accelerator.backward, seen)
                     seen.steps.append(accelerator.gather_for_metrics(batch["index"]).tolist())
@@ -300,7 +300,7 @@ def accelerate_train(make: MakeLoader, ranks: int, _: Path) -> Report:
 
 
 class Texts(Points):
-    """Points with texts of several lengths, of which batches are made."""
+    """Points with texts of different lengths, by which a sampler forms batches."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= LENGTH:
@@ -313,12 +313,12 @@ def without_texts(samples: list[dict[str, Any]]) -> Any:
 
 
 def hf_rebalanced(make: MakeLoader, ranks: int, directory: Path) -> Report:
-    """The same, with a batch sampler that sizes batches by length and shares them out itself."""
+    """Run ``hf_trainer`` with a sampler that sizes batches by length and divides them itself."""
     return hf_trainer(make, ranks, directory / "rebalanced", "batch_rebalance")
 
 
 def hf_trainer(make: MakeLoader, ranks: int, directory: Path, strategy: str = "random") -> Report:
-    """Train, then go on from a checkpoint in the middle of an epoch."""
+    """Train, then resume from a checkpoint in the middle of an epoch."""
     import transformers
 
     from dpex.integrations.transformers import DpexTrainerMixin, DpexTrainingArguments
@@ -405,10 +405,10 @@ RUNS: dict[str, list[Callable[..., Report]]] = {
 
 
 def both(framework: str, ranks: int, directory: Path) -> dict[str, dict[str, Report]]:
-    """All runs of a framework, by name, each ``"torch"`` and ``"dpex"``."""
+    """Return the reports of a framework's runs, by name and by loader (``"torch"``, ``"dpex"``)."""
     makes: dict[str, MakeLoader] = {"torch": make_torchs, "dpex": make_ours}
     reports: dict[str, dict[str, Report]] = {}
-    # Every loader that starts takes seconds.
+    # Ranks leave out lightning_overfit, because each start of a loader takes seconds.
     runs = [run for run in RUNS[framework] if ranks == 1 or run is not lightning_overfit]
     for run, (name, make) in itertools.product(runs, makes.items()):
         reports.setdefault(run.__name__, {})[name] = run(make, ranks, directory)

@@ -1,4 +1,4 @@
-"""One rank of ``test_trainers.py``, started by torchrun: what both loaders gave, into a file.
+"""A program for ``test_trainers.py`` and torchrun: it writes one rank's steps of both loaders.
 
 Usage: trainers_program.py FRAMEWORK DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""A loader goes on in another process from where its state_dict says it stood."""
+"""Tests of ``state_dict``: a loader in another process resumes where the state was taken."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROGRAM = PROGRAMS / "resume_program.py"
 
 
 class Drawing:
-    """Sample i is i and what it draws."""
+    """Samples of their index and random numbers."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -48,7 +48,7 @@ class Drawing:
 
 
 class Eager:
-    """Draws when its iterator is made, from numpy's and Python's generators."""
+    """A sampler that draws from numpy's and Python's generators when its iterator is created."""
 
     def __iter__(self) -> Iterator[int]:
         indices = np.random.permutation(LENGTH).tolist()
@@ -60,7 +60,7 @@ class Eager:
 
 
 class Ragged:
-    """Batches of one to four, in a new order in each epoch."""
+    """A batch sampler of one to four indices a batch, in a new order in each epoch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = iter(torch.randperm(LENGTH).tolist())
@@ -72,7 +72,7 @@ class Ragged:
 
 
 class Stateful:
-    """Knows how many of the epoch's indices it has yielded, as torchdata's samplers do."""
+    """A sampler whose state is the number of yielded indices, as in torchdata's samplers."""
 
     def __init__(self) -> None:
         self.yielded = self.begin = 0
@@ -91,7 +91,7 @@ class Stateful:
 
 
 class StatefulIterator(Iterator[list[int]]):
-    """Its state is the iterator's, as those of torchdata's samplers are."""
+    """An iterator with a state, like the iterators of torchdata's samplers."""
 
     def __init__(self, seed: int) -> None:
         self.order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -181,7 +181,7 @@ def content(batch: Any, *, draws: bool = True) -> Any:
 
 
 def told(loader: DpexDataLoader[Any], epoch: int) -> DpexDataLoader[Any]:
-    """Tell the sampler its epoch, as the training loop would."""
+    """Set the sampler's epoch, as a training loop does, and return the loader."""
     if hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
     return loader
@@ -196,7 +196,11 @@ def whole_run(arguments: dict[str, Any]) -> list[list[Any]]:
 def interrupted(
     arguments: dict[str, Any], epoch: int, batches: int
 ) -> tuple[list[list[Any]], Any, tuple[Any, ...]]:
-    """Read up to a batch; returns the batches, the state there, and the generators'."""
+    """Read up to a batch of an epoch.
+
+    Returns:
+        The batches of each epoch, the loader's state, and the states of the global generators.
+    """
     seed_everything(0)
     with DpexDataLoader(DATASET, **arguments) as loader:
         before = [list(told(loader, number)) for number in range(epoch)]
@@ -209,7 +213,7 @@ def interrupted(
 def gone_on(
     arguments: dict[str, Any], state: Any, generators: tuple[Any, ...], epoch: int
 ) -> list[list[Any]]:
-    """Read to the end of the last epoch, in what might be another process."""
+    """Resume from a state as in another process, and return the remaining batches by epoch."""
     seed_everything(99)
     with DpexDataLoader(DATASET, **arguments) as loader:
         loader.load_state_dict(state)
@@ -223,14 +227,15 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(kind: str, mode: str) 
     def arguments(seed: int) -> dict[str, Any]:
         return {**SAMPLERS[kind](seed), **MODES[mode]}
 
-    draws = mode != "in this process"  # what samples draw there is the global generators' business
+    # In this process, samples draw from the global generators, so only the indices must match.
+    draws = mode != "in this process"
     whole = [[content(b, draws=draws) for b in epoch] for epoch in whole_run(arguments(1))]
     assert whole[0]
-    # Every sampler and every mode has all of them, in two tests.
+    # Each test has two of these places. Each sampler and each mode meets all of them.
     places = [(0, 0), (0, len(whole[0])), (1, 2), (1, 99)]
     for epoch, batches in places[([*SAMPLERS].index(kind) + [*MODES].index(mode)) % 2 :: 2]:
         if not draws and batches > 0 and kind == "eager":
-            continue  # samples draw from what the sampler draws from
+            continue  # samples and sampler draw from the same generator
         before, state, generators = interrupted(arguments(1), epoch, batches)
         after = gone_on(arguments(2), state, generators, epoch + (batches == 99))
         if batches == 99:
@@ -243,7 +248,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(kind: str, mode: str) 
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_after_an_epoch_s_last_batch_nothing_is_left_of_it_as_in_torchdata(ours: bool) -> None:
-    """Which is why verl does not load such a state."""
+    """The rest of the epoch is empty, so verl does not load such a state."""
 
     def make() -> Any:
         arguments: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
@@ -396,7 +401,7 @@ class Failing(Drawing):
 def shards(
     ranks: int, *, state: Any = None, batches: int | None = None, **options: Any
 ) -> tuple[list[list[int]], list[Any]]:
-    """What each rank reads, and its states then."""
+    """Return the indices that each rank reads, and each rank's state afterwards."""
     shuffle, drop_last = options.pop("shuffle", True), options.pop("drop_last", False)
     read, states = [], []
     for rank in range(ranks):
@@ -406,7 +411,7 @@ def shards(
         sampler.set_epoch(3)
         with DpexDataLoader(DATASET, sampler=sampler, **options) as loader:
             if state is not None:
-                sampler.set_epoch(0)  # the state's is restored
+                sampler.set_epoch(0)  # load_state_dict restores the epoch
                 loader.load_state_dict(state)
             found = itertools.islice(loader, batches)
             read.append([index for batch in found for index in content(batch, draws=False)])
@@ -451,7 +456,7 @@ def test_a_rank_that_is_told_another_epoch_hears_of_it() -> None:
             list(loader)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- states that are refused ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -575,7 +580,7 @@ def test_a_state_survives_torch_save_with_weights_only(tmp_path: Path) -> None:
         assert torch.load(tmp_path / "state.pt", weights_only=True) == loader.state_dict()
 
 
-# --- a trainer that is killed ---------------------------------------------------------------------
+# --- a training process that is killed ------------------------------------------------------------
 
 
 @pytest.mark.extended
@@ -596,6 +601,6 @@ def test_a_killed_trainer_goes_on_where_its_last_state_was_saved(mode: str) -> N
 
         whole = run("whole", -1)
         assert len(whole) == 18
-        for kill_at in (1, 8, 5):  # counted anew after each
+        for kill_at in (1, 8, 5):  # each run counts its batches from 0
             run("killed", kill_at)
         assert run("killed", -1) == whole

@@ -1,4 +1,4 @@
-"""Sizes of chunks and of the run-ahead, from costs alone."""
+"""Tests of the sizes of chunks and of the run-ahead, which follow from costs alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_chunk_is_settled_once_every_task_has_had_two() -> None:
     p = planner()
     assert not p.settled
     sizes(p, 10)
-    assert not p.settled  # nothing is known
+    assert not p.settled  # no costs are known
     observe(p, ms=10, kilobytes=1)
     assert p.settled
     p.begin(free_cores=2)

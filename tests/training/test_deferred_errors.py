@@ -1,4 +1,4 @@
-"""Errors that are raised later than they are known, and what they keep alive."""
+"""Tests of errors that dpex detects first and raises later: they keep no object alive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Holds:
-    """Like an iterator: it has an error, and a frame of its own that raises it."""
+    """An object that holds an error and raises it from its own frame, like an iterator."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept

@@ -1,4 +1,4 @@
-"""One epoch on a pipeline that answers at once: order, losses, recovery, errors."""
+"""Tests of one epoch on a fake pipeline: order, losses, recovery, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpex.worker.training_settings import Settings
 
 WORKERS = 2
 RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
-# What becomes of a chunk: its entries, its losses, or the pipeline's end.
+# The fate of a chunk: its entries, its losses, or None if the pipeline ends.
 Fate = Sequence[Entry] | Sequence[Loss] | None
 DIED, BLOCK = Loss(LossCause.TASK, "died"), Loss(LossCause.BLOCK, "a block was lost")
 
@@ -58,7 +58,7 @@ class Indices:
 
 
 class FakeRun:
-    """A run, its receiver, and the pipeline behind it, which decides when chunks are fed."""
+    """A run and its receiver. The fate of each chunk is known as soon as it is fed."""
 
     def __init__(self, pipeline: Pipeline, key: str) -> None:
         self._pipeline, self._key = pipeline, key
@@ -95,7 +95,7 @@ class FakeRun:
     def take(self) -> Arrival | None:
         if self._arrivals:
             return self._arrivals.popleft()
-        self._arrivals, self._late = self._late, self._arrivals  # for the next look
+        self._arrivals, self._late = self._late, self._arrivals  # for the next call
         return None
 
     def take_losses(self) -> list[Loss]:
@@ -113,7 +113,7 @@ class FakeRun:
 
 
 class Pipeline:
-    """A session whose runs are answered by one function."""
+    """A session whose chunks get the fate that one function returns."""
 
     alive = True
     at_work = False
@@ -140,7 +140,7 @@ def made(chunk: Chunk) -> list[Entry]:
 
 
 class Reader:
-    """An epoch of some batches on a pipeline, and what it has delivered."""
+    """An epoch of some batches on a fake pipeline, as an iterable of its entries."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ def test_a_chunk_that_cannot_be_pickled_is_an_error_in_the_place_of_its_batches(
         feed(run, chunks, **how)
 
     monkeypatch.setattr(FakeRun, "feed", refuse)
-    monkeypatch.setattr(tuning, "GATHER_S", -1.0)  # each chunk in a message of its own
+    monkeypatch.setattr(tuning, "GATHER_S", -1.0)  # one chunk in each message
     reader = Reader(lambda chunk, _: made(chunk))
     outcomes = [(entry.batch, entry.outcome) for entry in reader]
     assert ((3, "error") in outcomes, len(outcomes)) == (True, 12)

@@ -1,4 +1,4 @@
-"""The chunks that are sent a second time, because batches of theirs have not arrived."""
+"""Tests of the chunks in flight, and of the batches that have not arrived."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_after_an_error_nothing_is_sent_until_all_has_arrived() -> None:
     flight.arrive(0, entries(0, 3))
     flight.settle()
     assert not flight.draining
-    assert flight.losses == [DIED]  # of the chunks that arrived, for all dpex knows
+    assert flight.losses == [DIED]  # kept until a later chunk arrives
 
 
 def test_losses_are_forgotten_once_a_later_chunk_has_arrived() -> None:

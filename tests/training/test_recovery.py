@@ -1,4 +1,4 @@
-"""Recovery of lost chunks: the batches to resend, and the batches that fail."""
+"""Tests of the recovery of lost chunks: the batches to resend, and the batches that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forgotten ``set_epoch`` is noticed, and nothing else is taken for one."""
+"""Tests of the warning about a forgotten ``set_epoch``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_who_calls_set_epoch_hears_nothing(sampler: DistributedSampler[Any]) -> 
         for epoch in range(3):
             sampler.set_epoch(epoch)
             list(loader)
-            # A look at a batch is not an epoch.
+            # An epoch of which only one batch is read does not count.
             sampler.set_epoch(epoch + 1)
             next(iter(loader))
 

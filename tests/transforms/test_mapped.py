@@ -1,4 +1,4 @@
-"""Chains of transforms without a cluster: what they do to samples, in torch's own loader too."""
+"""Tests of chains of transforms without a cluster, also in torch's loader."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Boxed(Pictures):
 
 
 class Batched(Pictures):
-    """Knows how to read a batch at once."""
+    """Pictures that can be read in whole batches."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 class Brightens:
-    """A transform as albumentations' are: keywords in, a mapping out."""
+    """A transform like albumentations': it takes keywords, and returns a mapping."""
 
     def __call__(self, *, force_apply: bool = False, **data: Any) -> dict[str, Any]:
         return {**data, "image": data["image"] // 2 + 100}
@@ -137,7 +137,7 @@ def test_targets_have_transforms_of_their_own() -> None:
 
 
 def test_targets_are_transformed_after_inputs() -> None:
-    """As torchvision does it, so that both draw the same numbers."""
+    """The order is torchvision's, so that both draw the same numbers."""
 
     def noisy(_: Any) -> torch.Tensor:
         return torch.rand(())
@@ -222,7 +222,8 @@ def test_forgetting_the_batched_stages_raises(
     loader = DataLoader(dataset, num_workers=num_workers, **{"batch_size": 4, **options})
     with pytest.raises(TypeError, match=re.escape("collate_fn=dataset.collate()")) as caught:
         next(iter(loader))
-    # The collector would take the iterator's queue first, and torch wait for its worker in vain.
+    # Free the iterator now. The garbage collector might free its queue first, and torch would then
+    # wait in vain for its worker process.
     caught.value.__traceback__ = None
     del caught
 
@@ -337,7 +338,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ToDtype": (torch.float32,),
     "UniformTemporalSubsample": (2,),
 }
-# They take boxes, key points, videos or pairs of pictures, which these pictures are not.
+# These transforms take boxes, key points, videos or pairs of pictures, not single pictures.
 OTHER_INPUTS = {
     *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "OpticalFlow"),
     *("SanitizeBoundingBoxes", "SanitizeKeyPoints", "SemanticSegmentation", "SetClampingMode"),

@@ -1,4 +1,4 @@
-"""Batches to one Arrow row and back."""
+"""Tests of the block format: batches to one Arrow row and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Point = namedtuple("Point", "x y")
 
 
 def through_frame(*values: Any) -> list[Any]:
-    """Send values through a block, as bytes that share nothing with them."""
+    """Write values to a block, copy it as bytes, and return the decoded values."""
     writer = BlockWriter("run", 3)
     for number, value in enumerate(values):
         writer.add(Entry(number, dump(value, "batch")), Costs(seconds=0.5, samples=2))

@@ -1,4 +1,4 @@
-"""Memory that serves one batch after the other, and never two at once."""
+"""Tests of the memory pool: memory serves one batch after another, and never two at once."""
 
 from __future__ import annotations
 
@@ -155,5 +155,5 @@ def test_a_loaders_batches_are_whole_as_long_as_somebody_has_them(
     expected = list(DataLoader(LargeSamples(), batch_size=4))
     for number, batch in kept.items():
         assert torch.equal(batch, expected[number % 12])
-    # Those in the loop's hands, on their way, and idle; not one for each batch.
+    # The pool reuses memory unless the loop keeps every batch.
     assert (len(places) < 36) == (keep_every > 1)

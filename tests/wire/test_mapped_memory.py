@@ -1,4 +1,4 @@
-"""Mapped files and shared memory reach workers as mappings, not by content."""
+"""Tests of mapped files and shared memory: worker processes get mappings, not the content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HERE = Readers(same_host=True)
 ELSEWHERE = Readers(same_host=False)
 PROGRAM = PROGRAMS / "mappings_program.py"
 ROWS, COLUMNS = 1 << 10, 1 << 8
-# A reference to a file, and what is said of the view.
+# Maximum size of a reference to a file, with the descriptions of its views.
 REFERENCE_BYTES = 3_000
 
 READ_ELSEWHERE = """
@@ -49,7 +49,7 @@ found = load(pickle.load(sys.stdin.buffer))
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Numbers that count up."""
+    """Return a file of int64 numbers that count up from 0."""
     path = tmp_path / "numbers"
     np.arange(ROWS * COLUMNS, dtype=np.int64).tofile(path)
     return path
@@ -57,7 +57,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody open what is mapped but has no descriptor, as for users other than root."""
+    """Deny access to mapped memory without a descriptor, as for users other than root."""
     real = os.open
 
     def checked(path: Any, *arguments: Any, **options: Any) -> int:
@@ -69,14 +69,14 @@ def unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sent(obj: Any, readers: Readers = HERE) -> Any:
-    """What a reader gets of an object; fails if it is sent by content."""
+    """Return an object as a reader gets it; fail if its content is sent."""
     pickled = dump(obj, "x", readers)
     assert pickled.size_bytes < REFERENCE_BYTES
     return load(pickled)
 
 
 def run_elsewhere(pickled: Pickled, code: str) -> str:
-    """Unpickle in another process and run a few lines there; returns what they print."""
+    """Unpickle in another process, run some code there, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", READ_ELSEWHERE + code],
         input=pickle.dumps(pickled),
@@ -367,7 +367,7 @@ def test_a_lock_that_a_child_has_inherited_stays_that_child_s() -> None:
     try:
         with pytest.raises(SerializationError, match=r"x \(of type multiprocessing.*Lock\)"):
             dump(lock, "x", HERE)
-        # A fork of that child inherits it too.
+        # A fork of that child inherits the lock too.
         assert dump(lock, "x", Readers(same_host=True, fork_parent=child.pid))
     finally:
         our_end.send("end")
@@ -428,7 +428,7 @@ def test_memory_that_nobody_can_open_is_inherited_or_refused() -> None:
     memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
     with pytest.raises(SerializationError, match="no name and no descriptor"):
         dump(memory, "x", HERE)
-    # This process stands for its fork.
+    # This process plays the role of its own fork.
     found = sent(memory, Readers(same_host=True, fork_parent=os.getpid()))
     found[5000] = 3
     assert memory[5000] == 3
@@ -450,11 +450,11 @@ def _no_proc(*_: Any) -> Any:
     raise FileNotFoundError("/proc/self/maps")
 
 
-# --- with workers ---------------------------------------------------------------------------------
+# --- with worker processes ------------------------------------------------------------------------
 
 
 class Cache(Dataset[torch.Tensor]):
-    """Samples that are made in the first epoch, and read from shared memory in the next."""
+    """Samples that are made in the first epoch, and read from shared memory in the second."""
 
     def __init__(self, file: Path) -> None:
         self.made = torch.zeros(12, dtype=torch.bool).share_memory_()
@@ -490,7 +490,7 @@ def test_workers_fill_a_cache_as_torch_s_do(
 
 
 class Counting:
-    """A transform that counts what it has transformed."""
+    """A transform that counts its samples."""
 
     def __init__(self) -> None:
         self.count = multiprocessing.Value("i", 0)

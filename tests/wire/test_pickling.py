@@ -1,4 +1,4 @@
-"""Pickles: own modules travel by value to nodes that lack their files; no memory is kept."""
+"""Tests of pickling: the user's own modules, the lifetime of buffers, and images."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Dataset:
     def __getitem__(self, index):
         return scaled(index) + own_helper.SCALE
 """
-# Reads a pickle and uses what it finds, in a process that cannot import the modules.
+# A program that unpickles a dataset and reads a sample, but cannot import the dataset's modules.
 READ = "import pickle, sys; print(pickle.load(sys.stdin.buffer)[2])"
 
 
@@ -74,7 +74,7 @@ def test_installed_modules_stay_references(own_module: object) -> None:
 
 
 def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:
-    """Not by the next garbage collection, until which every worker would hold many batches."""
+    """Otherwise every worker process would hold many batches until a garbage collection."""
     batch = np.ones(1_000_000, dtype=np.uint8)
     alive = weakref.ref(batch)
     gc.disable()

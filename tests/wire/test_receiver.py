@@ -1,4 +1,4 @@
-"""Blocks on their way into the training process: what is lost with its process is made again."""
+"""Tests of the receiver: dpex recomputes blocks that are lost with their process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_lost(block: Any) -> bool:
 def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     through_client: bool,
 ) -> None:
-    """With and without Ray Data, as through a client the trainer has none."""
+    """The receiver reads blocks through Ray Data, except in a Ray Client."""
     import ray
 
     from dpex.pipeline.actor import PipelineActor, Reply
@@ -94,7 +94,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
 
 
 class DiesAfterLargeBatches(Plain):
-    """Kills its process as soon as a large batch is on its way, once for each mark."""
+    """Three samples kill their process once, after it may have sent a large batch."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(120)

@@ -1,4 +1,4 @@
-"""Messages to a host whose connection breaks."""
+"""Tests of messages to a pipeline actor whose connection breaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 class FakeHost:
-    """A host that answers each call with the next error, and then with none."""
+    """A pipeline actor that answers each call with the next error, and then without error."""
 
     def __init__(self, *errors: Exception | None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -58,7 +58,7 @@ def test_a_message_is_sent_again_until_the_host_has_it(monkeypatch: pytest.Monke
         messages.send("deliver", block)
     messages.confirm()
     assert [block for *_, block in host.calls] == ["a", "b", "a", "a", "a"]
-    # By its sender and number the host knows that it is the same.
+    # The pipeline actor recognizes a repeated message by its sender and number.
     assert len({call[1] for call in host.calls}) == 2
 
 

@@ -1,4 +1,4 @@
-"""State that workers keep is torch's: same arguments, same batches, over real processes."""
+"""Tests of the state of logical workers: dpex and torch make the same batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ distributed = functools.partial(DpexDataLoader, distribute_mode=True)
 on_shared_ray = pytest.mark.usefixtures("shared_ray")
 
 FULL = [(kind, w, p) for kind in KINDS for w in WORKERS for p in (False, True)]
-# Every two of kind, number of workers and persistence meet.
+# Every pair of a kind, a number of workers and a persistence occurs.
 PAIRWISE = [
     (kind, WORKERS[(place + persistent) % 2], persistent)
     for place, kind in enumerate(KINDS)
@@ -45,7 +45,7 @@ PAIRWISE = [
 
 @functools.cache
 def torchs(kind: str, workers: int, persistent: bool) -> list[Any]:
-    """What torch's forked workers give, as JSON has it."""
+    """Return the epochs that torch's forked workers make, in the form that JSON gives them."""
     make = functools.partial(DataLoader, multiprocessing_context="fork")
     read = epochs(kind, make, workers=workers, persistent=persistent)
     plain: list[Any] = json.loads(json.dumps(read))
@@ -114,7 +114,8 @@ def test_state_is_torch_s_on_two_nodes(part: int) -> None:
 
 @pytest.mark.extended
 def test_state_is_torch_s_where_workers_take_turns_on_two_nodes() -> None:
-    # With one CPU a node, few first batches are made at once. These must not decide for all.
+    # With one CPU a node, few first batches are made at once. They must not decide the binding of
+    # the other logical workers.
     odd = [("counter of odd batches", 5, persistent) for persistent in (False, True)]
     others = [c for c in FULL if c[1] == 5 and c not in odd]
     read_on_two_nodes(odd + others[::5], cpus=1)
@@ -183,11 +184,11 @@ def test_generators_that_worker_init_fn_leaves_alone_are_seeded_for_each_sample(
     assert [sample[1] for sample in seeded] != [sample[1] for sample in alone]
 
 
-# --- from when a logical worker is bound ----------------------------------------------------------
+# --- when a logical worker is bound ---------------------------------------------------------------
 
 
 class ChangesLate(Counts):
-    """Counts from a certain sample on."""
+    """A dataset that counts its reads from a certain sample on."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ def test_state_that_first_changes_at_a_later_sample_is_warned_of_once() -> None:
         warnings.simplefilter("always")
         samples = [sample for batch in loader for sample in batch]
         list(loader)
-    # Ray's import warns of other things.
+    # The import of Ray causes other warnings.
     told = [warning for warning in caught if "changed its worker's dataset" in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]
     assert [index for index, _ in samples] == list(range(4_000))
@@ -237,7 +238,7 @@ _counted = 0
 
 
 class CountsInModule(Numbers):
-    """Counts in a global, which no pickle shows."""
+    """A dataset that counts in a global variable, which its pickle does not contain."""
 
     def __getitem__(self, index: int) -> Any:
         global _counted
@@ -264,7 +265,7 @@ def test_a_global_counts_in_its_process_and_needs_a_worker_init_fn_to_be_one_wor
 
 
 class CountsUnseen(Counts):
-    """Leaves its counter out of its pickle."""
+    """A dataset that leaves its counter out of its pickle."""
 
     def __getstate__(self) -> Any:
         return {"seen": 0}
@@ -281,7 +282,7 @@ def test_state_that_a_pickle_leaves_out_needs_a_worker_init_fn() -> None:
 
 
 class Meets(Numbers):
-    """Batch k waits until all workers have begun their first one."""
+    """Samples that wait until every logical worker has started its first batch."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -318,7 +319,7 @@ def test_what_an_lru_cache_keeps_changes_no_batch() -> None:
 
 
 class DiesOnce(Counts):
-    """Sample 30 kills its worker the first time."""
+    """A dataset whose sample 30 kills its worker process the first time."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
@@ -348,7 +349,7 @@ def test_after_a_worker_s_death_its_state_begins_again_and_no_other_s(
     assert [index for index, _ in samples] == list(range(LENGTH))
     for worker in (1, 2):
         assert [seen for _, seen in samples[worker::3]] == list(range(1, LENGTH // 3 + 1))
-    # It makes some batches again that had arrived, then goes on.
+    # The restarted logical worker recomputes some batches that had arrived, then continues.
     steps = [after - before for before, after in itertools.pairwise(s for _, s in samples[::3])]
     assert len([step for step in steps if step != 1]) == 1
     assert min(steps) < 0
@@ -362,7 +363,7 @@ def test_after_a_worker_s_death_its_state_begins_again_and_no_other_s(
 
 
 class LeavesMark(Numbers):
-    """Has a file for every copy in a worker process, as long as the copy lives."""
+    """A dataset with a file for each copy in a worker process, as long as the copy lives."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -401,10 +402,10 @@ def test_copies_go_with_their_loader(tmp_path: Path, how: str, persistent: bool)
     )
     for _ in range(3):
         list(loader)
-        # At most one copy for each logical worker, also while epochs follow one another.
+        # Each logical worker has a copy, and keeps it after an epoch.
         assert {path.name.partition("-")[2] for path in tmp_path.iterdir()} == {"0", "1", "2"}
     if how != "finished":
-        next(iter(loader))  # and the workers make the run-ahead
+        next(iter(loader))  # the logical workers make the run-ahead
     if how == "closed":
         loader.close()
     del loader

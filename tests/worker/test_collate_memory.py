@@ -1,4 +1,4 @@
-"""Large samples lie in their batch as soon as they are made, and the batch is default_collate's."""
+"""Tests of ``BatchMemory``: large samples go straight to a batch that equals torch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(60)]
 Same = Callable[[Any, Any], None]
 
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
-SIDE = 192  # so many floats squared are large, and so many bytes are not
+SIDE = 192  # SIDE**2 floats are large; 3 * SIDE**2 bytes are not
 
 
 def picture(index: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,8 +71,8 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 }
 
 
-# What a worker of torch's refuses, or makes another batch of. It also has a text of its own for
-# shapes that differ, which names no shape.
+# Samples that torch collates otherwise, or refuses, in its worker processes. The test compares only
+# these with torch's worker, because its error for shapes that differ names no shape.
 OTHERWISE_IN_WORKERS = {"learnt", "types that differ"}
 
 
@@ -93,7 +93,7 @@ def test_a_batch_is_default_collates(kind: str, taken: int, assert_same: Same) -
             info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
             patch.setattr(torch_worker, "_worker_info", info)
         expected = collated(default_collate, samples)
-    memory = BatchMemory(default_collate, 6)  # of which some may be left out
+    memory = BatchMemory(default_collate, 6)  # skipped samples may leave fewer
     batch = collated(memory.collate, [memory.take(sample) for sample in samples])
     assert_same(batch, expected)
 
@@ -151,7 +151,7 @@ def test_a_users_way_to_stack_tensors_is_kept(
 
 
 class Pictures(Dataset[Any]):
-    """Some of them cannot be read."""
+    """Images, some of which cannot be read if ``broken`` is given."""
 
     def __init__(self, broken: int = -1) -> None:
         self.broken = broken

@@ -1,4 +1,4 @@
-"""An IterableDataset, compared with torch's loader and its workers."""
+"""Tests of an ``IterableDataset``, compared with torch's loader and its workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Same = Callable[[Any, Any], None]
 
 
 class Everything(IterableDataset[Any]):
-    """Each worker reads all of it."""
+    """A stream that each logical worker reads in full."""
 
     def __init__(self, length: int = 11) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class Everything(IterableDataset[Any]):
 
 
 class Shard(Everything):
-    """The workers share it among them, as torch's documentation does."""
+    """A stream that the logical workers divide among them, as in torch's documentation."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -52,7 +52,7 @@ class Shard(Everything):
 
 
 class Uneven(IterableDataset[Any]):
-    """Worker 0 has 7 samples, worker 1 none, worker 2 twenty, and so on."""
+    """A stream of 7 samples in worker 0, none in worker 1, 20 in worker 2, and so on."""
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info().id
@@ -61,7 +61,7 @@ class Uneven(IterableDataset[Any]):
 
 
 class Drawing(Everything):
-    """Draws from all generators, before the first sample too."""
+    """A stream that draws from all global generators, also before its first sample."""
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(self.length).tolist()
@@ -70,7 +70,7 @@ class Drawing(Everything):
 
 
 class Remembers(Everything):
-    """Changes as it is read."""
+    """A stream that counts its passes."""
 
     epoch = 0
 
@@ -81,7 +81,7 @@ class Remembers(Everything):
 
 
 class Lines(IterableDataset[str]):
-    """Reads a file line by line."""
+    """The lines of a file, divided among the logical workers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Lines(IterableDataset[str]):
 
 
 class Failing(IterableDataset[Any]):
-    """An iterator that raises and goes on."""
+    """A stream that raises two errors and then continues."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -111,7 +111,7 @@ class Failing(IterableDataset[Any]):
 
 
 class Deadly(Everything):
-    """Ends worker 0's process at its sixth sample, as often as it is told to."""
+    """A stream that kills worker 0's process at sample 6, ``times`` times."""
 
     def __init__(self, marks: Path, times: int) -> None:
         super().__init__(12)
@@ -129,7 +129,7 @@ class Deadly(Everything):
 
 
 class DiesLater(Deadly):
-    """In the second epoch, in the middle of a shuffled stream."""
+    """A shuffled stream that kills worker 0's process in its second pass, if ``times`` is 1."""
 
     epoch = 0
 
@@ -145,7 +145,7 @@ class DiesLater(Deadly):
 
 
 class SlowBeside(Deadly):
-    """Worker 1 takes its time while worker 0 dies."""
+    """A stream that is slow in worker 1 while worker 0's process dies."""
 
     def __iter__(self) -> Iterator[Any]:
         for sample in super().__iter__():
@@ -210,7 +210,7 @@ def test_epochs(assert_same: Same, dataset: Any, persistent: bool) -> None:
 
 
 def test_draws_of_further_epochs() -> None:
-    """Each is seeded, unlike torch's: a stream that is begun again elsewhere draws the same."""
+    """Unlike torch, dpex seeds every epoch of persistent workers, so a restart changes no draws."""
 
     def epochs(**options: Any) -> list[Any]:
         arguments = {"batch_size": 5, "num_workers": 2, **options}
@@ -236,7 +236,7 @@ def test_a_later_epoch_of_persistent_workers_goes_on() -> None:
         before = list(map(str, itertools.islice(loader, 3)))
         state = loader.state_dict()
     with DpexDataLoader(Drawing(20), **arguments, **OURS) as loader:
-        next(iter(loader))  # what has been read of another run is not gone on with
+        next(iter(loader))  # the loader must not continue this epoch
         loader.load_state_dict(state)
         assert before + list(map(str, loader)) == whole
 
@@ -385,7 +385,7 @@ def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Pat
     iterator, seen = iter(loader), []
     with pytest.raises(ChunkLostError, match="batch 3 of worker 0's stream"):
         seen.extend(iterator)
-    assert len(list(iterator)) == 3  # the other worker's
+    assert len(list(iterator)) == 3  # batches of the other logical worker
 
 
 def test_a_wrong_length_warns_as_torch_s_does() -> None:
@@ -406,7 +406,7 @@ def test_statistics_count_a_stream_s_samples() -> None:
         assert loader.stats().in_flight == 0
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_without_the_cluster_a_stream_goes_on_too(num_workers: int) -> None:
 
 
 class Exits(IterableDataset[int]):
-    """An iterator that exits, and goes on."""
+    """A stream that raises ``SystemExit`` and then continues."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -529,7 +529,7 @@ def test_an_exit_is_read_over_too() -> None:
     assert found == [1, "exit", 3, 4]
 
 
-# --- refused --------------------------------------------------------------------------------------
+# --- datasets and options that are refused --------------------------------------------------------
 
 
 class Pipe(IterDataPipe[int]):

@@ -1,4 +1,4 @@
-"""Streams of libraries that people read, compared with torch's loader."""
+"""Tests of the streams of WebDataset and ``datasets``, compared with torch's loader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARDS = 4
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Tar files of pictures with a label, as WebDataset reads them."""
+    """Write tar files of images with a label for WebDataset, and return their paths."""
     directory = tmp_path_factory.mktemp("shards")
     generator = np.random.default_rng(0)
     paths = [directory / f"{shard}.tar" for shard in range(SHARDS)]
@@ -44,7 +44,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """JSON lines, in several files."""
+    """Write several files of JSON lines, and return their paths."""
     directory = tmp_path_factory.mktemp("lines")
     paths = [directory / f"{shard}.jsonl" for shard in range(SHARDS)]
     for shard, path in enumerate(paths):
@@ -56,7 +56,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def pictures(shards: list[str]) -> IterableDataset[Any]:
     dataset: IterableDataset[Any] = (
         webdataset.WebDataset(shards, shardshuffle=SHARDS, seed=1)
-        .shuffle(10, rng=random.Random(2))  # else of the time and the process
+        .shuffle(10, rng=random.Random(2))  # else seeded by time and process
         .decode("torchrgb")
         .to_tuple("png", "cls")
     )
@@ -119,7 +119,7 @@ def test_datasets_set_epoch(lines: list[str]) -> None:
 
 @pytest.mark.parametrize("place", [1, 5, 13])
 def test_datasets_go_on_from_their_state(lines: list[str], place: int) -> None:
-    """A shuffled stream begins its buffer anew, as the library says, so this one is not."""
+    """This stream is not shuffled, because ``datasets`` does not restore a shuffle buffer."""
     dataset = datasets.load_dataset("json", data_files=lines, split="train", streaming=True)
     with DpexDataLoader(dataset, 4, num_workers=2, **OURS) as loader:
         whole = [str(batch) for batch in loader]
@@ -133,7 +133,7 @@ def test_datasets_go_on_from_their_state(lines: list[str], place: int) -> None:
 
 
 def test_a_rank_s_share(lines: list[str]) -> None:
-    """``split_dataset_by_node`` divides among ranks, and the workers divide a rank's share."""
+    """``split_dataset_by_node`` gives each rank a share, which the logical workers divide."""
     from datasets.distributed import split_dataset_by_node
 
     def share(rank: int, loader_type: Any, **options: Any) -> list[int]:
@@ -153,6 +153,6 @@ def test_text_files(tmp_path: Path) -> None:
         files = str(tmp_path / "lines.txt")
         return datasets.load_dataset("text", data_files=files, split="train", streaming=True)
 
-    # One file, two workers: the second one has nothing to read, in torch's loader too.
+    # There is one file, so the second of the two logical workers reads nothing, as with torch.
     ours = epochs_of(DpexDataLoader, dataset(), **OURS)
     assert ours == epochs_of(DataLoader, dataset())

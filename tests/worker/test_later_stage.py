@@ -1,4 +1,4 @@
-"""Chains of several stages on Ray: the batches are those of torch's own loader."""
+"""Tests of chains of several stages on Ray: their batches equal those of torch's loader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Same = Callable[[Any, Any], None]
 
 
 class AtOnce(Plain):
-    """Reads a batch's samples in one call."""
+    """A dataset that reads a batch's samples in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
@@ -63,7 +63,7 @@ def first_of(batch: Any) -> Any:
     return {**batch, "values": batch["values"][:1]}
 
 
-# The options differ from those of the stage before, so that Ray does not make one of the two.
+# Ray fuses a stage into the first stage's tasks if both ask for the same resources.
 CHAINS: dict[str, list[Any]] = {
     "no stage": [double],
     "reading, then a stage": [Stage(double)],
@@ -87,7 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Every two of chain, options and source meet.
+# Every pair of a chain, options and a source occurs.
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chain_name", CHAINS)
 def test_batches_are_torchs(chain_name: str, options: str, assert_same: Same) -> None:
@@ -131,7 +131,7 @@ def noisy(value: torch.Tensor) -> torch.Tensor:
 
 
 def in_place(value: torch.Tensor) -> torch.Tensor:
-    """Draws from its thirtieth sample on only, when it has changed what it was given."""
+    """Change the given value, and add random numbers only if it is then above 30."""
     value += 1
     return value + torch.rand(3) if value[0] > 30 else value
 
@@ -161,7 +161,7 @@ def test_batched_stages_inside_of_another_dataset(wrapped: Any, assert_same: Sam
 
 
 class Alone:
-    """Notes when it begins and ends, in a file."""
+    """A transform that logs the starts and ends of its work to a file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -204,7 +204,7 @@ def test_a_stage_that_asks_for_the_same_runs_in_the_same_task(
 
 
 def draws(chain: list[Any], source: Any = None, **options: Any) -> list[torch.Tensor]:
-    """Two epochs' samples, by place."""
+    """Return the samples of two epochs, in order."""
     dataset = MappedDataset(source or Plain(48), chain) if chain else source
     options = {"batch_size": 6, "num_workers": 2, **options}
     generator = torch.Generator().manual_seed(5)
@@ -270,7 +270,7 @@ def test_what_a_batched_stage_draws_depends_on_its_batch_alone() -> None:
 
 
 class Says:
-    """What a stage's process looks like from inside."""
+    """A transform that returns its worker ID, the offset of its seed, and its number of threads."""
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         info = get_worker_info()
@@ -324,7 +324,7 @@ def test_an_error_in_reading_passes_through_the_later_stages() -> None:
 
 
 class KillsAt:
-    """Kills its process at one value; ``once``, if there is no file ``mark`` yet."""
+    """A transform that kills its process at one value; only once if ``mark`` is given."""
 
     def __init__(self, value: int, mark: Path | None) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""A worker process's part, run in this process: no Ray is needed for it."""
+"""Tests of a worker process's work, run in this process without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpex.worker.training_settings import Settings
 
 
 class Draws:
-    """Every sample is what the three generators give."""
+    """Samples that draw from the three global generators."""
 
     def __len__(self) -> int:
         return 100
@@ -32,7 +32,7 @@ class Draws:
 
 
 class Counts:
-    """Remembers, in its copy, how often it was read."""
+    """A dataset whose copy counts how often it is read."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -48,7 +48,7 @@ BOUND: dict[str, Any] = {"binding": Binding.ALWAYS}
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Any:
-    """Leave this process as the test found it: fetch_chunk settles the process it runs in."""
+    """Restore this process after the test, because ``fetch_chunk`` changes global settings."""
     saved = (torch.get_num_threads(), torch.initial_seed, torch.random.initial_seed)
     dataset_copies._copies.clear()
     yield
@@ -80,7 +80,7 @@ def read(
     binding: Binding = Binding.RELEASED,
     **job: Any,
 ) -> list[Any]:
-    """Return what ``fetch_chunk`` makes of consecutive batches: batches and error wrappers."""
+    """Return the results of ``fetch_chunk`` for consecutive batches: batches and error wrappers."""
     values: dict[str, Any] = {
         "collate_fn": list,
         "worker_init_fn": None,
@@ -184,7 +184,7 @@ def test_copies_live_until_their_pipeline_is_released() -> None:
 def test_a_chunk_that_begins_when_its_pipeline_is_closed_leaves_no_copy() -> None:
     from dpex.worker import kept_jobs
 
-    kept_jobs._release("closed")  # the task has been given its chunk by now
+    kept_jobs._release("closed")  # the task has its chunk by now
     with kept_jobs.working("closed"):
         assert read(Counts(), [[0]], **BOUND) == [[(1, None)]]
         assert dataset_copies._copies
@@ -218,7 +218,8 @@ def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
     dataset = CountsFrom2()
     assert made(dataset, {0: [0, 0]}, Binding.WATCHED) == [0, 0]
     assert seen == [True, True]
-    # Released, all workers share the copy; a look at each batch would take too long.
+    # Released logical workers share the copy. dpex does not check it after each batch, because that
+    # would take too long.
     assert made(dataset, {1: [1], 2: [1]}, Binding.RELEASED) == [0, 0]
     assert len(dataset_copies._copies) == 1
     [copy] = dataset_copies._copies.values()
@@ -363,7 +364,7 @@ def test_it_says_so_once_its_last_batch_is_nearly_made() -> None:
 
 
 class Moody:
-    """Draws from one generator, at some samples only; one of them fails by chance."""
+    """A dataset that draws at some samples only; with ``fails``, these samples raise an error."""
 
     def __init__(self, draw: Any, moods: set[int], *, fails: bool = False) -> None:
         self.draw = draw
@@ -430,7 +431,7 @@ def test_a_collate_fn_that_draws_does_so_from_the_last_sample_s_seed() -> None:
 
 @pytest.mark.parametrize("batched", [False, True], ids=["samples", "batches"])
 def test_a_stage_with_a_gpu_seeds_cuda(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.Generator()  # in place of a GPU's
+    device = torch.Generator()  # in place of a GPU's generator
     seeds: list[int] = []
     monkeypatch.setattr(
         torch.cuda, "manual_seed_all", lambda s: (seeds.append(s), device.manual_seed(s))

@@ -1,4 +1,4 @@
-"""Logical workers: what code in a sample sees of torch's worker, over real processes."""
+"""Tests of logical workers: code in a sample sees the same as in torch's worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``on_error="skip"``: samples that cannot be read are left out, counted and named."""
+"""Tests of ``on_error="skip"``: dpex leaves out, counts and names samples that it cannot read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = {
 
 
 class Broken(Dataset[Any]):
-    """Sample i is i and what it draws; those in ``bad`` cannot be read."""
+    """Samples of their index and a random number; those in ``bad`` cannot be read."""
 
     def __init__(self, bad: set[int] = BAD) -> None:
         self.bad = bad
@@ -43,7 +43,7 @@ class Broken(Dataset[Any]):
 
 
 class BrokenAtOnce(Broken):
-    """Reads a batch in one call."""
+    """A dataset that reads a batch's samples in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
@@ -81,7 +81,7 @@ def test_the_others_come_in_their_batches(source: str, caplog: pytest.LogCapture
         batches = [batch[0].tolist() for batch in loader]
         assert batches == [
             [0, 1, 2],
-            [4, 5, 6, 7],  # and none of 8 to 11
+            [4, 5, 6, 7],  # the batch of 8 to 11 has no samples
             [12, 13, 14, 15],
             [16, 18, 19],
             [20, 21, 22, 23],

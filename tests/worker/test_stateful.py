@@ -1,4 +1,4 @@
-"""Datasets that say where they stand."""
+"""Tests of datasets with a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = tuple[list[int], list[float]]
 
 
 class Itself(IterableDataset[Any]):
-    """Is its own iterator, and writes down what it reads."""
+    """A stream with a state that is its own iterator, and logs the samples that it reads."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
@@ -55,7 +55,7 @@ class Itself(IterableDataset[Any]):
 
 
 class Apart(IterableDataset[Any]):
-    """Only its iterator says where it stands."""
+    """A stream without a state, whose iterator has a state."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
@@ -65,7 +65,7 @@ class Apart(IterableDataset[Any]):
 
 
 class Generating(Itself):
-    """Says itself where its iterator stands, which is a generator."""
+    """A stream with a state, whose iterator is a generator."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -77,7 +77,7 @@ class Generating(Itself):
 
 
 class KeepsItsBeginning(Itself):
-    """Once told where to stand, it begins there every time."""
+    """A stream that starts every pass at the position that it last loaded."""
 
     begin = 0
 
@@ -107,7 +107,7 @@ def indices_in(batches: list[Batch]) -> set[int]:
 @pytest.mark.parametrize("place", [0, 1, 4, 6, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_is_begun_where_it_says_it_stood(kind: Any, place: int, tmp_path: Path) -> None:
-    """Nothing is read a second time, and what is drawn is the same."""
+    """A resumed stream reads no sample twice, and draws the same numbers."""
 
     def loader(part: str) -> DpexDataLoader[Any]:
         return DpexDataLoader(kind(tmp_path / part), 2, num_workers=2, **OURS)
@@ -158,7 +158,7 @@ def test_epochs_after_one_that_went_on_are_whole(
 
 
 class Goes(Itself):
-    """Its ``__iter__`` continues where the last iterator stopped."""
+    """A stream whose ``__iter__`` continues where the last iterator stopped."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -174,7 +174,7 @@ class HoldsGenerator(Goes):
 
 
 class ItsDatasetHolds(Generating):
-    """The same, of a dataset whose iterator is a generator."""
+    """A stream like ``HoldsGenerator``, but with a generator as its iterator."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place, "rng": torch.get_rng_state()}
@@ -201,14 +201,14 @@ def test_without_workers_a_stream_goes_on_as_a_stateful_data_loader_s(
         loader.load_state_dict(state)
         rest = batches_of(loader)
         assert read(notes) == list(range(LENGTH)), "nothing is read a second time"
-        # Without generators in the state, samples draw from what the process has drawn since.
+        # If the state lacks the generator, the numbers depend on earlier draws of the process.
         exact = kind in (HoldsGenerator, ItsDatasetHolds)
         found[loader_type] = (batches, rest) if exact else (batches, [i for i, _ in rest])
     assert found[DpexDataLoader] == found[StatefulDataLoader]
 
 
 class CountsEpochs(IterableDataset[Any]):
-    """Samples that name their epoch; a state between two epochs says which one comes."""
+    """A stream whose samples contain its epoch; a state after an epoch contains the next one."""
 
     def __init__(self) -> None:
         self.epoch = self.place = 0
@@ -230,7 +230,7 @@ class CountsEpochs(IterableDataset[Any]):
 
 
 class CountsItself(CountsEpochs):
-    """Is its own iterator, and stays at the end until its next pass."""
+    """A stream that is its own iterator, and stays at its end until the next pass."""
 
     def __init__(self) -> None:
         self.epoch, self.place = -1, 0
@@ -253,7 +253,7 @@ class CountsItself(CountsEpochs):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [CountsEpochs, CountsItself])
 def test_a_dataset_keeps_its_state_from_epoch_to_epoch(kind: Any, workers: int, place: int) -> None:
-    """In another process, too: a state is taken after epoch 0, or in the middle of epoch 1."""
+    """A second loader resumes this state, taken after epoch 0 or in the middle of epoch 1."""
     arguments: dict[str, Any] = {
         "batch_size": 2,
         "num_workers": workers,
@@ -288,7 +288,10 @@ def test_other_workers_begin_without_the_states_of_those_that_were() -> None:
 
 
 class Deadly(Itself):
-    """Ends its process once, before its sixth sample; says that it stands further than it does."""
+    """A stream that kills worker 0's process once, before its sixth sample.
+
+    Its state is one sample ahead.
+    """
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place + 1}
@@ -302,7 +305,7 @@ class Deadly(Itself):
 
 
 def test_a_worker_that_dies_loses_nothing_that_a_state_forgets(tmp_path: Path) -> None:
-    """In an epoch of its own, and in one that goes on."""
+    """This holds for a new epoch and for a resumed epoch."""
     options: dict[str, Any] = {"num_workers": 2, **OURS}
     seed_everything()
     with DpexDataLoader(Itself(tmp_path / "whole"), 1, **options) as loader:
@@ -351,7 +354,7 @@ def test_errors_of_states_are_the_dataset_s_own(tmp_path: Path) -> None:
 
 
 class Curriculum(Dataset[int]):
-    """A map-style dataset whose samples follow from a state."""
+    """A map-style dataset whose samples depend on its state."""
 
     level = 0
 
@@ -378,10 +381,10 @@ def test_a_map_style_dataset_has_the_state_of_the_training_process(
     with DpexDataLoader(dataset, **options) as loader:
         dataset.level = 3
         next(iter(loader))
-        dataset.level = 4  # which is for the next epoch
+        dataset.level = 4  # holds from the next epoch on
         state = loader.state_dict()
     with DpexDataLoader(Curriculum(), **options) as loader:
-        list(loader)  # some have workers that stay
+        list(loader)  # persistent workers start here
         loader.load_state_dict(state)
         assert [batch.tolist() for batch in loader] == [[302, 303], [304, 305]]
         assert [batch.tolist() for batch in loader] == [[300, 301], [302, 303], [304, 305]]
@@ -399,7 +402,7 @@ def test_without_workers_it_is_the_state_of_now() -> None:
 
 
 class AnothersProtocol(Itself):
-    """Has methods of these names for a loader of its own, as MosaicML's and LitData's have."""
+    """A stream with a ``state_dict`` for another loader, like streams of MosaicML and LitData."""
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:  # type: ignore[override]
         raise AssertionError("not for us")

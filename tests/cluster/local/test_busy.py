@@ -1,4 +1,4 @@
-"""A user's own Ray whose CPUs are taken: the loader waits, says for whom, and then works."""
+"""Test of a user's Ray without free CPUs: the loader reports who holds them, and waits."""
 
 from __future__ import annotations
 

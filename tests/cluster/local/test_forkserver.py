@@ -1,4 +1,4 @@
-"""Workers of an embedded Ray are forks of the trainer, where torch's own would be."""
+"""Tests that worker processes of a local Ray are forks of the training process, like torch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 PROGRAM = PROGRAMS / "fork_program.py"
-# A Ray that lies on a disk that does not answer, and a trainer that ends before it does.
+# A module ``ray`` whose import never ends, and a training process that ends during the import.
 STALLED = "import pathlib, threading; pathlib.Path('reached').touch(); threading.Event().wait()"
 IMPATIENT = """
 import os, pathlib, time
@@ -38,7 +38,7 @@ while not pathlib.Path("reached").exists():
 os._exit(0)
 """
 
-# What is unpickled makes a file; the second time with the secret, to show that it would.
+# The program sends a pickle that makes a file: first with a wrong secret, then with the right one.
 STRANGER = """
 import pathlib, pickle, socket
 from dpex.cluster.local import forkserver
@@ -81,7 +81,7 @@ def test_workers_are_forks_of_the_trainer() -> None:
 def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
     [sums] = outcomes_of("fresh_copies")
     for first, second in zip(*[iter(sums)] * 2, strict=True):
-        # The sum over copies does not depend on which worker made how many samples.
+        # A new copy counts from 1, to at most 8 if one process makes all samples.
         assert first[0] == second[0] == 1.0
         assert max(*first, *second) <= 8.0
 
@@ -153,7 +153,7 @@ def test_the_server_ends_with_its_trainer_also_where_ray_cannot_be_loaded() -> N
         (place / "ray.py").write_text(STALLED)
         program = place / "impatient.py"
         program.write_text(IMPATIENT)
-        # The server has its output: this waits for its end too.
+        # The server inherits the program's output, so this waits for the end of both.
         done = run_program(program, place=place, seconds=60)
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of the fork server")

@@ -1,6 +1,6 @@
-"""A Ray of our own: quiet, gone with its process or its ranks, shared by ranks, found by no other.
+"""Tests of a local Ray: its output, its end, ranks that share it, and protection from others.
 
-The processes are real; those of a test all work in one directory, by which what is left is found.
+All processes of a test work in one directory, by which the test finds processes that are left.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-# The agent that makes runtime environments: the node starts it when the first block has arrived, or
-# after this time.
+# The agent that makes runtime environments. It starts when the first block has arrived, or after
+# tuning.SETTLE_S.
 AGENT = "ray::RuntimeEnvAgent"
 AGENT_SECONDS = 30
-# When the process that started it is killed, Ray by itself leaves two agents for 100 s, and workers
-# that are just starting for 25 s.
+# After a kill of the process that started it, Ray would leave two agents for 100 s, and starting
+# worker processes for 25 s. dpex ends them sooner.
 GONE_SECONDS = 60
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
@@ -65,7 +65,7 @@ def titles(place: Path, title: str) -> list[int]:
 
 
 def rank(place: Path, number: int, world_size: int = 2) -> Driver:
-    """A process with the environment that torchrun gives to its ranks."""
+    """Start a process with the environment that torchrun gives to a rank."""
     return Driver(place, **rank_variables(place, number, world_size))
 
 
@@ -104,7 +104,7 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
     assert not (place / "ray" / "ray_current_cluster").exists()
     owner.ask("hog", num_cpus=1)
     wait_until(lambda: titles(place, "ray::hog"), 60, "busy worker")
-    # What it forked may live on; it must not keep Ray alive.
+    # A fork of the owner may outlive it, but must not keep Ray alive.
     sleeper = owner.ask("fork_sleeper")
     try:
         owner.send("task")
@@ -122,7 +122,7 @@ def test_outlives_the_thread_that_started_it(place: Path) -> None:
     other.send("connect", head_address="auto")
     first = owner.receive()
     assert first["kind"] == "embedded"
-    # Two processes that are no ranks of one job have nothing to do with one another.
+    # Two processes that are not ranks of one job do not share a local Ray.
     assert other.receive()["node"] != first["node"]
     owner.ask("task")
     again = owner.ask("connect", head_address="local")
@@ -132,7 +132,7 @@ def test_outlives_the_thread_that_started_it(place: Path) -> None:
     assert refusal.startswith("ClusterError: this process was forked")
     owner.ask("task")
 
-    # After it has let go, it starts another.
+    # After ray.shutdown(), the process starts another local Ray.
     owner.ask("shutdown")
     assert owner.ask("connect", head_address="auto")["node"] != first["node"]
     assert owner.end() == 0
@@ -146,13 +146,13 @@ def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
     nodes = [driver.receive()["node"] for driver in ranks]
     assert nodes[0] == nodes[1]
     assert len(titles(place, "gcs_server")) == 1
-    # One rank's environment is the keeper's, and each rank's tasks see their own rank's.
+    # One rank starts the keeper, but each rank's tasks have the variables of their rank.
     assert [driver.ask("task", variable="RANK")[0] for driver in ranks] == ["0", "1"]
     assert [driver.ask("task", variable="WORLD_SIZE")[0] for driver in ranks] == ["2", "2"]
 
     ranks[0].kill()
     ranks[1].ask("task")
-    # A late one, as after a restart, joins what runs.
+    # A late rank, as after a restart, joins the running Ray.
     late = rank(place, 0)
     assert late.ask("connect", head_address="local")["node"] == nodes[1]
     assert late.end() == 0
@@ -171,7 +171,7 @@ def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None
     assert second.ask("connect", head_address="auto")["kind"] == "embedded"
     second.ask("task")
 
-    # Killed as hard, the keeper takes its Ray along, and whoever comes then starts anew.
+    # If the keeper is killed, its Ray ends, and the next rank starts a new one.
     [keeper] = titles(place, "dpex.cluster.local.shared_by_ranks")
     os.kill(keeper, signal.SIGKILL)
     second.kill()
@@ -305,10 +305,10 @@ def test_importing_it_imports_neither_ray_nor_torch() -> None:
 
 
 def listening_in(place: Path) -> set[tuple[str, str, int]]:
-    """Who listens where, by the first word of its command line."""
+    """Return command, address and port of all processes of a place that listen."""
     listening = set()
     for pid, command in processes_in(place).items():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
             listening |= {
                 (command.split()[0], connection.laddr.ip, connection.laddr.port)
                 for connection in psutil.Process(pid).net_connections("tcp")
@@ -328,7 +328,7 @@ def test_agents_start_when_they_are_wanted(place: Path) -> None:
     owner.ask("task")
     assert not titles(place, AGENT)
     owner.ask("settle")
-    # A task that is to have an environment waits for the agent.
+    # A task with a runtime_env waits for the agent.
     assert owner.ask("task", runtime_env={"env_vars": {"RANK": "7"}})[0] == "7"
     assert agent_listens(place)
     assert not titles(place, "ray::DashboardAgent"), "nobody has a use for it"
@@ -351,7 +351,7 @@ def test_agents_that_were_not_wanted_end_with_their_node(place: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "variables",
-    # The last one can be reached from other hosts.
+    # Other machines can reach the local Ray with the last variable.
     [{}, {"RAY_AUTH_MODE": "disabled"}, {"DPEX_PUBLIC_RAY_ONLY": "1"}],
     ids=str,
 )
@@ -364,7 +364,7 @@ def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, st
     assert on_loopback != ("DPEX_PUBLIC_RAY_ONLY" in variables)
 
     with workplace() as elsewhere:
-        # Ray takes a loopback address as it is given where it is for single hosts.
+        # With this setting, Ray keeps a loopback address as it is given.
         here = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         strangers = [
             Driver(elsewhere, RAY_AUTH_MODE="disabled", **here),
@@ -375,7 +375,7 @@ def test_nobody_is_let_in_without_the_token(place: Path, variables: dict[str, st
         for stranger in strangers:
             with pytest.raises(DriverError, match="Failed to connect to Ray cluster"):
                 stranger.receive(seconds=90)
-        # Nothing but the token kept them out.
+        # With the token, the same connection succeeds.
         known = Driver(elsewhere, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token.read_text(), **here)
         assert known.ask("init", address=address) == address
     owner.ask("task")
@@ -406,7 +406,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="no forks")
 def test_secrets_are_in_no_log_and_no_command_line(place: Path, tmp_path: Path) -> None:
-    told = tmp_path / "fork_server"  # where nothing is searched
+    told = tmp_path / "fork_server"  # not in the searched directory
     program = spawn(
         [sys.executable, "-c", READING_PROGRAM, str(told)],
         place,
@@ -421,7 +421,7 @@ def test_secrets_are_in_no_log_and_no_command_line(place: Path, tmp_path: Path) 
     token = token_in(place)
     secrets = [token.read_bytes().strip(), told.read_text().partition("/")[2].encode()]
     assert [len(secret) for secret in secrets] == [64, 32]
-    # Everybody on this host can read those.
+    # Every user of this machine can read command lines.
     commands = "\n".join(processes_in(place).values())
     output, _ = program.communicate(timeout=60)
     assert program.returncode == 0, output
@@ -443,13 +443,13 @@ def test_listens_on_the_loopback_address_alone(place: Path) -> None:
     owner.ask("task")
     wait_until(lambda: agent_listens(place), AGENT_SECONDS, "agent")
     listening = listening_in(place)
-    # The head, its node, the agent, a worker and the training process.
+    # The head, its node, the agent, a worker process and the training process.
     assert len({command for command, *_ in listening}) >= 5
     assert {address for _, address, _ in listening} <= LOOPBACK
     assert owner.end() == 0
 
 
-# Of each of Ray's servers, one that changes nothing when it is sent nothing.
+# A method of each of Ray's servers that has no effect with an empty request.
 METHODS = [
     "NodeInfoGcsService/GetAllNodeInfo",
     "NodeManagerService/GetResourceLoad",
@@ -459,7 +459,7 @@ METHODS = [
 
 
 def answers(port: int, token: str | None) -> set[object]:
-    """What a port says to calls of what it knows: codes of gRPC, or of HTTP."""
+    """Return the status codes, of gRPC or HTTP, with which a port answers known calls."""
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     codes: set[object] = set()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -470,7 +470,7 @@ def answers(port: int, token: str | None) -> set[object]:
                 codes.add(grpc.StatusCode.OK)
             except grpc.RpcError as error:
                 codes.add(error.code())
-    if codes == {grpc.StatusCode.UNAVAILABLE}:  # it speaks HTTP 1
+    if codes == {grpc.StatusCode.UNAVAILABLE}:  # the server speaks HTTP 1
         try:
             request = Request(f"http://127.0.0.1:{port}/", headers=headers)
             return {urlopen(request, timeout=20).status}
@@ -510,7 +510,7 @@ def test_nobody_else_can_enter_its_directories(place: Path) -> None:
 
 
 def test_the_files_of_local_rays_go_after_their_processes(place: Path) -> None:
-    """Those of a local Ray that lives stay while another one starts."""
+    """The files of a local Ray that runs must stay when another one starts."""
     variables = environment(place)
     del variables["RAY_TMPDIR"]
     directory = place / f"dpex-{os.getuid()}"
@@ -556,7 +556,7 @@ def test_ranks_without_a_home_share_a_token(place: Path) -> None:
 
 
 def token_in(place: Path) -> Path:
-    """The file with the token of the one local Ray."""
+    """Return the file with the token of the only local Ray."""
     [token] = place.glob(f"dpex-{os.getuid()}/*/auth_token")
     return token
 
@@ -588,7 +588,7 @@ assert ray.get(ray.remote(lambda: 2).remote()) == 2
 
 @pytest.mark.parametrize("mode", [None, "disabled"])
 def test_the_users_own_ray_starts_after_a_local_one(place: Path, mode: str | None) -> None:
-    """The environment is the user's again, while a local Ray lives and after it."""
+    """dpex restores the user's environment while a local Ray runs, and after its end."""
     variables = {} if mode is None else {"RAY_AUTH_MODE": mode}
     program = place / "program.py"
     program.write_text(TAKING_PROGRAM)
@@ -647,7 +647,7 @@ iterator = iter(loader)
 
 @pytest.mark.parametrize("end", ["", "del iterator", "ray.shutdown()"])
 def test_a_reader_that_starts_when_ray_has_gone_starts_no_other(place: Path, end: str) -> None:
-    """As Ray would by itself, in any call."""
+    """By default, every call of Ray starts one."""
     program = place / "program.py"
     program.write_text(LATE_READER_PROGRAM + end)
     done = run_program(program, place=place, seconds=100)

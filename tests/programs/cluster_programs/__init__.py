@@ -1,7 +1,7 @@
-"""Processes of their own for the tests of dpex.cluster: pytest's process never runs Ray here.
+"""Processes of the tests: programs, and nodes of clusters.
 
-Every test has a directory, the working directory of all that it starts. So what is left of a test
-is found by it, also what Ray has renamed.
+Every test has its own directory, which is the working directory of all processes that it starts. By
+this directory, ``processes_in`` also finds processes that Ray has renamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 PROGRAMS = Path(__file__).parents[1]
 ROOT = PROGRAMS.parents[1]
-# Extended tests run two at a time: only what hangs takes so long.
+# Extended tests run two at a time. Only a program that hangs takes this long.
 PROGRAM_SECONDS = 300
 RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -32,13 +32,13 @@ RANK_VARIABLES = {
 
 
 class DriverError(Exception):
-    """What the driver process raised, as ``"Type: message"``."""
+    """An exception of the driver process; its text is ``"Type: message"``."""
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory for a test's processes; kills at the end what still runs there."""
-    # A Ray session's sockets are too deep for pytest's own temporary directories.
+    """Make a directory for a test's processes; at the end, kill them and remove it."""
+    # The paths of pytest's temporary directories are too long for a Ray session's sockets.
     place = Path(tempfile.mkdtemp(prefix="dx", dir="/tmp"))
     try:
         yield place
@@ -52,7 +52,7 @@ def workplace() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_disk(directory: Path) -> Iterator[None]:
-    """Mount a disk of one megabyte; raises ``CalledProcessError`` where that is not allowed."""
+    """Mount a disk of one megabyte; raise ``CalledProcessError`` if that is not allowed."""
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(directory)]
     subprocess.run(mount, check=True, capture_output=True)
@@ -63,7 +63,7 @@ def small_disk(directory: Path) -> Iterator[None]:
 
 
 def environment(place: Path, **variables: str) -> dict[str, str]:
-    """An environment in which no Ray but the test's own can be found."""
+    """Return an environment in which a process finds no Ray but the test's."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -82,7 +82,7 @@ def environment(place: Path, **variables: str) -> dict[str, str]:
 
 
 def rank_variables(place: Path, number: int, world_size: int = 2) -> dict[str, str]:
-    """What torchrun tells one of its ranks; all of a place are of one job."""
+    """Return the variables that torchrun sets for a rank; the directory names the job."""
     return {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -99,7 +99,7 @@ def _die_with_pytest() -> None:
 
 
 def spawn(command: list[str], place: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start a process that ends with this one, whatever ends it."""
+    """Start a process that ends with this one, even if this one is killed."""
     options.setdefault("env", environment(place))
     return subprocess.Popen(command, cwd=place, text=True, preexec_fn=_die_with_pytest, **options)
 
@@ -112,7 +112,7 @@ def run_program(
     flags: tuple[str, ...] = (),
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with what it prints; ``flags`` are the interpreter's."""
+    """Run a program to its end, and capture its output; ``flags`` are options of Python."""
     return subprocess.run(
         [sys.executable, *flags, str(program), *arguments],
         cwd=place,
@@ -127,7 +127,7 @@ def run_program(
 def torchrun(
     program: Path, *arguments: str, ranks: int, place: Path, seconds: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in several ranks to their end; standard error is with the output."""
+    """Run a program in several ranks to their end; the output includes standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = spawn(
         [*command, f"--nproc-per-node={ranks}", str(program), *arguments],
@@ -141,14 +141,14 @@ def torchrun(
 
 
 def ask_actor(loader: Any, question: Callable[[Any], Any]) -> Any:
-    """Return what a function says of the host of a loader's pipelines, where it runs."""
+    """Call a function with a loader's pipeline actor, in the actor; return the result."""
     import ray
 
     return ray.get(loader._cluster.session._actor.handle.__ray_call__.remote(question))
 
 
 def processes_in(place: Path) -> dict[int, str]:
-    """Pid and command line of every process, zombies aside, that works in a directory."""
+    """Return the command lines, by pid, of a directory's processes, without zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -162,7 +162,7 @@ def processes_in(place: Path) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll until the condition holds; returns what it returned."""
+    """Poll until the condition holds, and return its result."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
@@ -171,7 +171,7 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 class Driver:
-    """A process of driver.py; each keyword of ``ask`` is one of its function's."""
+    """A process of ``driver.py``; ``ask("task", ...)`` calls its ``do_task(...)``."""
 
     def __init__(
         self, place: Path, *, under: tuple[str, ...] = (), cwd: Path | None = None, **variables: str
@@ -211,7 +211,7 @@ class Driver:
         self.process.wait()
 
     def end(self) -> int:
-        """Let it come to its end."""
+        """Close the input, wait for the process to end, and return its exit code."""
         self.process.communicate(timeout=60)
         return self.process.returncode
 
@@ -219,7 +219,7 @@ class Driver:
 def start_node(
     place: Path, *options: str, under: tuple[str, ...] = (), **variables: str
 ) -> subprocess.Popen[str]:
-    """Run ``ray start`` until it says that the node runs."""
+    """Start a node with ``ray start``, and wait until the node runs."""
     log = place / f"node-{time.monotonic_ns()}.log"
     with log.open("w") as output:
         node = spawn(

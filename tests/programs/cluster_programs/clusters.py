@@ -1,4 +1,4 @@
-"""A cluster of several nodes, all of them on this machine, which come and go."""
+"""Clusters of several nodes on this machine, which tests add and remove."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ import psutil
 from cluster_programs import environment, processes_in, start_node, wait_until
 from cluster_programs.links import Network
 
-# What may be taken on top of what is taken already, where workers are killed for their memory.
+# Memory beyond the current use at which the nodes of ``little_memory`` kill worker processes.
 SPARE_BYTES = 2 << 30
-# Four tasks may store theirs at once, of which two have room.
+# Four tasks may store a batch of 38 MB at once, but the store has room for only two.
 SMALL_STORE_NODE = ("--object-store-memory=80000000", "--num-cpus=4")
-# Of the head, which is the trainer's node too.
+# Options of the head's node, which is the training process's node too.
 _HEAD = ("--head", "--num-cpus=0", "--include-dashboard=false")
 
 
 class Cluster:
-    """A head without CPUs, and the nodes that are added to it.
+    """A head without CPUs, and the nodes that ``add`` starts.
 
     Args:
         place: Directory of the cluster's processes.
-        network: Where each node gets an address and a link of its own; the head is this host.
-        port: Where the head listens; by default somewhere.
-        head_options: Further ones of its ``ray start``.
-        **variables: Environment of its nodes.
+        network: Network that gives each node its own address and link. The head gets the address
+            of this machine.
+        port: Port of the head; by default a free port.
+        head_options: Further options of the head's ``ray start``.
+        **variables: Environment variables of the nodes.
 
     Attributes:
-        head: Id of the head's node.
-        address: The head's, ``"ip:port"``.
-        links: The name of each node's link, by node id.
-        variables: Environment of its nodes; a trainer needs it too.
+        head: Node id of the head.
+        address: Address of the head, ``"ip:port"``.
+        links: Name of each node's link, by node id.
+        variables: Environment variables of the nodes; a training process needs them too.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Cluster:
         self.address = _flag(command, "gcs-address")
 
     def raylets(self) -> dict[str, str]:
-        """The command line of each node's raylet, by node id."""
+        """Return the command line of each node's raylet, by node id."""
         commands = processes_in(self.place).values()
         return {_flag(c, "node_id"): c for c in commands if "/raylet --" in c}
 
@@ -70,11 +71,11 @@ class Cluster:
         return started
 
     def add(self, *options: str, **variables: str) -> str:
-        """Add a node of one CPU, unless the options say otherwise; returns its id.
+        """Add a node, with one CPU unless the options set a number, and return its id.
 
         Args:
-            *options: Of ``ray start``.
-            **variables: Environment of this node.
+            *options: Options of ``ray start``.
+            **variables: Environment variables of this node only.
         """
         cpus = () if any(o.startswith("--num-cpus") for o in options) else ("--num-cpus=1",)
         joining = (f"--address={self.address}", *cpus, *options)
@@ -92,14 +93,14 @@ class Cluster:
         os.kill(pid, what)
 
     def kill_head(self, what: str) -> None:
-        """Kill one of the head's processes: its ``raylet``, or ``gcs_server``."""
+        """Kill one of the head's processes, ``"raylet"`` or ``"gcs_server"``."""
         if what == "raylet":
             return self.signal(self.head, signal.SIGKILL)
         [pid] = [p for p, c in processes_in(self.place).items() if f"/{what} " in c]
         return os.kill(pid, signal.SIGKILL)
 
     def drain(self, node: str, seconds: int) -> None:
-        """Announce that a node will be taken away."""
+        """Announce to Ray that a node will be removed after some seconds."""
         subprocess.run(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
@@ -119,7 +120,7 @@ class Cluster:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return port
@@ -132,21 +133,21 @@ def _flag(command: str, name: str) -> str:
 
 
 def spilled(place: Path) -> bool:
-    """Tell whether any node of a session had to make room in its object store, or found none."""
-    # By Ray's clock, for an object that waits, and with no room on the disk either.
+    """Return whether the object store of any node in a session was full."""
+    # In order: Ray spills periodically, Ray spills for a waiting object, the disk is full too.
     words = (b"Triggering object spilling", b"Spilled ", b"Out-of-disk")
     logs = [log.read_bytes() for log in (place / "ray").glob("session_2*/logs/raylet*")]
     return any(word in log for log in logs for word in words)
 
 
 def little_memory() -> dict[str, str]:
-    """Make the environment of nodes that kill workers when ``SPARE_BYTES`` more are taken."""
+    """Return variables of nodes that kill worker processes once ``SPARE_BYTES`` more are used."""
     from ray._common.utils import get_system_memory
     from ray._private.utils import get_used_memory
 
     memory = psutil.virtual_memory()
     total = get_system_memory()
-    # Of a container, where that has a limit.
+    # If the container has a memory limit, Ray counts only the container's memory.
     used = get_used_memory() if total < memory.total else memory.total - memory.available
     share = (used + SPARE_BYTES) / total
     return {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}

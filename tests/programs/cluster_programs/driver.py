@@ -1,4 +1,4 @@
-"""A driver process that does what the test asks it, one JSON line at a time."""
+"""A program that runs the requests of a test, one JSON line each."""
 
 import faulthandler
 import json
@@ -40,7 +40,7 @@ def do_connect(head_address):
 
 
 def do_settle_after(seconds):
-    """Have an embedded Ray's agents, which wait for the first block, wait no longer than this."""
+    """Set when a local Ray starts its deferred processes if no batch has arrived."""
     tuning.SETTLE_S = seconds
 
 
@@ -49,7 +49,7 @@ def do_settle():
 
 
 def do_connect_in_thread(head_address):
-    """Connect in a thread that has ended when this returns."""
+    """Connect in a thread, and wait for the thread to end."""
     replies = []
     thread = threading.Thread(target=lambda: replies.append(do_connect(head_address)))
     thread.start()
@@ -77,7 +77,7 @@ def do_shutdown():
 
 
 def do_task(variable="RANK", runtime_env=None, node=None, module=None):
-    """Run a task; returns a variable of its environment and where it found a module."""
+    """Run a task; return a variable of its environment, and the file of a module there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -97,7 +97,7 @@ def do_task(variable="RANK", runtime_env=None, node=None, module=None):
 
 
 def do_hog(num_cpus):
-    """Occupy CPUs with a task, and with a placement group of one more."""
+    """Occupy CPUs with a task, and one more CPU with a placement group."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -132,7 +132,7 @@ def do_logged():
 
 
 def do_fork_sleeper():
-    """Fork a child that does nothing until it is killed, as a plain torch worker may."""
+    """Fork a child that sleeps until it is killed, as a worker process of torch may."""
     pid = os.fork()
     if pid == 0:
         os.setsid()

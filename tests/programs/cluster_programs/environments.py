@@ -1,4 +1,4 @@
-"""Environments that have the packages of the one that runs the tests, and more."""
+"""Virtual environments that add packages to those of the tests' environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 
 def environment_above(directory: Path) -> tuple[Path, list[str]]:
-    """Make an environment in a directory.
+    """Create a virtual environment in a directory.
 
     Returns:
-        Its interpreter, and the command that installs there.
+        The environment's interpreter, and the command that installs packages in it.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     python = directory / "bin" / "python"
     [packages] = directory.glob("lib/python*/site-packages")
-    # As a directory and no more: an editable dpex there needs a .pth file that is not read.
+    # Python reads no .pth files in a directory that a .pth file adds. So the environment does not
+    # contain an editable dpex, which needs its .pth file.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return python, [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]

@@ -1,6 +1,6 @@
-"""Nodes with addresses and links of their own: network namespaces on one bridge.
+"""Network namespaces on one bridge, which give each node its own address and link.
 
-It takes root and the commands ``ip`` and ``tc``.
+They need root, and the commands ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 
 class Network:
-    """A bridge with an address of this host, and what hangs on it.
+    """A bridge on this machine, and the namespaces that are linked to it.
 
     Attributes:
-        here: This host's address on it.
+        here: Address of this machine on the bridge.
     """
 
     def __init__(self, number: int) -> None:
@@ -25,7 +25,7 @@ class Network:
         self.here = f"{self._subnet}.1"
 
     def attach(self) -> tuple[str, str]:
-        """Make one more namespace with a link to the bridge; returns its name and address."""
+        """Add a namespace with a link to the bridge, and return its name and address."""
         place = len(self._names) + 2
         name, address = f"{self._bridge}n{place}", f"{self._subnet}.{place}"
         _ip("netns", "add", name)
@@ -50,7 +50,7 @@ class Network:
         _ip("link", "set", name, "up")
 
     def slow(self, name: str, megabits: float) -> None:
-        """Let no more pass through a namespace's link, in either direction, in a second."""
+        """Limit the rate of a namespace's link, in each direction."""
         for inside, device in (((), name), (("-netns", name), "eth0")):
             limit = ("rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
             _run("tc", *inside, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
@@ -62,7 +62,7 @@ class Network:
 
     def _close(self) -> None:
         for name in self._names:
-            # The link first: a namespace lives as long as a process is in it.
+            # Delete the link first: a namespace exists as long as a process runs in it.
             for command in (("link", "delete", name), ("netns", "delete", name)):
                 with contextlib.suppress(subprocess.CalledProcessError):
                     _ip(*command)
@@ -72,10 +72,10 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """Make a network of one's own.
+    """Create a network, and remove it at the end.
 
     Raises:
-        OSError, subprocess.CalledProcessError: This user or kernel cannot.
+        OSError, subprocess.CalledProcessError: This user or kernel cannot create it.
     """
     made = Network(os.getpid() % 250)
     try:

@@ -1,4 +1,4 @@
-"""What a program says to the test that started it, apart from what else is printed in it."""
+"""A file for a program's replies to its test, separate from all other output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def take_stdout() -> TextIO:
-    """Keep standard output for the caller: what Ray or a task prints goes to standard error."""
+    """Return standard output as a file, and redirect all other output to standard error."""
     kept = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return kept

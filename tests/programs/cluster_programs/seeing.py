@@ -1,6 +1,6 @@
-"""Processes that see another machine than this one: namespaces of their own.
+"""Namespaces in which a process sees other files or processes than those of this machine.
 
-It takes root, or leave to make them.
+They need root, or permission to create namespaces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def namespace(*options: str) -> tuple[str, ...]:
-    """A command in front of another that gives it namespaces of its own; skips where it cannot."""
+    """Return a prefix that runs a command in new namespaces; skip the test if that fails."""
     command = ("unshare", *options)
     try:
         subprocess.run([*command, "true"], check=True, capture_output=True, timeout=20)
@@ -23,14 +23,14 @@ def namespace(*options: str) -> tuple[str, ...]:
 
 
 def hiding(*hidden: Path, more: str = ":") -> tuple[str, ...]:
-    """A command in front of another that sees empty directories in the place of these."""
+    """Return a prefix that runs a command in a namespace where these directories are empty."""
     mounts = "".join(f"mount -t tmpfs none '{directory}'\n" for directory in hidden)
     script = f'set -e\nmount --make-rprivate /\n{mounts}{more}\nexec "$@"'
     return (*namespace("--mount"), "sh", "-c", script, "sh")
 
 
 def installed(name: str) -> tuple[Path, Path]:
-    """The directories of a distribution's package and of its metadata."""
+    """Return the directories of a distribution's package and of its metadata."""
     package = Path(str(distribution(name).locate_file(name)))
     [metadata] = package.parent.glob(f"{name}-*.dist-info")
     return package, metadata

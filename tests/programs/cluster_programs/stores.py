@@ -1,4 +1,4 @@
-"""A real S3 server on this machine, and a proxy before it that answers as busy stores do."""
+"""An S3 server on this machine, and a proxy that injects faults into its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEET_SECONDS = 20
 
 @contextlib.contextmanager
 def object_store(place: Path) -> Iterator[tuple[str, Path]]:
-    """Serve a folder whose folders are buckets; yields the server's address and the folder."""
+    """Run an S3 server; yield its address, and the folder whose subfolders are buckets."""
     folder, log = place / "buckets", place / "store.log"
     folder.mkdir()
     server = spawn(
@@ -43,7 +43,7 @@ def object_store(place: Path) -> Iterator[tuple[str, Path]]:
         server.wait()
 
 
-# How the proxy says no: status and S3's word for it.
+# Answers of the proxy that refuse a request: HTTP status and S3's error code.
 REFUSALS = {
     "busy": (503, "SlowDown"),
     "denied": (403, "AccessDenied"),
@@ -52,21 +52,21 @@ REFUSALS = {
 
 
 class Proxy:
-    """Passes requests on, but for what is to go wrong.
+    """A proxy that forwards requests to a server, and injects faults.
 
     Args:
         behind: Address of the server.
 
     Attributes:
-        address: Its own.
-        faults: How the next answers to requests for an object go wrong: ``"busy"`` (503),
+        address: Address of the proxy.
+        faults: Faults of the next answers to requests for objects: ``"busy"`` (503),
             ``"short"`` (less content than announced), ``"denied"`` (403),
             ``"elsewhere"`` (301), ``"reset"``.
-        delay_s: How late each answer comes.
-        first_two: Where the first two requests for objects wait for one another, if they do.
+        delay_s: Delay of each answer, in seconds.
+        first_two: Barrier at which the first two requests for objects wait, or None.
         requests: Method and path of every request for an object.
-        times: When each of them came, in seconds.
-        listings: What every request for a list asked for.
+        times: Time of each of these requests, in seconds.
+        listings: Query of every request for a listing.
     """
 
     def __init__(self, behind: str) -> None:

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, which tests stop at a batch to do something to its cluster."""
+"""Training processes that a test stops at a batch, to disturb their cluster."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.
 
 
 class Trainer:
-    """A process of epoch_program.py, which stops after each batch until it is told to go on.
+    """A training process of ``epoch_program.py``, which waits for a command after each batch.
 
     Args:
         place: Directory of the test's processes.
-        address: The cluster's head.
-        variables: Of its environment; those of a rank have it read that rank's shard.
-        **options: What else the program takes.
+        address: Address of the cluster's head.
+        variables: Environment variables. With a rank's variables, it reads this rank's shard.
+        **options: Further options of the program.
 
     Attributes:
-        options: These.
+        options: The further options.
     """
 
     def __init__(
@@ -48,21 +48,22 @@ class Trainer:
         self._stopped = False
 
     def until(self, batch: int) -> None:
-        """Let it read on to a batch."""
+        """Continue until this batch has been read."""
         while self._next()[0] < batch:
             pass
 
     def until_from(self, node: str) -> None:
-        """Let it read on to a batch that a node made, wholly or in part."""
+        """Continue until a batch has been read that this node made, wholly or in part."""
         while node not in self._next()[1]:
             pass
 
     def _next(self, seconds: float = 150) -> tuple[int, list[str]]:
-        """Let it read one more batch; returns its number and the nodes that made it."""
+        """Read one more batch; return its number and the nodes that made it."""
         assert self.process.stdout is not None
         if self._stopped:
             self._say("next")
-        # It writes one line and stops, so that no other one can be in Python's buffer.
+        # Invariant: Python's buffer contains no second line, because the process writes one line
+        # and waits.
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             assert selector.select(seconds), f"no batch within {seconds} s"
@@ -73,7 +74,7 @@ class Trainer:
         return int(number), nodes
 
     def go(self) -> None:
-        """Let it read to the end."""
+        """Continue to the end of the epoch."""
         self._say("go")
 
     def _say(self, word: str) -> None:
@@ -82,26 +83,26 @@ class Trainer:
         self.process.stdin.flush()
 
     def finish(self, seconds: float = 250) -> dict[str, Any]:
-        """Let it read to the end and wait for it; returns what it wrote."""
+        """Continue to the end of the epoch; wait for it, and return the report."""
         self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0
         return self.said()
 
     def said(self) -> dict[str, Any]:
-        """What it wrote."""
+        """Return the report that the process wrote."""
         result: dict[str, Any] = json.loads(self._out.read_text())
         return result
 
 
 Drawn = tuple[int, int, str]
-"""A sample: its batch, its index, and a digest of all that it drew."""
+"""A sample: its batch, its index, and a digest of the numbers that it drew."""
 
 
 def drawn(result: dict[str, Any]) -> list[Drawn]:
-    """What must not depend on where it was made, of every sample, in order."""
+    """Return the parts of every sample, in order, that must not depend on its node."""
     return [(batch, index, draw) for batch, index, draw, _ in result["samples"]]
 
 
 def nodes_in(result: dict[str, Any]) -> set[str]:
-    """The nodes that made an epoch's samples."""
+    """Return the nodes that made an epoch's samples."""
     return {node for *_, node in result["samples"]}

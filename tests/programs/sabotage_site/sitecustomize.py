@@ -1,7 +1,8 @@
-"""Spoils one private name for dpex alone, in every process; its own package goes on using it.
+"""A ``sitecustomize`` that spoils one private name in every process, for dpex's code only.
 
-``DPEX_SPOIL=how=module:Class.name`` says which, as in ``PrivateName.path``, and how: ``hidden``, or
-what it is, or returns, instead: ``raises``, ``none``, ``zero``, ``huge``, ``text``.
+``DPEX_SPOIL=how=module:Class.name`` gives the name, as in ``PrivateName.path``. With ``hidden``,
+dpex does not find the name. With ``raises``, using it raises an error. With ``none``, ``zero``,
+``huge`` or ``text``, it has this value, or returns it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def spoiled(how: str, original: Any) -> Any:
         return VALUES[how]
 
     def instead(*args: Any, **options: Any) -> Any:
-        if not asked_by_dpex():  # dpex has put it back after its own use
+        if not asked_by_dpex():  # the package calls it, because dpex has restored it
             return original(*args, **options)
         if how == "raises":
             raise RuntimeError("spoiled")
@@ -54,7 +55,7 @@ def spoiled(how: str, original: Any) -> Any:
 
 
 class Spoiled:
-    """Stands for a class's attribute, or for one that instances set."""
+    """A descriptor in place of a class's attribute, or of an attribute that instances set."""
 
     def __init__(self, how: str, name: str, original: Any, exists: bool) -> None:
         self.how, self.name, self.original, self.exists = how, name, original, exists
@@ -98,7 +99,7 @@ def spoil(how: str, module: ModuleType, path: str) -> None:
 
     def write(self: Any, changed: str, value: Any) -> None:
         if changed == name and isinstance(value, type(VALUES.get(how))):
-            value = original  # dpex has put back what it was given
+            value = original  # dpex restores the spoiled value
         base.__setattr__(self, changed, value)
 
     original = getattr(owner, name, None)
@@ -107,7 +108,7 @@ def spoil(how: str, module: ModuleType, path: str) -> None:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Spoils the name as soon as its module has been imported."""
+    """An import hook that spoils the name as soon as its module has been imported."""
 
     def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
         self.module, self.then, self.done = module, then, False

@@ -1,0 +1,277 @@
+"""Tests of ``ImageFolder``: what people do with torchvision's class, on a disk and in a store."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
+from torchvision import datasets
+from torchvision.transforms import v2
+
+import dpex.datasets
+from dpex import DpexDataLoader
+from dpex.datasets import MNIST, ImageFolder
+from dpex.wire.pickling import dump, load
+
+CLASSES, PER_CLASS = 3, 6
+ToTensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32)])
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pictures")
+    for label in range(CLASSES):
+        (root / f"c{label}").mkdir()
+        for number in range(PER_CLASS):
+            pixels = np.full((4, 4, 3), 10 * label + number, np.uint8)
+            PIL.Image.fromarray(pixels).save(root / f"c{label}" / f"{number}.png")
+    return root
+
+
+def labels(dataset: Any) -> list[int]:
+    return torch.cat([label for _, label in DataLoader(dataset, batch_size=4)]).tolist()
+
+
+def without_a_class(make: Make) -> Any:
+    dataset = make(transform=ToTensor)
+    dataset.samples = [sample for sample in dataset.samples if sample[1] != 1]
+    return len(dataset), labels(dataset)
+
+
+def three_images(make: Make) -> int:
+    dataset = make()
+    dataset.imgs = dataset.samples = dataset.samples[:3]
+    return len(dataset)
+
+
+def other_targets(make: Make) -> Any:
+    dataset = make()
+    dataset.targets = [0] * len(dataset)
+    return dataset[17][1], dataset.targets
+
+
+def weights(make: Make) -> list[float]:
+    targets = make().targets
+    counts = collections.Counter(targets)
+    return [1 / counts[target] for target in targets]
+
+
+def as_json(make: Make) -> str:
+    dataset = make()
+    return json.dumps([dataset.classes, dataset.class_to_idx, dataset.targets])
+
+
+def late_transforms(make: Make) -> Any:
+    dataset = make()
+    dataset.transform, dataset.target_transform = ToTensor, lambda label: 10 * label
+    picture, label = dataset[-1]
+    return picture.tolist(), label
+
+
+def loader_called(make: Make) -> Any:
+    dataset = make()
+    return dataset.loader(dataset.samples[0][0]).size
+
+
+def loader_given(make: Make) -> str:
+    return make(loader=lambda file: PIL.Image.open(file).convert("L"))[0][0].mode
+
+
+def some_files(make: Make) -> list[str]:
+    made = make(is_valid_file=lambda path: path.endswith("3.png"))
+    return [Path(path).name for path, _ in made.samples]
+
+
+def split_at_random(make: Make) -> list[int]:
+    parts = random_split(make(transform=ToTensor), [12, 6], torch.Generator().manual_seed(1))
+    return labels(parts[1])
+
+
+def pickled(make: Make) -> Any:
+    dataset = pickle.loads(pickle.dumps(make(transform=ToTensor)))
+    seen = labels(dataset), dataset.targets, dataset.samples == make().samples, len(dataset.imgs)
+    dataset.samples.append(dataset.samples[0])
+    dataset.samples[1] = dataset.samples[17]
+    del dataset.samples[2:4]
+    again = pickle.loads(pickle.dumps(dataset))
+    return *seen, len(dataset), labels(again), [label for _, label in again.samples[1:-1]]
+
+
+def copied(make: Make) -> Any:
+    dataset = make()
+    other = copy.copy(dataset)
+    return other.samples is dataset.samples, json.dumps(other.targets), other[3][1]
+
+
+USES = {
+    use.__name__: use
+    for use in (
+        *(without_a_class, three_images, other_targets, weights, as_json, late_transforms),
+        *(loader_called, loader_given, some_files, split_at_random, pickled, copied),
+    )
+} | {
+    "a subset": lambda make: labels(Subset(make(transform=ToTensor), [0, 7, 17])),
+    "two datasets": lambda make: len(ConcatDataset([make(), make()])),
+    "counts": lambda make: torch.bincount(torch.tensor(make().targets)).tolist(),
+    "methods of a list": lambda make: (make().targets.count(1), make().targets.index(2)),
+    "its class": lambda make: isinstance(make(), datasets.ImageFolder),
+    "its text": lambda make: [line.partition(":")[0] for line in repr(make()).splitlines()],
+    "pairs": lambda make: make().samples == make().imgs,
+}
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+@pytest.mark.parametrize("name", USES)
+def test_it_is_used_as_torchvisions(name: str, where: str, folder: Path) -> None:
+    def ours(**options: Any) -> ImageFolder:
+        filesystem = fsspec.filesystem("file") if where == "store" else None
+        return ImageFolder(str(folder), filesystem=filesystem, **options)
+
+    expected = USES[name](lambda **options: datasets.ImageFolder(str(folder), **options))
+    assert USES[name](ours) == expected
+
+
+class OneClass:
+    def find_classes(self, _: Any) -> tuple[list[str], dict[str, int]]:
+        return ["c2"], {"c2": 0}
+
+
+class Joined:
+    def find_classes(self, _: Any) -> tuple[list[str], dict[str, int]]:
+        return ["c0", "c1"], {"c0": 0, "c1": 0}
+
+
+class WithPath:
+    def __getitem__(self, index: Any) -> Any:
+        return (*super().__getitem__(index), Path(self.samples[index][0]).name)  # type: ignore[misc, attr-defined]
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+@pytest.mark.parametrize("mixin", [OneClass, Joined, WithPath])
+def test_its_methods_can_be_overridden(mixin: type, where: str, folder: Path) -> None:
+    options = {"filesystem": fsspec.filesystem("file")} if where == "store" else {}
+    ours = type("Ours", (mixin, ImageFolder), {})(str(folder), ToTensor, **options)
+    torchs = type("Torchs", (mixin, datasets.ImageFolder), {})(str(folder), ToTensor)
+    assert ours.classes == torchs.classes
+    assert ours.samples == torchs.samples
+    assert [sample[1:] for sample in ours] == [sample[1:] for sample in torchs]
+
+
+class Pathed(WithPath, ImageFolder):
+    pass
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_subclass_reads_in_workers(folder: Path) -> None:
+    loader: Any = DpexDataLoader(
+        Pathed(str(folder), ToTensor), batch_size=5, num_workers=2, distribute_mode=True
+    )
+    names = [name for *_, batch in loader for name in batch]
+    assert names == [f"{number}.png" for _ in range(CLASSES) for number in range(PER_CLASS)]
+
+
+def test_paths_that_are_no_ascii_or_no_text_keep_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    names = [b"\xff.png", "日本 é.png".encode(), b"a.png"]
+    for name in names:
+        Path(os.fsdecode(os.fsencode(tmp_path / "c") + b"/" + name)).write_bytes(b"")
+    dataset = ImageFolder(str(tmp_path))
+    assert pickle.loads(pickle.dumps(dataset)).samples == dataset.samples
+    assert sorted(os.fsencode(p).rpartition(b"/")[2] for p, _ in dataset.samples) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[("a.png", True)], [("a.png", 1, 2)], [["a.png", 1]], [(Path("a.png"), 1)], [], None],
+    ids=str,
+)
+def test_samples_of_another_kind_travel_as_they_are(samples: Any, folder: Path) -> None:
+    dataset = ImageFolder(str(folder))
+    dataset.samples = samples
+    found = pickle.loads(pickle.dumps(dataset)).samples
+    assert found == samples
+    assert repr(found) == repr(samples)
+
+
+def test_processes_share_the_paths_as_arrays(folder: Path) -> None:
+    dataset = ImageFolder(str(folder))
+    dataset.samples = dataset.samples * 1_000
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(dataset, 5, buffer_callback=buffers.append)
+    assert len(stream) < 2_000
+    assert len(pickle.loads(stream, buffers=buffers)) == len(dataset)
+
+
+def test_a_copy_that_made_its_lists_has_not_changed(folder: Path) -> None:
+    dataset = load(dump(ImageFolder(str(folder), ToTensor), "dataset"))
+    before = dump(dataset, "dataset").digest
+    assert dataset.samples is dataset.imgs
+    assert len(dataset.targets) == len(dataset)
+    assert dump(dataset, "dataset").digest == before
+    dataset.samples[0] = dataset.samples[1]
+    assert dump(dataset, "dataset").digest != before
+
+
+@pytest.mark.parametrize("key", ["t/a//1.png", "t//1.png", "t/a/./1.png", "t/../1.png"])
+def test_a_key_that_is_no_path_is_named(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.fs as pafs
+
+    class Odd(pafs.FileSystemHandler):  # type: ignore[misc]
+        """A store that lists one key."""
+
+        def get_file_info_selector(self, _: Any) -> list[Any]:
+            return [pafs.FileInfo(f"bucket/{key}", pafs.FileType.File)]
+
+        def get_type_name(self) -> str:
+            return "odd"
+
+        def normalize_path(self, path: str) -> str:
+            return path
+
+    for name in Odd.__abstractmethods__:
+        monkeypatch.setattr(Odd, name, lambda *_: None)
+    monkeypatch.setattr(Odd, "__abstractmethods__", frozenset())
+    with pytest.raises(ValueError, match=r"bucket/t contains '.*', which is no path"):
+        ImageFolder("bucket/t", filesystem=pafs.PyFileSystem(Odd()))
+
+
+def test_digits_are_used_as_torchvisions(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        head = bytes([0, 0, 8, 1, 0, 0, 0, 2])
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + b"\1\2")
+        head = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28])
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(range(196)) * 8)
+    torchs, ours = datasets.MNIST(str(tmp_path)), MNIST(str(tmp_path))
+    assert isinstance(ours, datasets.MNIST)
+    assert repr(ours) == repr(torchs)
+    assert ours.class_to_idx == torchs.class_to_idx
+    for name in ("data", "targets"):
+        assert torch.equal(getattr(ours, name), getattr(torchs, name))
+    ours.data[0] = torchs.data[0] = 7  # written to, not replaced
+    there = pickle.loads(pickle.dumps(ours))
+    assert np.array_equal(np.asarray(there[0][0]), np.asarray(torchs[0][0]))
+
+
+def test_torchvision_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "torchvision" or name == "dpex.datasets.folder":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ModuleNotFoundError, match=r"ImageFolder is .*: install dpex\[vision\]"):
+        dpex.datasets.__getattr__("ImageFolder")
