@@ -27,7 +27,7 @@ from living import (
 
 from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 

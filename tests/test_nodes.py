@@ -208,7 +208,7 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
 
 
 @pytest.mark.parametrize("what", ["raylet", "gcs_server"])
-def test_a_trainer_that_loses_its_embedded_ray_learns_of_it(what: str) -> None:
+def test_a_trainer_that_loses_its_local_ray_learns_of_it(what: str) -> None:
     with workplace() as place:
         trainer = Trainer(place, "local", length=50 * LENGTH)
         trainer.until(20)

@@ -62,7 +62,7 @@ class Connection:
 
     Attributes:
         kind: ``"existing"`` is a connection that dpex did not make. ``"cluster"`` is a cluster
-            that dpex connected to. ``"embedded"`` is a local Ray that dpex started for this
+            that dpex connected to. ``"local"`` is a local Ray that dpex started for this
             process or for the ranks on this machine. ``"client"`` goes through Ray Client.
         address: Address of the cluster's head, ``"ip:port"``.
         single_host: Whether all live nodes are on this machine and at least one of them has CPUs.
@@ -71,7 +71,7 @@ class Connection:
             dpex; ``None`` if they need none.
     """
 
-    kind: Literal["existing", "cluster", "embedded", "client"]
+    kind: Literal["existing", "cluster", "local", "client"]
     address: str
     single_host: bool
     runtime_env: dict[str, Any] | None
@@ -171,9 +171,9 @@ def _existing(request: str) -> Connection:
     address = session[0]
     through_client = ray.util.client.ray.is_connected()
     if request == "local":
-        if known is None or known.kind != "embedded":
+        if known is None or known.kind != "local":
             raise ClusterError(
-                f"head_address='local' asks for an embedded Ray, but this process is connected to "
+                f"head_address='local' asks for a local Ray, but this process is connected to "
                 f"the Ray at {address}. Pass head_address='auto' to use that one, or call "
                 "ray.shutdown() first"
             )
@@ -215,7 +215,7 @@ def choose(head_address: str) -> tuple[str, str]:
 def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection:
     request, name = choose(head_address)
     if request == "local":
-        return _embedded(bequest)
+        return _local(bequest)
     forget_token()
     try:
         if request.startswith(SCHEME):
@@ -261,7 +261,7 @@ def _checked_client(*, ours: bool) -> Connection:
     return Connection("client", _session()[0], False, {"py_modules": modules} if modules else None)
 
 
-def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
+def _local(bequest: Callable[[], Pickled] | None) -> Connection:
     job = shared_by_ranks.shared_job()
     environment.remember()
     if job is None:
@@ -276,8 +276,8 @@ def _embedded(bequest: Callable[[], Pickled] | None) -> Connection:
             runtime_env={"env_vars": variables} if variables else None,
         )
     address = _session()[0]
-    logger.info("embedded Ray at %s, gone with %s", address, "the ranks" if job else "the process")
-    return Connection("embedded", address, single_host=True, runtime_env=None)
+    logger.info("local Ray at %s, gone with %s", address, "the ranks" if job else "the process")
+    return Connection("local", address, single_host=True, runtime_env=None)
 
 
 def _running_cluster() -> str | None:

@@ -2,6 +2,6 @@
 
 import sys
 
-from dpex.compat.table import table
+from dpex.compat.private_names import table
 
 sys.stdout.write(table())

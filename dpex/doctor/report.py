@@ -144,8 +144,8 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
     from dpex.doctor.self_test import difference, make_loader, read
 
     address, why = _chosen(head_address)
-    embedded = address == "local"
-    yield "Ray", f"{'one of its own' if embedded else address} ({why})"
+    local = address == "local"
+    yield "Ray", f"{'one of its own' if local else address} ({why})"
 
     loader = make_loader(distribute_mode=False, head_address=head_address, timeout_s=timeout_s)
     try:
@@ -160,7 +160,7 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
     try:
         batches = iter(loader)  # connects to Ray
         nodes, cpus, gpus = cluster_size()
-        note = " (logical ones: the tasks share the cores)" if embedded else ""
+        note = " (logical ones: the tasks share the cores)" if local else ""
         yield "cluster", f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs{note}"
         if not cpus:
             raise _Wrong(

@@ -26,9 +26,9 @@ from dpex.cluster.local.forkserver import inheritance
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
-from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
-from dpex.pipeline.scheduler import OtherJobs, Scheduler
-from dpex.wire.losses import Loss, LossCause
+from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
+from dpex.pipeline.scheduler import Scheduler
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]

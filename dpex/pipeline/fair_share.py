@@ -17,18 +17,31 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 
 from dpex import tuning
-from dpex.pipeline.scheduler import OtherJobs
 from dpex.worker.actor_calls import NAMESPACE
 
-__all__ = ["ACTOR_PREFIX", "FairShare", "ask_others", "free_cpus"]
+__all__ = ["ACTOR_PREFIX", "FairShare", "OtherJobs", "ask_others", "free_cpus"]
 
 ACTOR_PREFIX = "dpex-host-"
 """Prefix of the names of pipeline actors."""
+
+
+@dataclass(frozen=True)
+class OtherJobs:
+    """The other training jobs whose tasks share the cluster's CPUs.
+
+    Attributes:
+        wait: Whether any of their tasks has not started yet.
+        room: How many tasks of this job may wait to begin, even if other tasks of it run.
+    """
+
+    wait: bool
+    room: int
 
 
 class FairShare:

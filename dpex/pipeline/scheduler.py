@@ -17,29 +17,16 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dpex import tuning
+from dpex.pipeline.fair_share import OtherJobs
 from dpex.pipeline.task_lease import TaskLease, WaitingChunk
 from dpex.pipeline.task_starts import TaskStarts
 from dpex.pipeline.worker_bindings import WorkerBindings
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["OtherJobs", "Scheduler"]
-
-
-@dataclass(frozen=True)
-class OtherJobs:
-    """The other training jobs whose tasks share the cluster's CPUs.
-
-    Attributes:
-        wait: Whether any of their tasks has not started yet.
-        room: How many tasks of this job may wait to begin, even if other tasks of it run.
-    """
-
-    wait: bool
-    room: int
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -183,7 +170,7 @@ class Scheduler:
         await self._wait_for_answer(lease)
         if place == lease.given or attempt != lease.attempt:
             return None
-        return lease.last_chunk(self._bindings.of(lease))
+        return lease.last_chunk(made, self._bindings.of(lease))
 
     async def _wait_for_answer(self, lease: TaskLease) -> None:
         """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib
 import itertools
 import logging
 import threading
-import time
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,89 +27,25 @@ from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
 from dpex.pipeline.node_health import Nodes
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
+from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.worker_options import unmet
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
-from dpex.wire.pickling import Pickled, dump_in_band
-from dpex.worker.actor_calls import ACTOR_DIED
+from dpex.wire.pickling import Pickled
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
-    from dpex.wire.receiver import Receiver
 
-__all__ = ["RemoteRun", "Session"]
+__all__ = ["Session"]
 
 logger = logging.getLogger("dpex")
 
-# RayActorError includes ActorUnavailableError: dpex also replaces an actor that it cannot reach.
-_ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
-_PIPELINE_LOST = (
-    *_ACTOR_LOST,
-    ray.exceptions.ObjectLostError,
-    ray.exceptions.NodeDiedError,
-)
 # Numbers the sessions of this process, for the tag of their metrics.
 _numbers = itertools.count()
-
-
-class _Claim:
-    """Ownership token of a run.
-
-    When it is garbage-collected, even after an interrupt, the run is cancelled.
-    """
-
-    def __init__(self) -> None:
-        self._cancel: Callable[[], None] = lambda: None
-        self._finalizer: weakref.finalize[[Callable[[], None]], _Claim] | None = None
-
-    def lay(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
-        """Attach the token to a run, before the run begins."""
-        self._cancel = functools.partial(_cancel, actor, pipeline.key, run)
-        self._finalizer = weakref.finalize(self, release_later, self._cancel)
-        self._finalizer.atexit = False
-
-    def give_up(self) -> None:
-        """Cancel the run now."""
-        self._cancel()
-        if self._finalizer is not None:
-            self._finalizer.detach()
-
-
-def _cancel(actor: PipelineActor, pipeline_key: str, run: str) -> None:
-    # A Ray Client may have lost its server without knowing it yet.
-    with contextlib.suppress(Exception):
-        if ray.is_initialized():
-            actor.handle.cancel.remote(pipeline_key, run)
-
-
-@dataclass(eq=False)
-class _RemotePipeline:
-    key: str
-    spec_key: tuple[str, ...]
-    claim: weakref.ref[_Claim]
-    # Whether the pipeline is known to have started its last run.
-    ready: bool = False
-
-    @property
-    def busy(self) -> bool:
-        return self.claim() is not None
-
-
-@dataclass(frozen=True)
-class _Begins:
-    """A pipeline that was asked to begin a run.
-
-    Attributes:
-        pipeline: The pipeline.
-        answer: The pipeline actor's answer; None for a new pipeline, which needs no confirmation.
-    """
-
-    pipeline: _RemotePipeline
-    answer: ray.ObjectRef | None
 
 
 @dataclass(frozen=True)
@@ -164,10 +97,8 @@ class Session:
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
-        if forkserver.trainer_forked() and not fork_workers:
-            own = dict(self._options.get("runtime_env") or {})
-            variables = {**own.get("env_vars", {}), forked_worker.SERVER: ""}
-            self._options["runtime_env"] = {**own, "env_vars": variables}
+        if forkserver.forked_from_here() and not fork_workers:
+            self._options["runtime_env"] = _without_fork(self._options.get("runtime_env"))
         if self._options.get("runtime_env"):
             settled.set()  # the node's agent, whose start was put off, makes the environment
         self._check_room()
@@ -186,7 +117,7 @@ class Session:
         lacking = self._lacking() if self._options else None
         if lacking is None:
             return
-        if self._connection.kind == "embedded":
+        if self._connection.kind == "local":
             raise ClusterError(
                 f"worker_options asks for {lacking}. Ask for less, or use a cluster with a node "
                 "that has it"
@@ -226,12 +157,12 @@ class Session:
     @property
     def claims_cpus(self) -> bool:
         """Whether Ray's CPUs limit the tasks; a local Ray has logical CPUs to spare."""
-        return self._connection.kind != "embedded"
+        return self._connection.kind != "local"
 
     @property
     def free_cores(self) -> int:
         """Number of tasks to begin with: by a cluster's free CPUs, or by this process's cores."""
-        if self._connection.kind == "embedded":
+        if self._connection.kind == "local":
             return free_cores()
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
@@ -279,7 +210,7 @@ class Session:
         return key
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
-        if self._connection.kind == "embedded" and self._inherited(key):
+        if self._connection.kind == "local" and self._inherited(key):
             return _StoredJob(key, [], pickled)
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
@@ -301,10 +232,9 @@ class Session:
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         _check_room(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
-        if stage.num_gpus and forkserver.trainer_forked():
+        if stage.num_gpus and forkserver.forked_from_here():
             # A fork cannot use CUDA once the training process has used it.
-            variables = {**environment.get("env_vars", {}), forked_worker.SERVER: ""}
-            environment["env_vars"] = variables
+            environment = _without_fork(environment)
         options: dict[str, Any] = {"num_cpus": stage.num_cpus}
         if stage.num_gpus:
             options["num_gpus"] = stage.num_gpus
@@ -334,7 +264,7 @@ class Session:
         inherits = self._actor.handle.inherits.remote(key)
         try:
             return bool(self._nodes.answered(inherits))
-        except _ACTOR_LOST:
+        except ACTOR_LOST:
             self._actor.lost = True
             self._start()
             return bool(self._nodes.answered(self._actor.handle.inherits.remote(key)))
@@ -369,14 +299,14 @@ class Session:
             options=self._options,
             later=self._stored.later,
         )
-        claim = _Claim()
+        claim = Claim()
         try:
             begins = self._pipelines.begin(run, spec, claim)
-        except _ACTOR_LOST:
-            begins = self._begin_anew(run, spec, claim)
+        except ACTOR_LOST:
+            begins = self._begin_on_new_actor(run, spec, claim)
         return functools.partial(self._opened, run, spec, claim, begins, pin_memory)
 
-    def _begin_anew(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
+    def _begin_on_new_actor(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
         self._actor.lost = True
         self._start()
@@ -385,13 +315,13 @@ class Session:
         return self._pipelines.new(run, spec, claim)
 
     def _opened(
-        self, run: Run, spec: PipelineSpec, claim: _Claim, begins: _Begins, pin_memory: bool
+        self, run: Run, spec: PipelineSpec, claim: Claim, begins: PipelineBegins, pin_memory: bool
     ) -> RemoteRun:
         try:
             if not self._pipelines.begun(begins):
                 begins = self._pipelines.new(run, spec, claim)
-        except _ACTOR_LOST:
-            begins = self._begin_anew(run, spec, claim)
+        except ACTOR_LOST:
+            begins = self._begin_on_new_actor(run, spec, claim)
         return RemoteRun(
             self._actor,
             begins.pipeline.key,
@@ -406,7 +336,7 @@ class Session:
     def _start(self) -> None:
         """Use this process's pipeline actor, or start an actor in place of a dead one."""
         self._actor: PipelineActor = get_pipeline_actor(self._connection.runtime_env)
-        self._pipelines = _RemotePipelines(self._actor, self._nodes)
+        self._pipelines = RemotePipelines(self._actor, self._nodes)
         # Iterators refer to the session, so it outlives a loader that is dropped before them.
         self._release = weakref.finalize(self, release_later, self._pipelines.close)
         be_ready()
@@ -451,191 +381,10 @@ class Session:
             self._release.detach()
 
 
-class _RemotePipelines:
-    """The pipelines of one session."""
-
-    def __init__(self, actor: PipelineActor, nodes: Nodes) -> None:
-        self._actor = actor
-        self._nodes = nodes
-        self._pipelines: list[_RemotePipeline] = []
-        self._lock = threading.Lock()
-
-    def begin(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
-        """Start ``run`` on an idle pipeline with the same spec key, or on a new pipeline.
-
-        Close the other idle pipelines.
-        """
-        with self._lock:
-            idle = [pipeline for pipeline in self._pipelines if not pipeline.busy]
-            for pipeline in idle:
-                pipeline.claim = weakref.ref(claim)
-        begins = None
-        for pipeline in idle:
-            if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
-                # Not ready before it answers: after an interrupt, the pipeline may begin this run
-                # late, when the next run has started.
-                pipeline.ready = False
-                claim.lay(self._actor, pipeline, run.key)
-                begins = _Begins(pipeline, self._actor.handle.begin.remote(pipeline.key, run.key))
-            else:
-                self._drop(pipeline)
-        return begins or self.new(run, spec, claim)
-
-    def begun(self, begins: _Begins) -> bool:
-        """Wait for a pipeline to begin; return whether it has, and drop it if not."""
-        if begins.answer is None:
-            return True
-        with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            begins.pipeline.ready = bool(self._nodes.answered(begins.answer))
-        if not begins.pipeline.ready:
-            self._drop(begins.pipeline)
-        return begins.pipeline.ready
-
-    def new(self, run: Run, spec: PipelineSpec, claim: _Claim) -> _Begins:
-        """Start a pipeline that serves ``run`` first."""
-        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
-        with self._lock:
-            self._pipelines.append(pipeline)
-        claim.lay(self._actor, pipeline, run.key)
-        self._actor.handle.open.remote(
-            pipeline.key, replace(spec, pipeline_key=pipeline.key), run.key
-        )
-        pipeline.ready = True
-        return _Begins(pipeline, None)
-
-    def _drop(self, pipeline: _RemotePipeline) -> None:
-        """Close a pipeline."""
-        # In this order: after an interrupt between the two, a second close() does no harm.
-        self._actor.handle.close.remote(pipeline.key)
-        with self._lock, contextlib.suppress(ValueError):
-            self._pipelines.remove(pipeline)
-
-    def close(self) -> None:
-        """Close all pipelines."""
-        if self._actor.alive:
-            for pipeline in list(self._pipelines):
-                self._drop(pipeline)
-
-
-_open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
-# Includes receivers of ended runs while their threads run.
-_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
-
-
-@atexit.register  # registered after Ray's own hook, so it runs before that hook
-def _end_open_runs() -> None:
-    """End all open runs, so that no thread is inside Ray when Ray shuts down."""
-    for run in list(_open_runs):
-        run.end()
-    deadline = time.monotonic() + tuning.EXIT_S
-    for receiver in list(_receivers):
-        receiver.join(max(0.0, deadline - time.monotonic()))
-
-
-class RemoteRun:
-    """One iteration, as the training process sees it."""
-
-    def __init__(
-        self,
-        actor: PipelineActor,
-        pipeline_key: str,
-        run: str,
-        nodes: Nodes,
-        claim: _Claim,
-        pool: MemoryPool,
-        *,
-        pin_memory: bool,
-        through_client: bool,
-    ) -> None:
-        self._actor = actor
-        self._pipeline_key = pipeline_key
-        self._run = run
-        self._nodes = nodes
-        self._claim: _Claim | None = claim
-        self._began_at = time.monotonic()
-        self._failure: BaseException | None = None
-        self._pool = pool
-        self._pin_memory = pin_memory
-        self._through_client = through_client
-        self._receiver: Receiver | None = None
-        _open_runs.add(self)
-
-    @property
-    def receiver(self) -> Receiver:
-        """The receiver of the run's blocks, which starts on first use."""
-        from dpex.wire.receiver import Receiver
-
-        if self._receiver is None:
-            self._receiver = Receiver(
-                self._actor,
-                self._pipeline_key,
-                self._run,
-                self._pool,
-                pin_memory=self._pin_memory,
-                through_client=self._through_client,
-            )
-            _receivers.add(self._receiver)
-        return self._receiver
-
-    def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
-        """Send chunks; see ``_PipelineActor.feed``."""
-        payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
-        self._actor.handle.feed.remote(
-            self._pipeline_key,
-            self._run,
-            chunks[0].number,
-            payloads,
-            workers=[chunk.worker for chunk in chunks],
-            alone=alone,
-            **how,
-        )
-        # Not earlier: the receiver starts while the first chunk is on its way.
-        _ = self.receiver
-
-    def forsaken(self, batch_s: float) -> bool:
-        """Return whether the run waits in vain because a node died.
-
-        If it does, ``failure`` returns the error.
-
-        Args:
-            batch_s: Seconds that a worker process needs for a batch.
-        """
-        try:
-            self._nodes.look()
-        except ClusterError as error:
-            self._failure = error.with_traceback(None)  # its frames refer to this object
-            return True
-        died_at = self._nodes.died_at
-        quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
-        if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
-            return False
-        self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
-        return True
-
-    def failure(self) -> BaseException | None:
-        """Return the error that ended the run, or None; the next run replaces a dead actor."""
-        failure = self._failure or self.receiver.failure
-        if isinstance(failure, _ACTOR_LOST):
-            self._actor.lost = True
-        return failure
-
-    @property
-    def lost(self) -> bool:
-        """Whether a new pipeline can continue.
-
-        It can if a node, the actor or its blocks were lost, or if a private name of Ray failed.
-        """
-        failure = self._failure or self.receiver.failure
-        return isinstance(failure, _PIPELINE_LOST) or self.receiver.replaceable
-
-    def end(self) -> None:
-        """Cancel the run, finished or not, so that its pipeline is free for the next run."""
-        if self._claim is not None:
-            self._claim.give_up()
-            self._claim = None
-            _open_runs.discard(self)
-            if self._receiver is not None:
-                self._receiver.stop()
+def _without_fork(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a runtime environment in which Ray starts worker processes itself."""
+    own = dict(runtime_env or {})
+    return {**own, "env_vars": {**own.get("env_vars", {}), forked_worker.SERVER: ""}}
 
 
 def _load_ray_data() -> None:

@@ -156,13 +156,14 @@ class TaskLease:
             await asyncio.wait_for(self._answered.wait(), timeout)
         return self._answered.is_set()
 
-    def last_chunk(self, binding: Binding) -> AssignedChunk:
+    def last_chunk(self, made: int, binding: Binding) -> AssignedChunk:
         """Return the chunk that the task has been given.
 
         Args:
-            binding: The binding of its logical worker.
+            made: How many blocks the process has made, or will have made of the chunk before.
+            binding: The binding of the chunk's logical worker.
         """
-        self._blocks[-1] = max(self._blocks[-1], self.made)
+        self._blocks[-1] = max(self._blocks[-1], made)
         restarted, self.restarted = self.restarted, False
         return AssignedChunk(self._payloads[-1], self.given - 1, binding, restarted=restarted)
 

@@ -18,10 +18,11 @@ from dpex.training.deferred_errors import KeptError
 from dpex.training.in_flight import ChunkInFlight, InFlight, described
 from dpex.training.recovery import Recovery, Resend, recover
 from dpex.wire.block_format import Entry
-from dpex.wire.losses import joined
+from dpex.wire.loss_causes import joined
 
 if TYPE_CHECKING:
-    from dpex.pipeline.session import RemoteRun, Session
+    from dpex.pipeline.remote_run import RemoteRun
+    from dpex.pipeline.session import Session
     from dpex.training.batch_order import Demand
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.wire.receiver import Arrival

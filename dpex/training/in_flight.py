@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dpex.errors import ChunkLostError
 from dpex.wire.block_format import Entry
-from dpex.wire.losses import Loss
+from dpex.wire.loss_causes import Loss
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 

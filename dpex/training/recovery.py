@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dpex import tuning
 from dpex.errors import ChunkLostError
 from dpex.training.in_flight import ChunkInFlight, joined_streams, lost_error
-from dpex.wire.losses import Loss, LossCause, joined
+from dpex.wire.loss_causes import Loss, LossCause, joined
 from dpex.worker.map_style import Chunk
 
 __all__ = ["Recovery", "Resend", "recover"]

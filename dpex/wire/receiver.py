@@ -21,7 +21,7 @@ from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.block_format import Block, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 
 __all__ = ["Arrival", "BlockSource", "Receiver"]
 

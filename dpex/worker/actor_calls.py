@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from dpex import tuning
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.binding import Binding
 
 __all__ = [

@@ -80,7 +80,7 @@ def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
         assert again["seconds"] < QUICK_SECONDS
     with pytest.raises(DriverError, match=f"ClusterError: .*10.1.2.3:6379.*{address_of(place)}"):
         driver.ask("connect", head_address="10.1.2.3:6379")
-    with pytest.raises(DriverError, match=f"ClusterError: .*embedded.*{address_of(place)}"):
+    with pytest.raises(DriverError, match=f"ClusterError: .*local Ray.*{address_of(place)}"):
         driver.ask("connect", head_address="local")
     assert driver.end() == 0
 
@@ -115,7 +115,7 @@ def test_the_ray_a_process_has_is_taken_and_left_as_it_is(place: Path) -> None:
     assert driver.ask("connect", head_address=address_of(place))["kind"] == "existing"
     with pytest.raises(DriverError, match=f"ClusterError: .*10.1.2.3:6379.*{address_of(place)}"):
         driver.ask("connect", head_address="10.1.2.3:6379")
-    with pytest.raises(DriverError, match=f"ClusterError: .*embedded.*{address_of(place)}"):
+    with pytest.raises(DriverError, match=f"ClusterError: .*local Ray.*{address_of(place)}"):
         driver.ask("connect", head_address="local")
     driver.ask("task")
 
@@ -127,10 +127,10 @@ def test_the_ray_a_process_has_is_taken_and_left_as_it_is(place: Path) -> None:
     assert driver.end() == 0
 
 
-def test_local_is_embedded_though_a_cluster_runs(place: Path) -> None:
+def test_local_is_a_local_ray_though_a_cluster_runs(place: Path) -> None:
     driver = Driver(place, RAY_ADDRESS=address_of(place))
     connection = driver.ask("connect", head_address="local")
-    assert connection["kind"] == "embedded"
+    assert connection["kind"] == "local"
     assert connection["address"] != address_of(place)
     with pytest.raises(DriverError, match=f"ClusterError: .*{address_of(place)}"):
         driver.ask("connect", head_address=address_of(place))
@@ -175,11 +175,11 @@ def test_a_stale_address_file_is_ignored(
     assert _running_cluster() is None
 
 
-def test_without_a_live_cluster_auto_is_embedded(empty_place: Path, closed_port: int) -> None:
+def test_without_a_live_cluster_auto_is_local(empty_place: Path, closed_port: int) -> None:
     (empty_place / "ray").mkdir()
     (empty_place / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
     driver = Driver(empty_place)
-    assert driver.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert driver.ask("connect", head_address="auto")["kind"] == "local"
     assert logged(driver, "DEBUG ignoring ")
     assert driver.end() == 0
 
@@ -235,7 +235,7 @@ def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_p
         with pytest.raises(DriverError, match=f"ClusterError: .*{address!r}.*{command}"):
             driver.receive(QUICK_SECONDS)
     # No failed attempt leaves anything behind.
-    assert driver.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert driver.ask("connect", head_address="auto")["kind"] == "local"
     assert driver.end() == 0
 
 
@@ -246,7 +246,7 @@ def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
     command = f"`ray start --address={address_of(place)} --num-cpus=0`"
     with pytest.raises(DriverError, match=f"ClusterError: .*no node of it.*{command}"):
         elsewhere.receive(QUICK_SECONDS)
-    assert elsewhere.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert elsewhere.ask("connect", head_address="auto")["kind"] == "local"
     assert elsewhere.end() == 0
 
 
@@ -264,7 +264,7 @@ def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_po
     with pytest.raises(DriverError, match=f"ClusterError: .*='{address_of(empty_place)}'"):
         frozen.receive(SILENT_SECONDS)
     # "auto" skips a cluster that does not answer, because the user has not named it.
-    assert frozen.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert frozen.ask("connect", head_address="auto")["kind"] == "local"
     assert logged(frozen, f"nobody answers at {address_of(empty_place)}")
     assert silent.end() == 0
     assert frozen.end() == 0

@@ -15,8 +15,8 @@ from living import Plain
 from torch.utils.data import DataLoader
 
 from dpex.compat.forked_workers import FORKED_IDS
+from dpex.compat.private_names import all_shortcuts, table
 from dpex.compat.shortcut import PrivateName
-from dpex.compat.table import all_shortcuts, table
 
 PROGRAM = PROGRAMS / "sabotage_program.py"
 SITE = PROGRAMS / "sabotage_site"

@@ -129,7 +129,7 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
 
     pictures = datasets.ImageFolder(str(nodes.place / "one" / "pictures"))
     for name, (epochs, transforms) in drawn.items():
-        embedded: Any = DpexDataLoader(
+        loader: Any = DpexDataLoader(
             MappedDataset(pictures, transforms),
             program.BATCH_SIZE,
             num_workers=1,
@@ -137,7 +137,7 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
             distribute_mode=True,
             head_address="local",
         )
-        assert_same((name, epochs), (name, [list(embedded) for _ in range(2)]))
+        assert_same((name, epochs), (name, [list(loader) for _ in range(2)]))
 
 
 @pytest.mark.parametrize(

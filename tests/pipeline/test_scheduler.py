@@ -12,8 +12,8 @@ import pytest
 from dpex import tuning
 from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline import task_starts
-from dpex.pipeline.fair_share import FairShare
-from dpex.pipeline.scheduler import OtherJobs, Scheduler
+from dpex.pipeline.fair_share import FairShare, OtherJobs
+from dpex.pipeline.scheduler import Scheduler
 from dpex.tuning import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding

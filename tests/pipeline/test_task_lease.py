@@ -119,5 +119,5 @@ def test_a_worker_that_restarts_is_told_so_once() -> None:
     lease = new_lease()
     lease.restarted = True
     give(lease, b"0")
-    assert lease.last_chunk(RELEASED).restarted
-    assert not lease.last_chunk(RELEASED).restarted
+    assert lease.last_chunk(0, RELEASED).restarted
+    assert not lease.last_chunk(0, RELEASED).restarted

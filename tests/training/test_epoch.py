@@ -17,7 +17,7 @@ from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.wire.block_format import Block, Entry
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.receiver import Arrival
 from dpex.wire.timings import Costs
 from dpex.worker.binding import Binding

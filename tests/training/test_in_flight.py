@@ -8,7 +8,7 @@ from chunks import RUN, sent
 
 from dpex.training.in_flight import InFlight, joined_streams
 from dpex.wire.block_format import Entry
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.map_style import Chunk
 
 DIED = Loss(LossCause.TASK, "died")

@@ -7,7 +7,7 @@ from chunks import sent
 
 from dpex.errors import ChunkLostError
 from dpex.training.recovery import Recovery, recover
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 
 
 def loss(text: str, cause: LossCause = LossCause.TASK) -> Loss:

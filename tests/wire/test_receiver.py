@@ -16,7 +16,7 @@ from living import Plain
 from dpex import DpexDataLoader
 from dpex.wire.block_format import BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.losses import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
 

@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 __all__ = [
     "address",
     "fork_parent",
+    "forked_from_here",
     "inheritance",
     "serve",
     "show_script_arguments",
-    "trainer_forked",
 ]
 
 logger = logging.getLogger("dpex")
@@ -165,7 +165,7 @@ def serve() -> NoReturn:
     _serve(socket.socket(fileno=int(listener)), int(our_life), token)
 
 
-def trainer_forked() -> bool:
+def forked_from_here() -> bool:
     """Return whether the server, and so every worker that it forks, is a fork of this process."""
     return _pid is not None
 
@@ -197,14 +197,14 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
+def _serve(listener: socket.socket, parents_life: int, token: str) -> NoReturn:
     """Fork worker processes until the training process ends."""
     try:
         # A garbage collection, here or in a fork, would write to shared pages and so copy them.
         gc.disable()
         gc.freeze()
-        _leave_the_trainer()
-        _end_with(trainers_life)
+        _leave_training_process()
+        _end_with(parents_life)
         # Ray's library reads these variables when it is loaded. A worker process ends when the
         # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
         # server, and the server kills the worker processes of a raylet that has ended.
@@ -222,7 +222,7 @@ def _serve(listener: socket.socket, trainers_life: int, token: str) -> NoReturn:
                     importlib.import_module(module)
         if workers_have_token and random_ids_untouched():
             gc.freeze()
-            _Server(listener, trainers_life, token).run()
+            _Server(listener, parents_life, token).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -244,12 +244,12 @@ def _end_with(life: int) -> None:
 class _Server:
     """Event loop of the server process."""
 
-    def __init__(self, listener: socket.socket, trainers_life: int, token: str) -> None:
+    def __init__(self, listener: socket.socket, parents_life: int, token: str) -> None:
         self._listener = listener
         self._token = token
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(trainers_life, selectors.EVENT_READ, self._stop)
+        self._selector.register(parents_life, selectors.EVENT_READ, self._stop)
         # Pid descriptors, which become readable when the process ends: of raylets, by pid; and of
         # worker processes, with the pid of the worker's raylet.
         self._nodes: dict[int, int] = {}
@@ -410,7 +410,7 @@ def _hung_up(connection: socket.socket) -> bool:
     return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
-def _leave_the_trainer() -> None:
+def _leave_training_process() -> None:
     """Detach the server from the training process's terminal, signals, traces and exit handlers."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)

@@ -26,10 +26,10 @@ from dpex.errors import ClusterError
 __all__ = [
     "OUR_MODULES",
     "disconnect",
-    "embedded_cpus",
     "free_cores",
     "init_ray",
     "load_ray",
+    "local_cpus",
     "make_no_errors_of_rays_warnings",
     "quiet_ray",
     "settled",
@@ -54,7 +54,7 @@ That is when the first block has arrived, so that cores are free, or when someth
 these processes earlier."""
 
 
-def embedded_cpus() -> int:
+def local_cpus() -> int:
     """Return the logical CPUs of a local Ray: 64, or the number of usable cores if it is higher.
 
     The loader itself decides how many tasks run at once. With fewer logical CPUs, Ray would end
@@ -175,7 +175,7 @@ def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
             tuning.START_S,
             afterwards=lambda: _finish_and_stay(finish),
             address="local",
-            num_cpus=embedded_cpus(),
+            num_cpus=local_cpus(),
             object_store_memory=_object_store_bytes(),
             include_dashboard=False,
         )
@@ -183,7 +183,7 @@ def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
 
 def _not_started(error: Exception) -> ClusterError:
     return ClusterError(
-        f"an embedded Ray did not start: {str(error).rstrip('.')}. Its files lie under "
+        f"a local Ray did not start: {str(error).rstrip('.')}. Its files lie under "
         "RAY_TMPDIR, which must be writable and shorter than 38 characters (if it is not "
         "set: in a directory of this user alone in TMPDIR or /tmp)"
     )

@@ -73,7 +73,7 @@ QUIET_PROGRAM = """
 import ray, sys
 from dpex.cluster.connect import connect
 connection = connect("local")
-assert (connection.kind, connection.single_host, connection.runtime_env) == ("embedded", True, None)
+assert (connection.kind, connection.single_host, connection.runtime_env) == ("local", True, None)
 assert ray.get(ray.remote(lambda: 1).remote()) == 1
 """
 
@@ -97,7 +97,7 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
     owner = Driver(place)
     owner.ask("connect", head_address="local")
     cluster = owner.ask("cluster")
-    assert cluster["cpus"] == launch.embedded_cpus() >= 64
+    assert cluster["cpus"] == launch.local_cpus() >= 64
     shm = os.statvfs("/dev/shm")
     assert cluster["object_store_bytes"] <= shm.f_frsize * shm.f_blocks
     assert not titles(place, "ray::IDLE"), "workers are started before there is a task"
@@ -121,7 +121,7 @@ def test_outlives_the_thread_that_started_it(place: Path) -> None:
     owner.send("connect_in_thread", head_address="auto")
     other.send("connect", head_address="auto")
     first = owner.receive()
-    assert first["kind"] == "embedded"
+    assert first["kind"] == "local"
     # Two processes that are not ranks of one job do not share a local Ray.
     assert other.receive()["node"] != first["node"]
     owner.ask("task")
@@ -168,7 +168,7 @@ def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None
     wait_until(lambda: titles(place, "dpex.cluster.local.shared_by_ranks"), 60, "keeper")
     first.kill()
     second = rank(place, 1)
-    assert second.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert second.ask("connect", head_address="auto")["kind"] == "local"
     second.ask("task")
 
     # If the keeper is killed, its Ray ends, and the next rank starts a new one.
@@ -177,7 +177,7 @@ def test_the_first_rank_may_die_while_the_shared_ray_starts(place: Path) -> None
     second.kill()
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
     third = rank(place, 0)
-    assert third.ask("connect", head_address="auto")["kind"] == "embedded"
+    assert third.ask("connect", head_address="auto")["kind"] == "local"
     assert third.end() == 0
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
 
@@ -292,7 +292,7 @@ def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
 def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     cores = launch.free_cores()
-    assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.embedded_cpus()
+    assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.local_cpus()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
     assert launch.free_cores() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")

@@ -1,0 +1,149 @@
+"""A session's pipelines in the pipeline actor, as the training process knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import ray
+
+from dpex.cluster.releasing import release_later
+from dpex.pipeline.actor import PipelineActor
+from dpex.pipeline.dataset import PipelineSpec
+from dpex.pipeline.node_health import Nodes
+from dpex.worker.actor_calls import ACTOR_DIED
+from dpex.worker.logical_worker import Run
+
+__all__ = ["ACTOR_LOST", "Claim", "PipelineBegins", "RemotePipelines"]
+
+ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
+"""Errors of a pipeline actor that dpex replaces, because it is dead or cannot be reached."""
+
+
+class Claim:
+    """Ownership token of a run.
+
+    When it is garbage-collected, even after an interrupt, the run is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._cancel: Callable[[], None] = lambda: None
+        self._finalizer: weakref.finalize[[Callable[[], None]], Claim] | None = None
+
+    def attach(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
+        """Attach the token to a run, before the run begins."""
+        self._cancel = functools.partial(_cancel, actor, pipeline.key, run)
+        self._finalizer = weakref.finalize(self, release_later, self._cancel)
+        self._finalizer.atexit = False
+
+    def cancel(self) -> None:
+        """Cancel the run now."""
+        self._cancel()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+def _cancel(actor: PipelineActor, pipeline_key: str, run: str) -> None:
+    # A Ray Client may have lost its server without knowing it yet.
+    with contextlib.suppress(Exception):
+        if ray.is_initialized():
+            actor.handle.cancel.remote(pipeline_key, run)
+
+
+@dataclass(eq=False)
+class _RemotePipeline:
+    key: str
+    spec_key: tuple[str, ...]
+    claim: weakref.ref[Claim]
+    # Whether the pipeline is known to have started its last run.
+    ready: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.claim() is not None
+
+
+@dataclass(frozen=True)
+class PipelineBegins:
+    """A pipeline that was asked to begin a run.
+
+    Attributes:
+        pipeline: The pipeline.
+        answer: The pipeline actor's answer; None for a new pipeline, which needs no confirmation.
+    """
+
+    pipeline: _RemotePipeline
+    answer: ray.ObjectRef | None
+
+
+class RemotePipelines:
+    """The pipelines of one session."""
+
+    def __init__(self, actor: PipelineActor, nodes: Nodes) -> None:
+        self._actor = actor
+        self._nodes = nodes
+        self._pipelines: list[_RemotePipeline] = []
+        self._lock = threading.Lock()
+
+    def begin(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+        """Start ``run`` on an idle pipeline with the same spec key, or on a new pipeline.
+
+        Close the other idle pipelines.
+        """
+        with self._lock:
+            idle = [pipeline for pipeline in self._pipelines if not pipeline.busy]
+            for pipeline in idle:
+                pipeline.claim = weakref.ref(claim)
+        begins = None
+        for pipeline in idle:
+            if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
+                # Not ready before it answers: after an interrupt, the pipeline may begin this run
+                # late, when the next run has started.
+                pipeline.ready = False
+                claim.attach(self._actor, pipeline, run.key)
+                begins = PipelineBegins(
+                    pipeline, self._actor.handle.begin.remote(pipeline.key, run.key)
+                )
+            else:
+                self._drop(pipeline)
+        return begins or self.new(run, spec, claim)
+
+    def begun(self, begins: PipelineBegins) -> bool:
+        """Wait for a pipeline to begin; return whether it has, and drop it if not."""
+        if begins.answer is None:
+            return True
+        with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
+            begins.pipeline.ready = bool(self._nodes.answered(begins.answer))
+        if not begins.pipeline.ready:
+            self._drop(begins.pipeline)
+        return begins.pipeline.ready
+
+    def new(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+        """Start a pipeline that serves ``run`` first."""
+        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
+        with self._lock:
+            self._pipelines.append(pipeline)
+        claim.attach(self._actor, pipeline, run.key)
+        self._actor.handle.open.remote(
+            pipeline.key, replace(spec, pipeline_key=pipeline.key), run.key
+        )
+        pipeline.ready = True
+        return PipelineBegins(pipeline, None)
+
+    def _drop(self, pipeline: _RemotePipeline) -> None:
+        """Close a pipeline."""
+        # In this order: after an interrupt between the two, a second close() does no harm.
+        self._actor.handle.close.remote(pipeline.key)
+        with self._lock, contextlib.suppress(ValueError):
+            self._pipelines.remove(pipeline)
+
+    def close(self) -> None:
+        """Close all pipelines."""
+        if self._actor.alive:
+            for pipeline in list(self._pipelines):
+                self._drop(pipeline)

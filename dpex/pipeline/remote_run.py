@@ -1,0 +1,151 @@
+"""One iteration on a pipeline, as the training process sees it."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from dpex import tuning
+from dpex.errors import ClusterError
+from dpex.pipeline.actor import PipelineActor
+from dpex.pipeline.node_health import Nodes
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.pickling import dump_in_band
+from dpex.worker.map_style import Chunk
+
+if TYPE_CHECKING:
+    from dpex.wire.receiver import Receiver
+
+__all__ = ["RemoteRun"]
+
+_PIPELINE_LOST = (
+    *ACTOR_LOST,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+)
+
+_open_runs: weakref.WeakSet[RemoteRun] = weakref.WeakSet()
+# Includes receivers of ended runs while their threads run.
+_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
+
+
+@atexit.register  # registered after Ray's own hook, so it runs before that hook
+def _end_open_runs() -> None:
+    """End all open runs, so that no thread is inside Ray when Ray shuts down."""
+    for run in list(_open_runs):
+        run.end()
+    deadline = time.monotonic() + tuning.EXIT_S
+    for receiver in list(_receivers):
+        receiver.join(max(0.0, deadline - time.monotonic()))
+
+
+class RemoteRun:
+    """One iteration, as the training process sees it."""
+
+    def __init__(
+        self,
+        actor: PipelineActor,
+        pipeline_key: str,
+        run: str,
+        nodes: Nodes,
+        claim: Claim,
+        pool: MemoryPool,
+        *,
+        pin_memory: bool,
+        through_client: bool,
+    ) -> None:
+        self._actor = actor
+        self._pipeline_key = pipeline_key
+        self._run = run
+        self._nodes = nodes
+        self._claim: Claim | None = claim
+        self._began_at = time.monotonic()
+        self._failure: BaseException | None = None
+        self._pool = pool
+        self._pin_memory = pin_memory
+        self._through_client = through_client
+        self._receiver: Receiver | None = None
+        _open_runs.add(self)
+
+    @property
+    def receiver(self) -> Receiver:
+        """The receiver of the run's blocks, which starts on first use."""
+        from dpex.wire.receiver import Receiver
+
+        if self._receiver is None:
+            self._receiver = Receiver(
+                self._actor,
+                self._pipeline_key,
+                self._run,
+                self._pool,
+                pin_memory=self._pin_memory,
+                through_client=self._through_client,
+            )
+            _receivers.add(self._receiver)
+        return self._receiver
+
+    def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
+        """Send chunks; see ``_PipelineActor.feed``."""
+        payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
+        self._actor.handle.feed.remote(
+            self._pipeline_key,
+            self._run,
+            chunks[0].number,
+            payloads,
+            workers=[chunk.worker for chunk in chunks],
+            alone=alone,
+            **how,
+        )
+        # Not earlier: the receiver starts while the first chunk is on its way.
+        _ = self.receiver
+
+    def forsaken(self, batch_s: float) -> bool:
+        """Return whether the run waits in vain because a node died.
+
+        If it does, ``failure`` returns the error.
+
+        Args:
+            batch_s: Seconds that a worker process needs for a batch.
+        """
+        try:
+            self._nodes.look()
+        except ClusterError as error:
+            self._failure = error.with_traceback(None)  # its frames refer to this object
+            return True
+        died_at = self._nodes.died_at
+        quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
+        if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
+            return False
+        self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
+        return True
+
+    def failure(self) -> BaseException | None:
+        """Return the error that ended the run, or None; the next run replaces a dead actor."""
+        failure = self._failure or self.receiver.failure
+        if isinstance(failure, ACTOR_LOST):
+            self._actor.lost = True
+        return failure
+
+    @property
+    def lost(self) -> bool:
+        """Whether a new pipeline can continue.
+
+        It can if a node, the actor or its blocks were lost, or if a private name of Ray failed.
+        """
+        failure = self._failure or self.receiver.failure
+        return isinstance(failure, _PIPELINE_LOST) or self.receiver.replaceable
+
+    def end(self) -> None:
+        """Cancel the run, finished or not, so that its pipeline is free for the next run."""
+        if self._claim is not None:
+            self._claim.cancel()
+            self._claim = None
+            _open_runs.discard(self)
+            if self._receiver is not None:
+                self._receiver.stop()
