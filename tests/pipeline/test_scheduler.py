@@ -292,6 +292,22 @@ def test_blocks_of_another_iteration_are_not_waited_for() -> None:
     play(scenario)
 
 
+def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "first")
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9, "first"))
+        await asyncio.sleep(0)
+        scheduler.begin(in_run=True)
+        feed(scheduler, b"1")
+        assert payload_of(await waiting) == b"1"
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
+        redone = await scheduler.next_chunk("a", 1, 3, "second")
+        assert redone == AssignedChunk(b"1", place=1, again=True, skipped_blocks=6)
+
+    play(scenario)
+
+
 def test_a_task_too_many_ends() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1", b"2")
