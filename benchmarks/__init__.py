@@ -30,21 +30,18 @@ Files:
 - ``benchmark_tabular.py``: rows by ``__getitems__``; the overhead of an index
 - ``benchmark_latency.py``: samples that wait; many more workers than cores
 - ``benchmark_tax.py``: the overhead of a loader on the training loop
-- ``benchmark_seeding.py``: the overhead of seeding samples
 - ``benchmark_accuracy.py``: whole trainings; the loss of every step, and the accuracy
 - ``benchmark_gpu.py``: training steps of a ResNet-50; the share of time that the GPU is idle
 - ``benchmark_training_speed.py``: training time and waiting time on 1 to 8 nodes
 - ``benchmark_cached.py``: photographs whose deterministic transforms are cached
 - ``benchmark_cold.py``: time to the first batch of a process; ``start_up.py`` is the script
 - ``benchmark_driver.py``: processor time of the training process, in epochs of different lengths
-- ``benchmark_kept.py``: the store of ``cached``, compared with diskcache
 - ``benchmark_memory.py``: memory of eight workers; ``in_memory.py`` has the datasets
 - ``benchmark_on_node.py``: bytes of the rows of ``rows_in_file.py`` on the link of
   ``linked_node.py``
 - ``benchmark_scale.py``: samples per second on 1 to 8 nodes; ``scaling_model.py`` extrapolates
 - ``benchmark_store.py``: pictures from the S3 server of ``object_store.py``
 - ``benchmark_transport.py``: batches of 38 MB, compared with a plain copy
-- ``benchmark_uint8.py``: bytes that late normalisation saves
 - ``benchmark_widen.py``: time to the first batch with 2 to 32 workers
 - ``benchmark_worker_init.py``: rate and memory with and without a ``worker_init_fn``
 """

@@ -144,10 +144,10 @@ def main() -> None:
         what = f"cached {name}: samples/s over torch's"
         if bound is None:
             what += ", of what is possible"
-            reached = found["over_possible"]["all"]
-            goals.append(Goal.of(what, reached, ">=", GOAL_OF_POSSIBLE, "ratio", note))
+            values, bound = found["over_possible"]["all"], GOAL_OF_POSSIBLE
         else:
-            goals.append(Goal.of(what, found["over_torch"]["all"], ">=", bound, "ratio", note))
+            values = found["over_torch"]["all"]
+        goals.append(Goal.of("storage", what, values, ">=", bound, "ratio", note))
     record["goals"] = [asdict(goal) for goal in goals]
     write(record, options.out)
     bars(

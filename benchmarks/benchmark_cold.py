@@ -55,6 +55,7 @@ def main() -> None:
     }
     record["dpex_over"] = {peer: summarise(ratios) for peer, ratios in over.items()}
     goal = Goal.of(
+        "latency",
         "process start to first batch, dpex / torch spawn",
         over["torch spawn"],
         "<=",

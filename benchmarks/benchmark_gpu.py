@@ -160,6 +160,7 @@ def main() -> None:
     record["seconds"] = {peer: summarise(seconds) for peer, seconds in found.items()}
     record["stall_percent"] = {peer: summarise(shares) for peer, shares in stalls.items()}
     goal = Goal.of(
+        "throughput",
         f"gpu: share of its time that a ResNet-50 on {record['device']} stands still",
         stalls["dpex"],
         "<=",

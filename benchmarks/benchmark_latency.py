@@ -22,6 +22,7 @@ def case(workers: int) -> Case:
         SleepingSamples(workers * BATCHES_PER_WORKER * BATCH_SIZE, SLEEP_S),
         batch_size=BATCH_SIZE,
         goals_over={"torch": 0.98},
+        subject="latency",
     )
 
 

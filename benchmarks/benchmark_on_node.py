@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fresh import run_fresh
-from benchmarks.goals import Goal
+from benchmarks.goals import Goal, worst
 from benchmarks.harness import arguments, describe_machine, say, summarise, write
 from benchmarks.linked_node import linked_node, new_link
 from benchmarks.plots import bars
@@ -124,22 +124,8 @@ def main() -> None:
             way: {name: summarise(sent) for name, sent in by_name.items()}
             for way, by_name in values.items()
         }
-    medians = record["later_sent_bytes"]
-    goals = [
-        Goal.of(
-            f"on_node, dataset of {name}: sent to the workers in a first epoch",
-            [sent / KB for sent in first["on_node"][name]],
-            "<=",
-            GOAL_KB,
-            "kB",
-            f"passed directly {record['first_sent_bytes']['passed'][name]['median'] / KB:,.0f} kB; "
-            f"later epochs {medians['on_node'][name]['median'] / KB:.0f} and "
-            f"{medians['passed'][name]['median'] / KB:.0f} kB; {ROWS:,} samples; of Ray alone "
-            f"{record['quiet_bytes_per_s']['median'] / KB:.1f} kB a second",
-        )
-        for name in files
-    ]
-    record["goals"] = [asdict(goal) for goal in goals]
+    goal = worst({f"dataset of {name}": goal_of(name, record) for name in files})
+    record["goals"] = [asdict(goal)]
     write(record, options.out)
     bars(
         options.out.with_suffix(".svg"),
@@ -151,8 +137,29 @@ def main() -> None:
         },
         "MB",
     )
-    for goal in goals:
-        print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+    print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+def goal_of(name: str, record: Mapping[str, Any]) -> Goal:
+    """Return the goal for one dataset.
+
+    Args:
+        name: Name of the dataset.
+        record: Record with the summaries of all epochs.
+    """
+    first, later = record["first_sent_bytes"], record["later_sent_bytes"]
+    return Goal.of(
+        "nodes",
+        "on_node: sent to the workers in a first epoch",
+        [sent / KB for sent in first["on_node"][name]["all"]],
+        "<=",
+        GOAL_KB,
+        "kB",
+        f"without on_node {first['passed'][name]['median'] / KB:,.0f} kB; later epochs "
+        f"{later['on_node'][name]['median'] / KB:.0f} kB, without on_node "
+        f"{later['passed'][name]['median'] / KB:.0f} kB; {ROWS:,} samples; Ray alone sends "
+        f"{record['quiet_bytes_per_s']['median'] / KB:.1f} kB a second",
+    )
 
 
 if __name__ == "__main__":

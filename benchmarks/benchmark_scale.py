@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +16,22 @@ import psutil
 from torch.utils.data import DistributedSampler
 
 from benchmarks.fresh import run_fresh
-from benchmarks.goals import Goal
+from benchmarks.goals import Goal, Subject, worst
 from benchmarks.harness import arguments, describe_machine, say, summarise, write
-from benchmarks.nodes import TASKS_PER_NODE, Waiting, busy_note, ray_nodes, readers_of
+from benchmarks.nodes import (
+    TASKS_PER_NODE,
+    Waiting,
+    busy_note,
+    count_of,
+    ray_nodes,
+    readers_of,
+)
 from benchmarks.plots import lines
 
 NODES = (1, 2, 4, 8)
 WAIT_S = 0.1
+# Samples per second of a node, if its tasks never wait for anything but their samples.
+IDEAL_OF_A_NODE = TASKS_PER_NODE / WAIT_S
 BATCH_SIZE = 16
 # In each epoch. At its end, tasks wait for the last task, for at most one batch each.
 BATCHES_PER_TASK = 40
@@ -31,6 +40,11 @@ RUN_TIMEOUT_S = 900
 SAMPLER_INDICES = 20_000_000
 GOAL_OF_LINEAR = 0.95
 GOAL_DRIVER = 1.2
+# By process: the subject and the name of its goal.
+PROCESSES: dict[str, tuple[Subject, str]] = {
+    "training_process": ("training process", "training process"),
+    "pipeline_actor": ("nodes", "pipeline actor"),
+}
 
 
 def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
@@ -42,11 +56,10 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
 
     Returns:
         The figures of each epoch. ``readers`` is the number of worker processes that delivered, and
-        ``tasks`` the number of tasks that started. ``trainer_s``, ``host_s``, ``head_s`` and
-        ``raylets_s`` are processor seconds: of the training process, the pipeline actor, Ray's head
-        and the raylets. ``place_s`` is the time of the epoch, times the number of tasks that can
-        run at once. ``turn_s`` is the length of a task lease. ``busy_percent`` is the load of the
-        machine.
+        ``tasks`` the number of tasks that started. ``training_process_s``, ``pipeline_actor_s``,
+        ``head_s`` (Ray's head) and ``raylets_s`` are processor seconds. ``place_s`` is the time of
+        the epoch, times the number of tasks that can run at once. ``turn_s`` is the length of a
+        task lease. ``busy_percent`` is the load of the machine.
     """
     from benchmarks.ray_processes import Scheduler, spent_s
     from dpex import DpexDataLoader
@@ -70,15 +83,15 @@ def measure(nodes: int, short_turns: bool) -> list[dict[str, Any]]:
             turns.length_s = turn_s
             psutil.cpu_percent()
             begun, spent = turns.begun, spent_s()
-            trainer_s, began = time.process_time(), time.perf_counter()
+            training_process_s, began = time.process_time(), time.perf_counter()
             readers = readers_of(loader)
             seconds = time.perf_counter() - began
-            trainer_s = time.process_time() - trainer_s
+            training_process_s = time.process_time() - training_process_s
             epochs.append(
                 {
                     "samples_per_s": tasks * BATCHES_PER_TASK * BATCH_SIZE / seconds,
                     "readers": len(readers),
-                    "trainer_s": trainer_s,
+                    "training_process_s": training_process_s,
                     **{f"{kind}_s": after - spent[kind] for kind, after in spent_s().items()},
                     "batches": tasks * BATCHES_PER_TASK,
                     "tasks": turns.begun - begun,
@@ -111,17 +124,17 @@ def costs_of_a_task(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Compare epochs in which each task makes one chunk with the usual epochs before them.
 
     Returns:
-        The cost of each additional task. ``host_ms``, ``head_ms`` and ``raylets_ms`` are processor
-        time of the pipeline actor, Ray's head and all raylets. ``place_ms`` is the time for which
-        the CPU of a task is idle. ``turn_s`` is the usual length of a task lease, and ``tasks`` the
-        number of additional tasks.
+        The cost of each additional task. ``pipeline_actor_ms``, ``head_ms`` (Ray's head) and
+        ``raylets_ms`` (all raylets) are processor time. ``place_ms`` is the time for which the CPU
+        of a task is idle. ``turn_s`` is the usual length of a task lease, and ``tasks`` the number
+        of additional tasks.
     """
     usual, short = epochs[::2], epochs[1::2]
 
     def more(name: str) -> float:
         return sum(figures(short, name)) - sum(figures(usual, name))
 
-    kinds = ("host", "head", "raylets", "place")
+    kinds = ("pipeline_actor", "head", "raylets", "place")
     costs = {f"{kind}_ms": 1e3 * more(f"{kind}_s") / more("tasks") for kind in kinds}
     return {**costs, "turn_s": usual[0]["turn_s"], "tasks": more("tasks")}
 
@@ -154,36 +167,9 @@ def main() -> None:
     }
     record["samples_per_s"] = {n: summarise(figures(runs[n], "samples_per_s")) for n in NODES}
     record["busy_percent"] = {n: summarise(figures(runs[n], "busy_percent")) for n in NODES}
-    for process in ("trainer", "host"):
+    for process in PROCESSES:
         record[f"{process}_ms_per_batch"] = {n: summarise(ms(runs[n], process)) for n in NODES}
-    ideal = TASKS_PER_NODE / WAIT_S
-    goals = []
-    for nodes in NODES:
-        shares = [rate / (nodes * ideal) for rate in figures(runs[nodes], "samples_per_s")]
-        busy = record["busy_percent"][nodes]["max"]
-        goals.append(
-            Goal.of(
-                f"{nodes} nodes, {nodes * TASKS_PER_NODE} tasks: samples/s of what their waiting "
-                "allows",
-                shares,
-                ">=",
-                GOAL_OF_LINEAR,
-                "ratio",
-                busy_note(busy),
-            )
-        )
-    for process, name in {"trainer": "trainer", "host": "host actor"}.items():
-        least, most = ms(runs[NODES[0]], process), ms(runs[NODES[-1]], process)
-        goals.append(
-            Goal.of(
-                f"{name}'s processor time a batch, {NODES[-1]} nodes / {NODES[0]}",
-                [many / few for many, few in zip(most, least, strict=True)],
-                "<=",
-                GOAL_DRIVER,
-                "ratio",
-                f"{sum(least) / len(least):.2f} ms with {NODES[0]}",
-            )
-        )
+    goals = goals_of_runs(runs)
     record["goals"] = [asdict(goal) for goal in goals]
     write(record, options.out)
     lines(
@@ -192,13 +178,48 @@ def main() -> None:
         NODES,
         {
             "dpex": [record["samples_per_s"][n]["median"] for n in NODES],
-            "what waiting allows": [n * ideal for n in NODES],
+            "what waiting allows": [n * IDEAL_OF_A_NODE for n in NODES],
         },
         "nodes",
         "samples/s",
     )
     for goal in goals:
         print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+def goals_of_runs(runs: Mapping[int, Sequence[dict[str, Any]]]) -> list[Goal]:
+    """Return the goals for the rate and for the processor time of a batch.
+
+    Args:
+        runs: The epochs of each number of nodes.
+    """
+    rates = {
+        count_of(nodes): Goal.of(
+            "nodes",
+            f"scale: samples/s of what waiting allows, {NODES[0]} to {NODES[-1]} nodes",
+            [rate / (nodes * IDEAL_OF_A_NODE) for rate in figures(runs[nodes], "samples_per_s")],
+            ">=",
+            GOAL_OF_LINEAR,
+            "ratio",
+            busy_note(max(figures(runs[nodes], "busy_percent"))),
+        )
+        for nodes in NODES
+    }
+    goals = [worst(rates)]
+    for process, (subject, name) in PROCESSES.items():
+        least, most = ms(runs[NODES[0]], process), ms(runs[NODES[-1]], process)
+        goals.append(
+            Goal.of(
+                subject,
+                f"{name}'s processor time a batch, {NODES[-1]} nodes / {NODES[0]}",
+                [many / few for many, few in zip(most, least, strict=True)],
+                "<=",
+                GOAL_DRIVER,
+                "ratio",
+                f"{sum(least) / len(least):.2f} ms with {NODES[0]}",
+            )
+        )
+    return goals
 
 
 def figures(epochs: Sequence[dict[str, Any]], name: str) -> list[float]:

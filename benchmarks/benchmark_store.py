@@ -205,50 +205,21 @@ def main() -> None:
     record["means"] = means_of(found)
     # dpex's idle workers and their Ray run during torch's epochs, except the first one.
     without_ray = sum_up(found["spent"][few][:1], found["samples"][few])
-    idle_percent = record["means"][few]["loader_percent"] - without_ray["loader_percent"]
     record["without_ray"] = without_ray
-    record["idle_ray_percent"] = idle_percent
-    over = ratios(rates[many["dpex"]], rates[many["torch"]])
-    gains = {
+    record["idle_ray_percent"] = (
+        record["means"][few]["loader_percent"] - without_ray["loader_percent"]
+    )
+    record["over_torch"] = summarise(ratios(rates[many["dpex"]], rates[many["torch"]]))
+    record["gain"] = {
         peer: summarise(ratios(rates[name], rates[of(peer, FEW_WORKERS)]))
         for peer, name in many.items()
     }
-    record["over_torch"] = summarise(over)
-    record["gain"] = gains
-    torchs, ours = record["means"][many["torch"]], record["means"][many["dpex"]]
-    goal = Goal.of(
-        f"store, {options.workers} workers: dpex/torch",
-        over,
-        ">=",
-        GOAL,
-        "ratio",
-        f"{gains['torch']['median']:.1f} and {gains['dpex']['median']:.1f} times the rate of "
-        f"{FEW_WORKERS} workers; {ours['requests_per_sample']:.1f} requests a sample, for which "
-        f"the server takes {ours['server_ms_per_sample']:.1f} ms of processor time; of the machine "
-        f"the server has {torchs['server_percent']:.0f} and {ours['server_percent']:.0f} %, the "
-        f"loader {torchs['loader_percent']:.0f} (of them dpex's, idle, {idle_percent:.0f}) and "
-        f"{ours['loader_percent']:.0f} %, others {torchs['others_percent']:.0f} and "
-        f"{ours['others_percent']:.0f} %",
-    )
     record["spread"] = {
         "spent": spread["spent"],
         "samples_per_s": {name: summarise(rate) for name, rate in spread["rates"].items()},
         "means": means_of(spread),
     }
-    torchs, ours = (record["spread"]["means"][many[peer]] for peer in ("torch", "dpex"))
-    spread_goal = Goal.of(
-        f"store, {options.workers} workers, answers after {1e3 * spread_delay_s:.0f} ms, so that "
-        "each has as much of a core as if it had one: dpex/torch",
-        ratios(spread["rates"][many["dpex"]], spread["rates"][many["torch"]]),
-        ">=",
-        GOAL,
-        "ratio",
-        "; ".join(
-            f"{peer}: server {means['server_percent']:.0f}, loader {means['loader_percent']:.0f}, "
-            f"others {means['others_percent']:.0f} % of the machine"
-            for peer, means in (("torch", torchs), ("dpex", ours))
-        ),
-    )
+    goal, spread_goal = goals_of_record(record, options.workers)
     record["goals"] = [asdict(goal), asdict(spread_goal)]
     write(record, options.out)
     bars(
@@ -268,6 +239,58 @@ def means_of(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {
         name: sum_up(spent[1:], found["samples"][name]) for name, spent in found["spent"].items()
     }
+
+
+def goals_of_record(record: Mapping[str, Any], workers: int) -> tuple[Goal, Goal]:
+    """Return the goals for the store's usual delay and for the longer one.
+
+    Args:
+        record: Record with the summaries of all epochs.
+        workers: Number of workers of both goals.
+    """
+    many = {peer: of(peer, workers) for peer in ("torch", "dpex")}
+    spread = record["spread"]
+    spread_rates = [spread["samples_per_s"][many[peer]]["all"] for peer in ("dpex", "torch")]
+    gains = ", ".join(f"{peer} {record['gain'][peer]['median']:.1f}" for peer in many)
+    return (
+        Goal.of(
+            "storage",
+            f"store, {workers} workers: dpex/torch",
+            record["over_torch"]["all"],
+            ">=",
+            GOAL,
+            "ratio",
+            f"times the rate of {FEW_WORKERS} workers: {gains}; "
+            f"{shares(record['means'], many)}; dpex's idle processes take "
+            f"{record['idle_ray_percent']:.0f} % in torch's turns",
+        ),
+        Goal.of(
+            "storage",
+            f"store, {workers} workers, answers after "
+            f"{1e3 * record['settings']['spread_delay_s']:.0f} ms: dpex/torch",
+            ratios(*spread_rates),
+            ">=",
+            GOAL,
+            "ratio",
+            "each worker has as much core time for a picture as on a core of its own; "
+            + shares(spread["means"], many),
+        ),
+    )
+
+
+def shares(means: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
+    """Return the shares of the machine's time as text.
+
+    Args:
+        means: Means of each loader, as in :func:`sum_up`.
+        names: Name of the loader of each peer.
+    """
+    parts = (
+        f"{peer}: loader {means[name]['loader_percent']:.0f}, server "
+        f"{means[name]['server_percent']:.0f}, others {means[name]['others_percent']:.0f} %"
+        for peer, name in names.items()
+    )
+    return "of the machine, " + "; ".join(parts)
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -258,6 +258,7 @@ def main() -> None:
     record["goals"] = [
         asdict(
             Goal.of(
+                "training process",
                 "tax: training loop slower beside dpex",
                 percents[peer],
                 "<=",

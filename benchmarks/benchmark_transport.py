@@ -129,6 +129,7 @@ def main() -> None:
     }
     of_copy, ready_rates = record["of_copy"], record["gb_per_s"]["ready"]
     goal = Goal.of(
+        "throughput",
         "batches of 38 MB, dpex / a copy in memory",
         of_copy["ready"]["dpex"]["all"],
         ">=",

@@ -88,6 +88,7 @@ def main() -> None:
         )
 
     goal = Goal.of(
+        "latency",
         f"first batch of a fresh process with {WORKERS[-1]} workers / with {WORKERS[0]}",
         over["dpex"],
         "<=",

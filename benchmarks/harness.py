@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.goals import goals_table
+from benchmarks.goals import Subject, goals_table
 
 RECORDED_PACKAGES = (
     "dpex",
@@ -85,6 +85,7 @@ class Case:
         goal_of_limit: Goal for dpex's rate over the limit, if there is one.
         goal_first_batch_ms: Goal for how much later than torch's the first batch of a warm epoch
             comes, if there is one.
+        subject: Subject of the goals for rates.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Case:
     goals_over: Mapping[str, float] = field(default_factory=dict)
     goal_of_limit: float | None = None
     goal_first_batch_ms: float | None = None
+    subject: Subject = "throughput"
 
 
 def arguments(description: str | None, case: str, argv: Sequence[str] | None = None) -> Any:

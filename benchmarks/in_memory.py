@@ -24,6 +24,8 @@ SLEEP_S = 0.002
 FEATURES = 4_096
 MAX_EPOCHS = 8
 MORE_EPOCHS = 2
+# Role of the process that runs the training loop.
+TRAINING_PROCESS = "training process"
 
 Sample = tuple[Any, int]
 
@@ -205,7 +207,7 @@ def object_store_bytes() -> float:
 def weigh(process: Any, readers: set[int]) -> dict[str, Any]:
     """Return role, name and memory of a process."""
     memory = process.memory_full_info()
-    role = "trainer" if process.pid == os.getpid() else "other"
+    role = TRAINING_PROCESS if process.pid == os.getpid() else "other"
     return {
         "role": "worker" if process.pid in readers else role,
         "name": process.name(),

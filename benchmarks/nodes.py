@@ -66,6 +66,11 @@ def readers_of(batches: Any) -> set[int]:
     return {pid for batch in batches for pid in batch.tolist()}
 
 
+def count_of(nodes: int) -> str:
+    """Return a number of nodes as text."""
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
+
+
 def busy_note(percent: float) -> str:
     """Return a note on the load of the machine, which may declare a figure void."""
     void = f"; {VOID}" if percent > VOID_PERCENT else ""

@@ -8,7 +8,11 @@ import ray
 from benchmarks.fresh import own_processes
 
 # By kind of process: a part of its command line.
-PROCESSES = {"host": "ray::_PipelineActor", "head": "/gcs_server ", "raylets": "/raylet "}
+PROCESSES = {
+    "pipeline_actor": "ray::_PipelineActor",
+    "head": "/gcs_server ",
+    "raylets": "/raylet ",
+}
 
 
 class Scheduler:

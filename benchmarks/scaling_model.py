@@ -12,12 +12,12 @@ SAMPLES = 1_000_000_000
 CPU_NODES = 1_000
 CORES_PER_NODE = 32
 GPUS = 256
-GPUS_PER_HOST = 8
+GPUS_PER_NODE = 8
 BATCH_SIZE = 256
 # Size of a (3, 224, 224) image.
 BYTES = {"uint8": 3 * 224 * 224, "float32": 4 * 3 * 224 * 224}
-HOST_NIC_BYTES_PER_S = 12.5e9
-NODE_NIC_BYTES_PER_S = 3.125e9
+TRAINING_NIC_BYTES_PER_S = 12.5e9
+CPU_NIC_BYTES_PER_S = 3.125e9
 # Assumption: rate at which a GPU trains a model of ResNet-50's size.
 GPU_SAMPLES_PER_S = 3_000
 
@@ -47,11 +47,11 @@ def parts(records: Records) -> list[Part]:
     per_core = jpeg["limit_samples_per_s"] / jpeg["cores"]
     transport = records["transport"]["gb_per_s"]["ready"]["dpex"]["median"] * 1e9
     thread_us = records["driver"]["thread_us_per_batch"]["dpex"]["100000"]["median"]
-    host_ms = list(scale["host_ms_per_batch"].values())[-1]["median"]
+    actor_ms = list(scale["pipeline_actor_ms_per_batch"].values())[-1]["median"]
     # Number of samples that a task makes before its lease ends.
     task = scale["task"]
     a_task = per_core * task["turn_s"]
-    hosts = GPUS // GPUS_PER_HOST
+    training_nodes = GPUS // GPUS_PER_NODE
     found = [
         Part(
             "GPUs",
@@ -66,16 +66,16 @@ def parts(records: Records) -> list[Part]:
             "more nodes; cheaper decoding",
         ),
         Part(
-            "host actors, one for each rank",
-            GPUS * BATCH_SIZE * 1e3 / host_ms,
-            f"`scale`: {host_ms:.1f} ms of its processor a batch, one chunk each",
+            "pipeline actors, one for each rank",
+            GPUS * BATCH_SIZE * 1e3 / actor_ms,
+            f"`scale`: {actor_ms:.1f} ms of its processor a batch, one chunk each",
             "larger batches; chunks hold more than one where batches are quick",
         ),
         Part(
-            "host actors, as tasks start",
-            GPUS * a_task * 1e3 / task["host_ms"],
-            f"`scale`: {task['host_ms']:.1f} ms a task, which makes {a_task:,.0f} samples in "
-            f"{task['turn_s']:.0f} s",
+            "pipeline actors, as tasks start",
+            GPUS * a_task * 1e3 / task["pipeline_actor_ms"],
+            f"`scale`: {task['pipeline_actor_ms']:.1f} ms a task, which makes {a_task:,.0f} "
+            f"samples in {task['turn_s']:.0f} s",
             "more ranks",
         ),
         Part(
@@ -100,20 +100,20 @@ def parts(records: Records) -> list[Part]:
     for kind, size in BYTES.items():
         found += [
             Part(
-                f"copies into the trainers, {kind}",
+                f"copies into the training processes, {kind}",
                 GPUS * transport / size,
                 f"`transport`: {transport / 1e9:.1f} GB/s for each rank",
                 "ship uint8, normalise on the GPU; `pin_memory=True` costs no further copy",
             ),
             Part(
-                f"network cards of {hosts} training hosts, {kind}",
-                hosts * HOST_NIC_BYTES_PER_S / size,
+                f"network cards of {training_nodes} training nodes, {kind}",
+                training_nodes * TRAINING_NIC_BYTES_PER_S / size,
                 "100 Gbit/s each",
                 "ship uint8, normalise on the GPU; more cards",
             ),
             Part(
                 f"network cards of {CPU_NODES:,} CPU nodes, {kind}",
-                CPU_NODES * NODE_NIC_BYTES_PER_S / size,
+                CPU_NODES * CPU_NIC_BYTES_PER_S / size,
                 "25 Gbit/s each",
                 "more nodes",
             ),
@@ -138,7 +138,7 @@ def scaling_table(records: Records) -> str:
         "",
         f"First, torch's `DistributedSampler` with `shuffle=True` makes a list of all indices in "
         f"every rank. For {SAMPLES:,} samples that takes {seconds / 60:,.1f} minutes and "
-        f"{size / 1e9:,.0f} GB in each, {GPUS_PER_HOST * size / 1e9:,.0f} GB on a machine. It was "
+        f"{size / 1e9:,.0f} GB in each, {GPUS_PER_NODE * size / 1e9:,.0f} GB on a machine. It was "
         f"measured with {sampler['indices']:,} samples.",
     ]
     return "\n".join(lines)

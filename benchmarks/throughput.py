@@ -226,16 +226,19 @@ def goals(
     """
     for peer, goal in case.goals_over.items():
         if peer in over:
-            yield Goal.of(f"{case.name}: dpex/{peer}", over[peer], ">=", goal, "ratio")
+            what = f"{case.name}: dpex/{peer}"
+            yield Goal.of(case.subject, what, over[peer], ">=", goal, "ratio")
     if case.goal_of_limit and "inline" in over:
         of_limit = [ratio / cores for ratio in over["inline"]]
-        yield Goal.of(f"{case.name}: dpex/limit", of_limit, ">=", case.goal_of_limit, "ratio")
+        what = f"{case.name}: dpex/limit"
+        yield Goal.of(case.subject, what, of_limit, ">=", case.goal_of_limit, "ratio")
     if case.goal_first_batch_ms and "torch" in over:
         ours_ms, theirs_ms = (
             [epoch.first_batch_s * 1e3 for epoch in runs[peer]] for peer in ("dpex", "torch")
         )
         differences = [ours - theirs for ours, theirs in zip(ours_ms, theirs_ms, strict=True)]
         yield Goal(
+            subject="first batch",
             what=f"{case.name}: first batch of a warm epoch, dpex - torch",
             value=statistics.median(ours_ms) - statistics.median(theirs_ms),
             min=min(differences),

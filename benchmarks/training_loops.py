@@ -1,7 +1,7 @@
 """Training loops and their waiting times, for the benchmark ``training_speed``.
 
 The step takes a tenth of a second: matrix products if there is a GPU, else a sleep. ``on_nodes``
-and ``on_one_host`` simulate preprocessing by samples that wait. The waits stand for processors of
+and ``on_one_node`` simulate preprocessing by samples that wait. The waits stand for processors of
 other machines, which the nodes on this machine do not have. ``on_own_cores`` decodes and augments
 photographs on the cores of this machine.
 """
@@ -113,7 +113,7 @@ def wait_for_calm() -> None:
             return
 
 
-def on_one_host(workers: int, rounds: int) -> dict[str, list[Run]]:
+def on_one_node(workers: int, rounds: int) -> dict[str, list[Run]]:
     """Train with torch's loader on waiting samples; return the epochs by preprocessing."""
 
     def make(dataset: Dataset[Any], order: Sampler[int]) -> DataLoader[Any]:
