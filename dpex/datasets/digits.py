@@ -32,13 +32,15 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
         train: Whether to read the training set or the test set.
         transform: Transform of the image, a PIL image of mode "L" and size 28x28.
         target_transform: Transform of the label.
+        download: torchvision's argument; it must be False.
         filesystem: A filesystem of pyarrow or fsspec, if the environment does not configure the
             store.
 
     Raises:
         FileNotFoundError: A file does not exist, neither plain nor with ``.gz``.
         OSError: The store refuses access, or does not answer after several tries.
-        ValueError: A file is not in IDX format, or the numbers of images and labels differ.
+        ValueError: A file is not in IDX format, the numbers of images and labels differ, or
+            ``download`` is True.
 
     Source:
         ``torchvision.datasets.MNIST``; the IDX format, http://yann.lecun.com/exdb/mnist.
@@ -50,12 +52,20 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
         train: bool = True,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
+        download: bool = False,
         *,
         filesystem: Any = None,
     ) -> None:
+        if download:
+            raise ValueError(
+                "download=True: dpex downloads nothing. Download the files once with torchvision's "
+                f"{type(self).__name__}, and pass its root"
+            )
         store = Store(root, filesystem)
         if store.local_path is None:
             root = store.uri  # without a query, which may contain a signature
+        elif "://" in str(root):
+            root = store.local_path
         # Not torchvision's own constructor: it looks for the files on the disk.
         datasets.VisionDataset.__init__(
             self, root, transform=transform, target_transform=target_transform
@@ -81,10 +91,8 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
         raise FileNotFoundError(f"{store.uri} has none of {', '.join(tried)}")
 
 
-class FashionMNIST(MNIST):
+class FashionMNIST(MNIST, datasets.FashionMNIST):  # type: ignore[misc]
     """torchvision's ``FashionMNIST``, which can also read from an object store; see ``MNIST``."""
-
-    classes = datasets.FashionMNIST.classes
 
 
 def _parse(content: bytes, path: str, dimensions: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ import pickle
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -26,6 +27,8 @@ _FIRST_PAUSE_S = 0.1
 _TRIES = 6
 # Files that one process reads concurrently; the other worker processes read as many.
 _READ_AT_ONCE = 8
+# Files that may be read before their sample is made: a batch of large files must not fill memory.
+_READ_AHEAD = 16
 # Arrow's default timeouts are 1 s for the connection and 3 s for the answer.
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
@@ -76,11 +79,13 @@ class Store:
             strip = getattr(filesystem, "_strip_protocol", str)
             self._whole = strip(text).rstrip("/")
             self.uri = _without_query(self._whole).rstrip("/")
-        elif _is_uri(text):
+        elif isinstance(uri, str) and _is_uri(uri):
             self._whole = text
             self.uri = _without_query(text).rstrip("/")
         else:
-            self._whole = str(Path(uri).expanduser().absolute())
+            # Unlike Path's, this function leaves a name such as ~unknown as it is.
+            whole = os.path.expanduser(uri)  # noqa: PTH111
+            self._whole = str(Path(whole).absolute())
             self.uri = self._whole.rstrip("/")
         self._given = filesystem
         self._made_in = os.getpid()
@@ -134,7 +139,14 @@ class Store:
             OSError: The store refuses access, or does not answer after several tries.
         """
         self.insist(self._client, "")  # create one client for all threads
-        return _readers(os.getpid()).map(self.read, paths)
+        readers = _readers(os.getpid())
+        reading: deque[Future[bytes]] = deque()
+        for path in paths:
+            reading.append(readers.submit(self.read, path))
+            if len(reading) > _READ_AHEAD:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
 
     @property
     def local_path(self) -> str | None:
@@ -144,7 +156,13 @@ class Store:
         if not _is_uri(self._whole):
             return self._whole
         parts = urlsplit(self._whole, allow_fragments=False)
-        return unquote(parts.path).rstrip("/") if parts.scheme == "file" else None
+        if parts.scheme != "file":
+            return None
+        if parts.netloc not in {"", "localhost"}:
+            raise ValueError(
+                f"{self.uri} names the host {parts.netloc!r}: write file:/// before a path"
+            )
+        return unquote(parts.path).rstrip("/")
 
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the sorted relative paths of all files, and of all folders, in the store.
@@ -342,7 +360,7 @@ def _client_of(options: dict[str, Any]) -> pafs.FileSystem:
 
 
 def _is_uri(text: str) -> bool:
-    return "://" in text or "::" in text
+    return re.match("[A-Za-z][A-Za-z0-9+.-]*(://|::)", text) is not None
 
 
 def _without_query(text: str) -> str:

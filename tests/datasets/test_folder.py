@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import json
-import os
 import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torchvision.transforms import v2
 import dpex.datasets
 from dpex import DpexDataLoader
 from dpex.datasets import MNIST, ImageFolder
-from dpex.wire.pickling import dump, load
 
 CLASSES, PER_CLASS = 3, 6
 ToTensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32)])
@@ -184,46 +183,60 @@ def test_a_subclass_reads_in_workers(folder: Path) -> None:
     assert names == [f"{number}.png" for _ in range(CLASSES) for number in range(PER_CLASS)]
 
 
-def test_paths_that_are_no_ascii_or_no_text_keep_their_bytes(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    names = [b"\xff.png", "日本 é.png".encode(), b"a.png"]
-    for name in names:
-        Path(os.fsdecode(os.fsencode(tmp_path / "c") + b"/" + name)).write_bytes(b"")
-    dataset = ImageFolder(str(tmp_path))
-    assert pickle.loads(pickle.dumps(dataset)).samples == dataset.samples
-    assert sorted(os.fsencode(p).rpartition(b"/")[2] for p, _ in dataset.samples) == sorted(names)
+def test_another_dataset_may_be_read_inside_of_a_transform(folder: Path) -> None:
+    ours = ImageFolder(str(folder), filesystem=fsspec.filesystem("file"))
+    torchs = datasets.ImageFolder(str(folder))
+    for dataset in (ours, torchs):
+        other = copy.copy(dataset)
+        dataset.transform = lambda picture, other=other: (
+            np.asarray(picture) + np.asarray(other[17][0])
+        )
+    expected = [(picture[0, 0, 0], label) for picture, label in torchs]
+    got = [(picture[0, 0, 0], label) for picture, label in ours.__getitems__(list(range(18)))]
+    assert got == expected
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [[("a.png", True)], [("a.png", 1, 2)], [["a.png", 1]], [(Path("a.png"), 1)], [], None],
-    ids=str,
-)
-def test_samples_of_another_kind_travel_as_they_are(samples: Any, folder: Path) -> None:
-    dataset = ImageFolder(str(folder))
-    dataset.samples = samples
-    found = pickle.loads(pickle.dumps(dataset)).samples
-    assert found == samples
-    assert repr(found) == repr(samples)
+def test_threads_may_share_a_dataset(folder: Path) -> None:
+    dataset = ImageFolder(str(folder), ToTensor, filesystem=fsspec.filesystem("file"))
+    expected = [(picture[0, 0, 0].item(), label) for picture, label in dataset]
+
+    def epoch(_: int) -> list[Any]:
+        loader: Any = DataLoader(dataset, batch_size=6, collate_fn=list)
+        return [(picture[0, 0, 0].item(), label) for batch in loader for picture, label in batch]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(epoch, range(16))) == [expected] * 16
 
 
-def test_processes_share_the_paths_as_arrays(folder: Path) -> None:
-    dataset = ImageFolder(str(folder))
-    dataset.samples = dataset.samples * 1_000
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(dataset, 5, buffer_callback=buffers.append)
-    assert len(stream) < 2_000
-    assert len(pickle.loads(stream, buffers=buffers)) == len(dataset)
+def test_a_subclass_may_have_paths_of_its_own(folder: Path) -> None:
+    class Mine(ImageFolder):
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+            self.paths = [path for path, _ in self.samples]
+
+    assert Mine(str(folder)).paths == [path for path, _ in Mine(str(folder)).samples]
+    assert ImageFolder(str(folder)).paths[0] == "c0/0.png"
 
 
-def test_a_copy_that_made_its_lists_has_not_changed(folder: Path) -> None:
-    dataset = load(dump(ImageFolder(str(folder), ToTensor), "dataset"))
-    before = dump(dataset, "dataset").digest
-    assert dataset.samples is dataset.imgs
-    assert len(dataset.targets) == len(dataset)
-    assert dump(dataset, "dataset").digest == before
-    dataset.samples[0] = dataset.samples[1]
-    assert dump(dataset, "dataset").digest != before
+def test_torchvision_s_own_functions_work_on_the_class(folder: Path) -> None:
+    made = ImageFolder.make_dataset(str(folder), {"c1": 0}, extensions=(".png",))
+    assert len(made) == PER_CLASS
+    dataset = ImageFolder(str(folder), filesystem=fsspec.filesystem("file"))
+    assert dataset.find_classes(str(folder))[0] == dataset.classes
+    assert not hasattr(ImageFolder(str(folder)), "__getitems__")
+    assert hasattr(dataset, "__getitems__")
+
+
+@pytest.mark.parametrize("name", ["a::b", "~nobody-of-this-name", "a b#c"])
+def test_a_folder_s_name_is_no_uri(name: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(folder)
+    for root in (tmp_path / name, str(tmp_path / name)):
+        assert len(ImageFolder(root)) == CLASSES * PER_CLASS
+
+
+def test_a_file_uri_that_names_a_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="names the host 'tmp': write file:///"):
+        ImageFolder("file://tmp/pictures")
 
 
 @pytest.mark.parametrize("key", ["t/a//1.png", "t//1.png", "t/a/./1.png", "t/../1.png"])
@@ -259,6 +272,10 @@ def test_digits_are_used_as_torchvisions(tmp_path: Path) -> None:
         (raw / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(range(196)) * 8)
     torchs, ours = datasets.MNIST(str(tmp_path)), MNIST(str(tmp_path))
     assert isinstance(ours, datasets.MNIST)
+    assert issubclass(dpex.datasets.FashionMNIST, datasets.FashionMNIST)
+    assert dpex.datasets.FashionMNIST.resources == datasets.FashionMNIST.resources
+    with pytest.raises(ValueError, match="dpex downloads nothing"):
+        MNIST(str(tmp_path), download=True)
     assert repr(ours) == repr(torchs)
     assert ours.class_to_idx == torchs.class_to_idx
     for name in ("data", "targets"):
