@@ -53,7 +53,7 @@ GATHER_S = 0.002
 FIRST_TASKS = 1
 """Tasks that start with a pipeline. A second process would delay the first batch by 17 %."""
 LEASE_S = 5.0
-"""Length of a lease if other Ray tasks may wait for the task's CPU; else it has no limit."""
+"""Length of a lease if other Ray tasks may want what its task holds; else it has no limit."""
 IDLE_S = 0.5
 """How long a task waits for its next chunk if other Ray tasks may want what it holds."""
 LONG_IDLE_S = 30.0

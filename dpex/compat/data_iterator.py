@@ -35,9 +35,8 @@ DATA_ITERATOR = Shortcut(
     ),
     bundle=PrivateName(_INTERFACES + ":RefBundle", "gives Ray Data the blocks"),
     metadata=PrivateName("ray.data.block:BlockMetadata", "describes a block"),
+    entry=PrivateName(_INTERFACES + ".ref_bundle:BlockEntry", "gives Ray Data the blocks"),
 )
-# Before Ray 2.56, a bundle holds plain pairs.
-_ENTRY = PrivateName(_INTERFACES + ".ref_bundle:BlockEntry", "gives Ray Data the blocks")
 PREFETCHER = Shortcut(
     "end the thread of Ray Data's that prefetches nothing",
     "each epoch leaves a thread",
@@ -66,16 +65,12 @@ def _data_iterator_class() -> Any:
     # also holds whether the reader owns the blocks (False).
     parts = len(get_args(inspect.signature(found["to_bundles"]).return_annotation))
     beside_bundles = (None, False, None) if parts == 4 else (None, None)
-    try:
-        entry = _ENTRY.find()
-    except (ImportError, AttributeError):  # Ray before 2.56
-        entry = None
 
     def bundle_of(ref: ray.ObjectRef, size_bytes: int) -> Any:
         metadata = found["metadata"](
             num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
         )
-        block = (ref, metadata) if entry is None else entry(ref, metadata)
+        block = found["entry"](ref, metadata)
         return found["bundle"]([block], schema=None, owns_blocks=False)
 
     class BlocksOfReplies(DataIterator):

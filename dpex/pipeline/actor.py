@@ -86,6 +86,7 @@ class _Pipeline:
             self.changed.set,
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
             claims_cpus=spec.claims_cpus,
+            later_stages=bool(spec.later),
             choosy="fallback_strategy" in spec.options,
             num_workers=spec.num_workers,
             binding=spec.binding,
@@ -204,10 +205,11 @@ class _Pipeline:
 
     def _take_end(self, error: BaseException) -> None:
         """Report a failed execution to the training process; runs in the execution's thread."""
+        loss = loss_of(error)
 
         def end() -> None:
             self.broken = True
-            self._losses.append(loss_of(error))
+            self._losses.append(loss)
             self.changed.set()
 
         self._loop.call_soon_threadsafe(end)

@@ -36,6 +36,8 @@ class Scheduler:
         on_quiet: Called when ``quiet_at`` has changed.
         holds_resources: Whether a waiting task holds resources that keep other tasks from running.
         claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
+        later_stages: Whether later stages take the blocks. A restarted task then yields an empty
+            block for each block that it had made, so its lease must not be long.
         choosy: Whether the tasks prefer some nodes to others.
         num_workers: Number of logical workers.
         binding: Initial binding of logical workers to processes.
@@ -60,6 +62,7 @@ class Scheduler:
         *,
         holds_resources: bool = False,
         claims_cpus: bool = False,
+        later_stages: bool = False,
         choosy: bool = False,
         num_workers: int = 1,
         binding: Binding = Binding.RELEASED,
@@ -74,7 +77,8 @@ class Scheduler:
         self._num_workers = num_workers
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
-        self._lease_s = tuning.LEASE_S if claims_cpus else math.inf
+        limited = holds_resources or claims_cpus or later_stages
+        self._lease_s = tuning.LEASE_S if limited else math.inf
         # A task that resumes after a wait gets its CPU back, even if none is free.
         self._patience_s = tuning.IDLE_S if holds_resources or claims_cpus else tuning.LONG_IDLE_S
         self.parallel = self.starting = 1
@@ -85,6 +89,8 @@ class Scheduler:
         self._chunks: deque[WaitingChunk] = deque()
         # The lease whose task asked last is the last one.
         self._leases: OrderedDict[str, TaskLease] = OrderedDict()
+        # The leases that wait, in the same order.
+        self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
         self._tasks = TaskStarts(first_tasks)
         # Set when a further task may be needed.
@@ -147,30 +153,37 @@ class Scheduler:
         Raises:
             MemoryError: The process has died too often on one chunk, which is lost.
         """
-        self._asked_at = time.monotonic()
-        self._warm = self._warm or place > 0
         lease = self._leases.get(name)
         if lease is None:
+            if place > 0:
+                return None  # the lease ended so long ago that it is forgotten
             lease = self._leases[name] = TaskLease(name, attempt, time.monotonic())
             self._tasks.note_running()
             self._forget_ended()
+        if lease.is_past(attempt):
+            return None
+        self._asked_at = time.monotonic()
+        self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
+        self._waiting.pop(name, None)
         lease.note_process(attempt, made)
         if place < lease.given:
+            had_ended = lease.ended
             try:
                 return lease.repeat(place, self._bindings.of(lease))
             except MemoryError:
-                self._note_ended()
+                if not had_ended:
+                    self._note_ended()
                 raise
         lease.ask()
         self._bindings.note_asked(lease)
-        if lease.waiting:
-            self._advance(lease)
+        if lease.waiting and not self._advance(lease):
+            self._waiting[name] = lease
         self._settle()
         await self._wait_for_answer(lease)
         if place == lease.given or attempt != lease.attempt:
             return None
-        return lease.last_chunk(made, self._bindings.of(lease))
+        return lease.last_chunk(self._bindings.of(lease))
 
     async def _wait_for_answer(self, lease: TaskLease) -> None:
         """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""
@@ -207,8 +220,7 @@ class Scheduler:
     def _hand_out(self) -> None:
         """Give the waiting chunks to the waiting leases, first to the task that asked first."""
         while self._chunks:
-            fitting = (t for t in self._leases.values() if t.waiting and self._has_chunk_for(t))
-            lease = next(fitting, None)
+            lease = next((t for t in self._waiting.values() if self._has_chunk_for(t)), None)
             # A lease that is held back from this moment on waits for the next note_others().
             if lease is None or not self._advance(lease):
                 break
@@ -221,6 +233,7 @@ class Scheduler:
             self._end(lease)
         elif place is not None and chunk is not None:
             del self._chunks[place]
+            self._waiting.pop(lease.name, None)
             lease.give(chunk, self._run)
             self._asked_at = time.monotonic()
             self._bindings.note_given(lease, chunk.worker)
@@ -301,6 +314,7 @@ class Scheduler:
     # --- the end of leases ------------------------------------------------------------------------
 
     def _end(self, lease: TaskLease) -> None:
+        self._waiting.pop(lease.name, None)
         if not lease.ended:
             lease.end()
             self._note_ended()
@@ -331,9 +345,8 @@ class Scheduler:
             self._releasing = any(not lease.ended for lease in self._leases.values())
             taken = self._bindings.taken()
             self._chunks = deque(c for c in self._chunks if c.alone and c.worker not in taken)
-        for lease in self._leases.values():
-            if lease.waiting:
-                self._end(lease)
+        for lease in list(self._waiting.values()):
+            self._end(lease)
         self._settle()
 
     def close(self) -> None:

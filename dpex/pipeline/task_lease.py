@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 from collections import deque
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ class LeaseState(enum.Enum):
                  REPEATING
 
     Ray also restarts a task whose process has died. If its lease has not ended, ``repeat`` leads to
-    ``WORKING``.
+    ``WORKING``. A chunk that kills its processes also ends a lease that repeats.
     """
 
     WAITING = "the task waits for a chunk or for the next iteration"
@@ -70,6 +69,9 @@ class TaskLease:
         attempt: Name of the task's process, which changes if Ray restarts the task.
         began: When the task first asked.
         state: The state of the lease.
+        waiting: Whether the task waits for a chunk or for the next iteration.
+        busy: Whether the task makes a chunk.
+        ended: Whether the task gets no more chunks.
         given: How many chunks the task got in all.
         run: Number of the iteration in which it got the last chunk.
         alone: Whether the lease may contain no chunk but the last chunk.
@@ -84,7 +86,10 @@ class TaskLease:
     name: str
     attempt: str
     began: float
-    state: LeaseState = LeaseState.WAITING
+    state: LeaseState = field(init=False)
+    waiting: bool = field(init=False)
+    busy: bool = field(init=False)
+    ended: bool = field(init=False)
     given: int = 0
     run: int = 0
     alone: bool = False
@@ -98,72 +103,77 @@ class TaskLease:
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     # How often the process has died since the task got the last chunk.
     _deaths: int = 0
-    # Set when the lease waits no more.
-    _answered: asyncio.Event = field(default_factory=asyncio.Event)
+    # The most blocks that any process had made when it asked for its next chunk.
+    _most_made: int = 0
+    # The task's earlier processes. Ray may have restarted the task while one could not be reached.
+    _past_attempts: set[str] = field(default_factory=set)
+    # Done when the lease waits no more.
+    _answer: asyncio.Future[None] | None = None
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the task waits for a chunk or for the next iteration."""
-        return self.state is LeaseState.WAITING
+    def __post_init__(self) -> None:
+        self._enter(LeaseState.WAITING)
 
-    @property
-    def busy(self) -> bool:
-        """Whether the task makes a chunk."""
-        return self.state in (LeaseState.WORKING, LeaseState.REPEATING)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the task gets no more chunks."""
-        return self.state in (LeaseState.ENDED, LeaseState.REPEATING)
+    def _enter(self, state: LeaseState) -> None:
+        # Plain attributes: the scheduler reads them for all leases at each call.
+        self.state = state
+        self.waiting = state is LeaseState.WAITING
+        self.busy = state is LeaseState.WORKING or state is LeaseState.REPEATING
+        self.ended = state is LeaseState.ENDED or state is LeaseState.REPEATING
+        if not self.waiting and self._answer is not None:
+            if not self._answer.done():
+                self._answer.set_result(None)
+            self._answer = None
 
     @property
     def in_flight(self) -> bool:
         """Whether a chunk is being made, or a block has been made and not delivered."""
         return self.busy or self.made > self.delivered
 
+    def is_past(self, attempt: str) -> bool:
+        """Return whether a process is not the task's last one."""
+        return attempt in self._past_attempts
+
     def note_process(self, attempt: str, made: int) -> None:
         """Record which process of the task asks, and how many blocks it has made."""
         if attempt != self.attempt:
+            self._past_attempts.add(self.attempt)
             self.attempt, self.delivered = attempt, 0
         self.made = made
 
     def ask(self) -> None:
         """Record that the task has finished its chunks, and asks for the next."""
-        if self.ended:
-            self.state = LeaseState.ENDED
-        elif not self.waiting:
-            self.state = LeaseState.WAITING
-            self._answered = asyncio.Event()
+        self._most_made = max(self._most_made, self.made)
+        self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
 
     def give(self, chunk: WaitingChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
         self._payloads.append(chunk.payload)
-        self._blocks.append(0)
+        self._blocks.append(self._most_made)
         self.given += 1
         self.run, self.alone, self.last_worker = run, chunk.alone, chunk.worker
         self._deaths = 0
-        self.state = LeaseState.WORKING
-        self._answered.set()
+        self._enter(LeaseState.WORKING)
 
     def end(self) -> None:
         """End the lease; a task that waits learns of it."""
-        self.state = LeaseState.ENDED
-        self._answered.set()
+        self._enter(LeaseState.ENDED)
 
     async def answered(self, timeout: float) -> bool:
         """Wait until the lease waits no more; return False after ``timeout`` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), timeout)
-        return self._answered.is_set()
+        if not self.waiting:
+            return True
+        if self._answer is None:
+            self._answer = asyncio.get_running_loop().create_future()
+        answer = self._answer
+        await asyncio.wait([answer], timeout=timeout)
+        return answer.done()
 
-    def last_chunk(self, made: int, binding: Binding) -> AssignedChunk:
+    def last_chunk(self, binding: Binding) -> AssignedChunk:
         """Return the chunk that the task has been given.
 
         Args:
-            made: How many blocks the process has made, or will have made of the chunk before.
             binding: The binding of the chunk's logical worker.
         """
-        self._blocks[-1] = max(self._blocks[-1], made)
         restarted, self.restarted = self.restarted, False
         return AssignedChunk(self._payloads[-1], self.given - 1, binding, restarted=restarted)
 
@@ -185,8 +195,8 @@ class TaskLease:
                 f"its worker process died {self._deaths} times in a row, by the code or for want "
                 "of memory: Ray's logs say why"
             )
-        self.state = LeaseState.REPEATING if self.ended else LeaseState.WORKING
-        self._answered.set()  # a call of the earlier process may still wait
+        # This also answers a call of the earlier process that still waits.
+        self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         kept = max(0, place - self.given + len(self._payloads))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)

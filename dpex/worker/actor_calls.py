@@ -84,11 +84,16 @@ def pipeline_actor(name: str) -> Any:
 
 def loss_of(error: BaseException) -> Loss:
     """Return the loss that an error of Ray means."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, ray.exceptions.OutOfDiskError):
-        # An error of a task has the error in the worker process as its ``cause``.
-        found = found.__cause__ or found.__context__ or getattr(found, "cause", None)
-    cause = LossCause.TASK if found is None else LossCause.NO_ROOM
+    found: list[BaseException] = []
+    links: list[Any] = [error]
+    while links:
+        link = links.pop()
+        if isinstance(link, BaseException) and link not in found:
+            found.append(link)
+            # An error of a task has the error in the worker process as its ``cause``.
+            links += [link.__cause__, link.__context__, getattr(link, "cause", None)]
+    full = any(isinstance(link, ray.exceptions.OutOfDiskError) for link in found)
+    cause = LossCause.NO_ROOM if full else LossCause.TASK
     return Loss(cause, f"{type(error).__name__}: {error}")
 
 

@@ -308,6 +308,43 @@ def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts(
     play(scenario)
 
 
+def test_a_late_call_of_an_earlier_process_gets_no_chunk() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "first")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "second"))
+        await asyncio.sleep(0)
+        # It could not be reached for a while, and repeats its call.
+        assert await scheduler.next_chunk("a", 1, 1, "first") is None
+        feed(scheduler, b"1")
+        assert payload_of(await waiting) == b"1"
+
+    play(scenario)
+
+
+def test_a_lease_that_is_forgotten_gets_nothing() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        assert await scheduler.next_chunk("unknown", 3, 3) is None
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("limited", ["claims_cpus", "holds_resources", "later_stages", ""])
+def test_a_lease_ends_after_a_while_if_something_depends_on_it(
+    limited: str, clock: SimpleNamespace
+) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        await scheduler.next_chunk("a", 0, 0)
+        clock.now += 1_000
+        assert (await scheduler.next_chunk("a", 1, 1) is None) is bool(limited)
+
+    play(scenario, **({limited: True} if limited else {}))
+
+
 def test_a_task_too_many_ends() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1", b"2")

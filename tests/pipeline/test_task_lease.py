@@ -42,7 +42,7 @@ def test_a_lease_waits_works_and_ends() -> None:
 @pytest.mark.parametrize("state", list(LeaseState))
 def test_each_state_has_one_meaning(state: LeaseState) -> None:
     lease = new_lease()
-    lease.state = state
+    lease._enter(state)
     assert lease.waiting is (state is LeaseState.WAITING)
     assert lease.busy is (state in {LeaseState.WORKING, LeaseState.REPEATING})
     assert lease.ended is (state in {LeaseState.ENDED, LeaseState.REPEATING})
@@ -119,5 +119,14 @@ def test_a_worker_that_restarts_is_told_so_once() -> None:
     lease = new_lease()
     lease.restarted = True
     give(lease, b"0")
-    assert lease.last_chunk(0, RELEASED).restarted
-    assert not lease.last_chunk(0, RELEASED).restarted
+    assert lease.last_chunk(RELEASED).restarted
+    assert not lease.last_chunk(RELEASED).restarted
+
+
+def test_a_call_of_an_earlier_process_is_known() -> None:
+    lease = new_lease()
+    lease.note_process("process", 0)
+    assert not lease.is_past("process")
+    lease.note_process("another", 0)
+    assert lease.is_past("process")
+    assert not lease.is_past("another")

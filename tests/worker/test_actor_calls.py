@@ -148,6 +148,18 @@ class TestLossOf:
         error.__cause__ = self.full
         assert loss_of(error).cause is LossCause.NO_ROOM
 
+    def test_any_link_may_lead_to_it(self) -> None:
+        error = ray.exceptions.RayTaskError("make_batches", "its traceback", self.full)
+        error.__cause__ = RuntimeError("another")
+        assert loss_of(error).cause is LossCause.NO_ROOM
+
+    def test_links_may_be_circular_or_no_errors(self) -> None:
+        error: Any = RuntimeError("circular")
+        error.__context__ = other = RuntimeError("other")
+        other.__context__ = error
+        error.cause = "no error"
+        assert loss_of(error).cause is LossCause.TASK
+
     def test_anything_else_is_a_failed_task(self) -> None:
         for error in (RuntimeError("OutOfDiskError"), ray.exceptions.WorkerCrashedError()):
             assert loss_of(error).cause is LossCause.TASK
