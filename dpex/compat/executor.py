@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,9 @@ def tune_executor() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = False
-    if METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
+    # Ray before 2.57 has no such thread.
+    threaded = importlib.util.find_spec(_METADATA_THREAD.path.partition(":")[0]) is not None
+    if threaded and METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
         _METADATA_THREAD.set(False)
     if WAIT.find_checked(ray=lambda value: value is ray):
         _RAY_OF_EXECUTOR.set(_WaitForAny())

@@ -152,6 +152,10 @@ NUMPY: dict[str, Callable[[int], Any]] = {
     "numpy-scalar-int8": lambda i: np.int8(i),
     "numpy-scalar-bool": lambda i: np.bool_(i % 2),
 }
+try:
+    torch.as_tensor(np.bool_(1))
+except TypeError:  # torch before 2.7 refuses the bool of numpy 2
+    del NUMPY["numpy-scalar-bool"]
 
 PLAIN: dict[str, Callable[[int], Any]] = {
     "int": lambda i: i,

@@ -344,6 +344,8 @@ OTHER_INPUTS = {
     *("SanitizeBoundingBoxes", "SanitizeKeyPoints", "SemanticSegmentation", "SetClampingMode"),
     *("UniformTemporalSubsample", "VideoClassification"),
 }
+# The oldest torchvision that dpex supports lacks these.
+NEWER = {"ClampKeyPoints", "SanitizeKeyPoints", "SetClampingMode"}
 TAKES_PICTURES = {"PILToTensor", "ToImage", "ToTensor"}
 
 
@@ -358,6 +360,8 @@ def torchvisions(name: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:The transform .ToTensor")
 def test_what_is_called_deterministic_draws_nothing(name: str, assert_same: Same) -> None:
     classes = torchvisions(name)
+    if not classes and name in NEWER:
+        pytest.skip("this torchvision is older")
     assert classes, f"torchvision has no {name}"
     if name in OTHER_INPUTS:
         return
