@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -116,8 +116,12 @@ def tune_executor() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = False
-    # Ray before 2.57 has no such thread.
-    threaded = importlib.util.find_spec(_METADATA_THREAD.path.partition(":")[0]) is not None
+    try:
+        importlib.import_module(_METADATA_THREAD.path.partition(":")[0])
+    except ModuleNotFoundError:  # Ray before 2.57 has no such thread
+        threaded = False
+    else:
+        threaded = True
     if threaded and METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
         _METADATA_THREAD.set(False)
     if WAIT.find_checked(ray=lambda value: value is ray):
