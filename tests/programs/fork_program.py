@@ -233,9 +233,9 @@ def a_server_that_never_answers() -> Any:
     """Simulate a server that never answers, for example because an import never ends."""
     from dpex.cluster.local import forkserver
 
-    def load_for_ever(_: Any, trainers_life: int, __: str) -> None:
-        forkserver._leave_the_trainer()
-        forkserver._end_with(trainers_life)
+    def load_for_ever(_: Any, parents_life: int, __: str) -> None:
+        forkserver._leave_training_process()
+        forkserver._end_with(parents_life)
         while True:
             signal.pause()
 
