@@ -1,20 +1,13 @@
 """The tables of ``docs/faults.md``, from the records of ``make soak`` and ``make endurance``."""
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["endurance_table", "faults_table", "read_records"]
+__all__ = ["endurance_table", "faults_table"]
 
 _PROCESS_COLUMNS = ("threads", "files", "processes")
 _RAY_TABLES = ("actors", "groups", "jobs", "workers", "tasks", "keys")
-
-
-def read_records(path: Path) -> Any:
-    """Read the runs of ``make soak``, or the snapshots of ``make endurance`` by run."""
-    return json.loads(path.read_text())
 
 
 def faults_table(runs: Iterable[Mapping[str, Any]]) -> str:

@@ -65,7 +65,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(module: str, *, top_level_only: bool) -> set[str]:
-    """Return the modules that a module imports, or only those that it imports at once."""
+    """Return the modules that a module imports, or only those that it imports while it loads."""
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
     while pending:

@@ -45,7 +45,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def kernel_environment(place: Path) -> dict[str, str]:
     variables = environment(place, MPLCONFIGDIR=matplotlib.get_cachedir())
-    # If ipykernel finds this variable, cells do not show what is written to file descriptors.
+    # If ipykernel finds this variable, cells do not show the output of file descriptors.
     del variables["PYTEST_CURRENT_TEST"]
     return variables
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import warnings
@@ -116,14 +117,10 @@ def tune_executor() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = False
-    try:
+    with contextlib.suppress(ModuleNotFoundError):  # Ray before 2.57 has no such thread
         importlib.import_module(_METADATA_THREAD.path.partition(":")[0])
-    except ModuleNotFoundError:  # Ray before 2.57 has no such thread
-        threaded = False
-    else:
-        threaded = True
-    if threaded and METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
-        _METADATA_THREAD.set(False)
+        if METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
+            _METADATA_THREAD.set(False)
     if WAIT.find_checked(ray=lambda value: value is ray):
         _RAY_OF_EXECUTOR.set(_WaitForAny())
     if STATISTICS.find_checked(register=callable, update=callable):

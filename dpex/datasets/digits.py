@@ -62,13 +62,9 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
                 f"{type(self).__name__}, and pass its root"
             )
         store = Store(root, filesystem)
-        if store.local_path is None:
-            root = store.uri  # without a query, which may contain a signature
-        elif "://" in str(root):
-            root = store.local_path
         # Not torchvision's own constructor: it looks for the files on the disk.
         datasets.VisionDataset.__init__(
-            self, root, transform=transform, target_transform=target_transform
+            self, store.root(root), transform=transform, target_transform=target_transform
         )
         self.train = train
         self.targets = self._read(store, "labels-idx1-ubyte", 1).long()

@@ -82,11 +82,10 @@ class ImageFolder(datasets.ImageFolder):  # type: ignore[misc]  # torchvision ha
         if store.local_path is None:
             self._dpex_store = store
             self._dpex_listing = store.listing()
-            root, loader = store.uri, _StoreLoader(store, loader)
+            loader = _StoreLoader(store, loader)
             if type(self).make_dataset is datasets.ImageFolder.make_dataset:
                 self.__dict__["make_dataset"] = self._dpex_samples
-        elif "://" in str(root):
-            root = store.local_path
+        root = store.root(root)
         super().__init__(root, transform, target_transform, loader, is_valid_file, allow_empty)
         for name in ("_dpex_listing", "make_dataset"):  # used only by the constructor
             self.__dict__.pop(name, None)

@@ -164,6 +164,18 @@ class Store:
             )
         return unquote(parts.path).rstrip("/")
 
+    def root(self, given: str | Path) -> str | Path:
+        """Return a torchvision dataset's ``root``: a local folder as given, or the store's URI.
+
+        The URI has no query, which may contain a signature.
+
+        Args:
+            given: The constructor's ``uri``.
+        """
+        if self.local_path is None:
+            return self.uri
+        return self.local_path if _is_uri(str(given)) else given
+
     def listing(self) -> tuple[list[str], list[str]]:
         """Return the sorted relative paths of all files, and of all folders, in the store.
 

@@ -197,7 +197,7 @@ class Scheduler:
     def _patience_of(self, lease: TaskLease) -> float:
         """Return how long a lease waits for its next chunk or for the next iteration."""
         # The state of bound logical workers ends with their lease.
-        if not self._bindings.keeps_state(lease, in_run=self.in_run):
+        if not self._bindings.holds_state(lease, in_run=self.in_run):
             return self._patience_s
         if not self._holds_resources:
             return math.inf
@@ -309,7 +309,7 @@ class Scheduler:
     @property
     def keeps_state(self) -> bool:
         """Whether logical workers keep state from one iteration to the next."""
-        return self._bindings.keep_state
+        return self._bindings.outlive_iterations
 
     # --- the end of leases ------------------------------------------------------------------------
 

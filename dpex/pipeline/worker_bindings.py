@@ -50,11 +50,11 @@ class WorkerBindings:
         return self.binding.bound
 
     @property
-    def keep_state(self) -> bool:
+    def outlive_iterations(self) -> bool:
         """Whether logical workers keep state from one iteration to the next."""
         return self._persistent and self.bound
 
-    def keeps_state(self, lease: TaskLease, *, in_run: bool) -> bool:
+    def holds_state(self, lease: TaskLease, *, in_run: bool) -> bool:
         """Return whether state of logical workers would end with a lease."""
         return bool(lease.workers) and (in_run or self._persistent)
 

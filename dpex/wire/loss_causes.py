@@ -10,7 +10,7 @@ __all__ = ["Loss", "LossCause", "joined"]
 
 
 class LossCause(enum.Enum):
-    """What was lost, which decides how dpex recovers it."""
+    """The kind of a loss, which decides how dpex recovers it."""
 
     TASK = "a task failed, most often because its worker process died"
     BLOCK = "a finished block was lost with its worker process or node"
@@ -22,7 +22,7 @@ class Loss:
     """A loss that the pipeline reports.
 
     Attributes:
-        cause: What was lost.
+        cause: The kind of the loss.
         text: The reason, for error messages.
     """
 

@@ -84,10 +84,10 @@ def test_an_iteration_starts_with_new_workers_unless_they_are_persistent(persist
     give(made, a, 0)
     made.begin(in_run=False)
     assert made.taken() == {0}
-    assert made.keeps_state(a, in_run=False) is persistent
+    assert made.holds_state(a, in_run=False) is persistent
     made.begin(in_run=True)
     assert made.taken() == ({0} if persistent else set())
-    assert made.keep_state is persistent
+    assert made.outlive_iterations is persistent
 
 
 def test_a_worker_that_had_another_process_is_restarted() -> None:
