@@ -1,6 +1,6 @@
 """Feed PyTorch training from a whole cluster's CPUs by changing one line.
 
-    from dpex import DpexDataLoader
+    from dpex import DataLoader
 
 ``import dpex`` imports neither torch nor Ray. The first access to a public name imports its module.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dpex.log import show_messages
+
 if TYPE_CHECKING:
     from dpex import dataloader
-    from dpex.dataloader import DpexDataLoader
+    from dpex.dataloader import DataLoader, DpexDataLoader
     from dpex.errors import (
         ChunkLostError,
         ClusterError,
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ChunkLostError",
     "ClusterError",
+    "DataLoader",
     "DatasetTooLargeError",
     "DpexDataLoader",
     "DpexError",
@@ -39,13 +42,15 @@ __all__ = [
     "dataloader",
 ]
 
+show_messages()
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name == "dataloader":
         return import_module("dpex.dataloader")
-    if name == "DpexDataLoader":
-        return import_module("dpex.dataloader").DpexDataLoader
+    if name in {"DataLoader", "DpexDataLoader"}:
+        return getattr(import_module("dpex.dataloader"), name)
     if name == "LoaderStats":
         return import_module("dpex.stats").LoaderStats
     if name in __all__:

@@ -1,4 +1,4 @@
-"""``DpexDataLoader``: a torch DataLoader whose workers are Ray tasks."""
+"""``DataLoader`` and ``DpexDataLoader``: torch DataLoaders whose workers are Ray tasks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+import torch.utils.data
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from dpex import tuning
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
+from dpex.log import announce
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from dpex.pipeline.session import Session
     from dpex.worker.map_style import Job
 
-__all__ = ["DpexDataLoader"]
+__all__ = ["DataLoader", "DpexDataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -44,7 +46,7 @@ DEFAULT_PREFETCH_BYTES = 512 << 20
 DEFAULT_MAX_SKIPPED = 100
 
 
-class DpexDataLoader(DataLoader[T_co]):
+class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
     """A ``torch.utils.data.DataLoader`` whose workers are Ray tasks, here or on a cluster.
 
     The arguments up to ``in_order`` are torch's and keep their meaning. ``docs/semantics.md``
@@ -78,12 +80,14 @@ class DpexDataLoader(DataLoader[T_co]):
         pin_memory_device: Deprecated by torch.
         in_order: Whether batches come in the sampler's order. If False, they come as workers finish
             them.
-        distribute_mode: Whether workers are Ray tasks.
+        distribute_mode: Whether workers are Ray tasks. False by default; ``DataLoader`` is this
+            class with True.
         head_address: The Ray to use. ``"auto"``: the Ray that this process is connected to, else
             ``RAY_ADDRESS``, else this user's cluster on this machine, else a local Ray.
-            ``"local"``: always a local Ray. A local Ray ends with the process. ``"host:port"``:
-            the cluster at this address, of which this machine must be a node.
-            ``"ray://host:port"``: the cluster at this address, through Ray Client.
+            ``"cluster"``: the same without a local Ray. ``"local"``: always a local Ray. A local
+            Ray ends with the process. ``"host:port"``: the cluster at this address, of which this
+            machine must be a node. ``"ray://host:port"``: the cluster at this address, through Ray
+            Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
@@ -140,6 +144,13 @@ class DpexDataLoader(DataLoader[T_co]):
         max_skipped: int = DEFAULT_MAX_SKIPPED,
     ) -> None:
         _check_options(distribute_mode, head_address, worker_options, prefetch_bytes)
+        if not distribute_mode:
+            _warn_of_ignored(
+                head_address=(head_address, "auto"),
+                worker_options=(worker_options, None),
+                prefetch_bytes=(prefetch_bytes, DEFAULT_PREFETCH_BYTES),
+                max_skipped=(max_skipped, DEFAULT_MAX_SKIPPED),
+            )
         _check_skipping(on_error, max_skipped, distributed=distribute_mode and num_workers > 0)
         if distribute_mode and isinstance(dataset, IterDataPipe):
             raise NotImplementedError(
@@ -184,12 +195,6 @@ class DpexDataLoader(DataLoader[T_co]):
         )
         if isinstance(dataset, MappedDataset) and dataset.batched:
             self.collate_fn = dataset.collate(self.collate_fn)
-        if distribute_mode and num_workers == 0:
-            _warn_once(
-                "num_workers",
-                "distribute_mode=True with num_workers=0 distributes nothing: batches are made "
-                "in this process, as torch does. Set num_workers to the number of parallel tasks",
-            )
 
     @property
     def _distributed(self) -> bool:
@@ -225,6 +230,11 @@ class DpexDataLoader(DataLoader[T_co]):
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not self._distributed:
+            if self.distribute_mode:
+                _announce_once(
+                    "num_workers=0: this process makes the batches, as with torch. Set num_workers "
+                    "to the number of tasks that may make batches at once"
+                )
             return plain_iterator(self)
 
         job, later = self._jobs()
@@ -411,6 +421,69 @@ class DpexDataLoader(DataLoader[T_co]):
         self.close()
 
 
+class DataLoader(DpexDataLoader[T_co]):
+    """``torch.utils.data.DataLoader`` whose workers are Ray tasks unless an argument changes that.
+
+    It is ``DpexDataLoader`` with ``distribute_mode=True`` as default.
+
+    Args:
+        dataset: This and all other arguments are those of ``DpexDataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        distribute_mode: bool = True,
+        head_address: str = "auto",
+        worker_options: dict[str, Any] | None = None,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+        on_error: str = "raise",
+        max_skipped: int = DEFAULT_MAX_SKIPPED,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            distribute_mode=distribute_mode,
+            head_address=head_address,
+            worker_options=worker_options,
+            prefetch_bytes=prefetch_bytes,
+            on_error=on_error,
+            max_skipped=max_skipped,
+        )
+
+
 class _ClusterState:
     """The state that a loader keeps from one iteration to the next."""
 
@@ -434,6 +507,28 @@ def _warn_once(key: str, text: str, stacklevel: int = 3) -> None:
     if key not in _warned:
         _warned.add(key)
         warnings.warn(text, stacklevel=stacklevel)
+
+
+@functools.cache
+def _announce_once(text: str) -> None:
+    announce(text)
+
+
+def _warn_of_ignored(**arguments: tuple[Any, Any]) -> None:
+    """Warn once of arguments that are given, although torch's own workers ignore them.
+
+    Args:
+        **arguments: Value and default of each argument.
+    """
+    given = [
+        f"{name}={value!r}" for name, (value, default) in arguments.items() if value != default
+    ]
+    if given:
+        _warn_once(
+            " ".join(given),
+            f"distribute_mode=False ignores {', '.join(given)}. Pass distribute_mode=True, or use "
+            "dpex.DataLoader, whose default it is",
+        )
 
 
 def _check_options(

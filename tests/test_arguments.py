@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -10,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
-from dpex import DpexDataLoader, dataloader
+from dpex import DataLoader, DpexDataLoader, dataloader
 
 
 class Stream(IterableDataset[int]):
@@ -44,14 +47,98 @@ def test_the_second_positional_argument_is_torch_s() -> None:
     assert DpexDataLoader(range(3), 2).batch_size == 2  # type: ignore[arg-type]
 
 
-def test_nothing_distributed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_distributed_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    dataloader._announce_once.cache_clear()
+    with caplog.at_level(logging.INFO, "dpex"):
+        loader = DataLoader(range(3))  # type: ignore[arg-type]
+        assert not caplog.messages
+        assert [int(batch) for batch in loader] == [0, 1, 2]
+        assert [int(batch) for batch in loader] == [0, 1, 2]
+        list(DpexDataLoader(range(3)))  # type: ignore[arg-type]
+    assert len(caplog.messages) == 1
+    assert "num_workers=0: this process makes the batches" in caplog.text
+
+
+def test_the_one_line_swap_distributes_by_default() -> None:
+    ours, theirs = (inspect.signature(kind) for kind in (DataLoader, DpexDataLoader))
+    assert ours.parameters["distribute_mode"].default is True
+    assert theirs.parameters["distribute_mode"].default is False
+    without = [
+        [p for p in signature.parameters.values() if p.name != "distribute_mode"]
+        for signature in (ours, theirs)
+    ]
+    assert without[0] == without[1]
+    torchs = list(inspect.signature(torch.utils.data.DataLoader).parameters.values())
+    shared = [p for p in ours.parameters.values() if p.name in {q.name for q in torchs}]
+    assert [(p.name, p.kind, p.default) for p in shared] == [
+        (p.name, p.kind, p.default) for p in torchs
+    ]
+
+
+def test_every_argument_reaches_the_loader() -> None:
+    sampler = torch.utils.data.SequentialSampler(range(3))
+    generator = torch.Generator()
+    given: dict[str, Any] = {
+        "batch_size": 2,
+        "sampler": sampler,
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": True,
+        "drop_last": True,
+        "timeout": 3.0,
+        "worker_init_fn": print,
+        "generator": generator,
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "in_order": False,
+        "head_address": "local",
+        "worker_options": {"num_cpus": 2},
+        "prefetch_bytes": 7,
+        "on_error": "skip",
+        "max_skipped": 4,
+    }
+    loader = DataLoader(range(3), **given)  # type: ignore[arg-type]
+    assert {name: getattr(loader, name) for name in given} == given
+    assert loader.distribute_mode
+    loader = DataLoader(range(3), distribute_mode=False)  # type: ignore[arg-type]
+    assert not loader.distribute_mode
+
+
+def test_the_loader_is_a_class_that_can_be_pickled_and_extended() -> None:
+    class Mine(DataLoader[int]):
+        pass
+
+    assert issubclass(DataLoader, torch.utils.data.DataLoader)
+    loader = DataLoader(range(3), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+    copy = pickle.loads(pickle.dumps(loader))
+    assert type(copy) is DataLoader
+    assert copy.distribute_mode
+    assert Mine(range(3)).distribute_mode  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        {"head_address": "10.0.0.5:6379"},
+        {"worker_options": {"num_cpus": 2}},
+        {"prefetch_bytes": 1},
+        {"max_skipped": 3},
+    ],
+)
+@pytest.mark.parametrize("kind", [DataLoader, DpexDataLoader])
+def test_an_ignored_argument_warns(
+    monkeypatch: pytest.MonkeyPatch, ignored: dict[str, Any], kind: type[DpexDataLoader[int]]
+) -> None:
     monkeypatch.setattr(dataloader, "_warned", set())
-    with pytest.warns(UserWarning, match="num_workers=0 distributes nothing"):
-        loader = DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
-    assert [int(batch) for batch in loader] == [0, 1, 2]
+    [(name, value)] = ignored.items()
+    with pytest.warns(UserWarning, match="distribute_mode=False ignores") as warned:
+        kind(range(3), distribute_mode=False, **ignored)  # type: ignore[arg-type]
+    assert f"distribute_mode=False ignores {name}={value!r}" in str(warned[0].message)
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        DpexDataLoader(range(3), distribute_mode=True)  # type: ignore[arg-type]
+        kind(range(3), distribute_mode=False)  # type: ignore[arg-type]
+        kind(range(3), distribute_mode=True, num_workers=1, **ignored)  # type: ignore[arg-type]
 
 
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ GONE_SECONDS = 60
 END_SECONDS = 25
 
 # A log line of dpex, which appears if the machine is busy with other work.
-REMARK = re.compile(r"^waiting for the first of the batches in flight\..*\n", re.MULTILINE)
+REMARK = re.compile(r"^dpex: no batch for .*\n", re.MULTILINE)
 # Messages of Ray and of its worker processes, and warnings of libraries.
 CHATTER = re.compile(
     r"\((raylet|autoscaler|pid=|\S+ pid=)|(INFO|WARNING|ERROR) \w+\.(py|cc):|Warning: |"

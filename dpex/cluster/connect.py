@@ -1,8 +1,8 @@
 """Connection to the Ray that ``head_address`` names.
 
 ``"auto"`` selects the first that exists: the Ray that this process is connected to, RAY_ADDRESS,
-a live cluster that this user started here. Otherwise dpex starts a local Ray. Every wait has a
-timeout, and every error message says what to do.
+a live cluster that this user started here. Otherwise dpex starts a local Ray, but not for
+``"cluster"``. Every wait has a timeout, and every error message says what to do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
+from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
 from dpex.cluster.nodes_here import (
     HOST_PORT,
@@ -34,6 +35,7 @@ from dpex.cluster.nodes_here import (
 )
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token
 from dpex.errors import ClusterError
+from dpex.log import announce
 from dpex.worker import environment
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ __all__ = [
     "choose",
     "cluster_size",
     "connect",
+    "cpu_users",
     "parse_address",
-    "report_busy_cpus",
 ]
 
 logger = logging.getLogger("dpex")
@@ -69,20 +71,37 @@ class Connection:
             Always false for Ray Client.
         runtime_env: ``runtime_env`` that tasks and actors must carry so that nodes can import
             dpex; ``None`` if they need none.
+        origin: Why this Ray is used, for the log.
+        dashboard: ``"host:port"`` of the cluster's dashboard, if it has one and dpex knows it.
     """
 
     kind: Literal["existing", "cluster", "local", "client"]
     address: str
     single_host: bool
     runtime_env: dict[str, Any] | None
+    origin: str = ""
+    dashboard: str = ""
+
+    def __str__(self) -> str:
+        """Return one line that names the Ray and its size."""
+        origin = f" ({self.origin})" if self.origin else ""
+        if self.kind == "local":
+            cores = usable_cores()
+            return f"local Ray on {cores} core{'s' * (cores != 1)}{origin}"
+        nodes, cpus, gpus = cluster_size()
+        size = f"{nodes} node{'s' * (nodes != 1)}, {cpus:g} CPU{'s' * (cpus != 1)}"
+        if gpus:
+            size += f", {gpus:g} GPU{'s' * (gpus != 1)}"
+        scheme = SCHEME if self.kind == "client" else ""
+        return f"Ray at {scheme}{self.address}{origin}: {size}"
 
 
 def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) -> Connection:
     """Connect this process to the Ray that ``head_address`` names, unless it is connected already.
 
     Args:
-        head_address: ``"auto"``, ``"local"``, ``"host:port"`` or ``"ray://host:port"``; see
-            ``DpexDataLoader``.
+        head_address: ``"auto"``, ``"cluster"``, ``"local"``, ``"host:port"`` or
+            ``"ray://host:port"``; see ``DpexDataLoader``.
         bequest: Function that pickles the job that forked workers of a local Ray inherit. None
             if the workers must not be forks of this process.
 
@@ -103,8 +122,17 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
         ray = sys.modules.get("ray")
         connected = ray is not None and ray.is_initialized()
         connection = _existing(request) if connected else _new(request, bequest)
+        if _current is None or connection is not _current[1]:
+            _announce(connection)
         _current = (_session(), connection)
         return connection
+
+
+def _announce(connection: Connection) -> None:
+    """Log which Ray this process uses; of several ranks, only the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        dashboard = f", dashboard http://{connection.dashboard}" if connection.dashboard else ""
+        announce(f"{connection}{dashboard}")
 
 
 @contextlib.contextmanager
@@ -143,15 +171,17 @@ def parse_address(value: str, name: str) -> str:
     Raises:
         ValueError: The address has none of the forms.
     """
+    # Ray gives RAY_ADDRESS its meaning, and knows no "cluster".
+    words = ["auto", "local"] if name == "RAY_ADDRESS" else ["auto", "cluster", "local"]
     if isinstance(value, str):
-        if value in {"auto", "local"}:
+        if value in words:
             return value
         match = HOST_PORT.fullmatch(value.removeprefix(SCHEME))
         if match and 0 < int(match["port"]) < 65536:
             return value
     raise ValueError(
-        f"{name} must be 'auto', 'local', 'host:port' or 'ray://host:port' (an IPv6 address in "
-        f"brackets, a port in [1, 65535]), {name} was {value!r}"
+        f"{name} must be {', '.join(map(repr, words))}, 'host:port' or 'ray://host:port' (an IPv6 "
+        f"address in brackets, a port in [1, 65535]), {name} was {value!r}"
     )
 
 
@@ -179,14 +209,20 @@ def _existing(request: str) -> Connection:
             )
     elif through_client:
         check_server(request)
-    elif request != "auto" and not same_endpoint(request, address):
+    elif request not in {"auto", "cluster"} and not same_endpoint(request, address):
         raise ClusterError(
             f"head_address={request!r}, but this process is connected to the Ray at {address}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
-    if known is not None:
+    if known is not None and not (request == "cluster" and known.kind == "local"):
         return known
-    return _checked_client(ours=False) if through_client else _checked("existing")
+    if known is not None:
+        raise ClusterError(
+            "head_address='cluster' asks for a cluster, but this process uses a local Ray. Call "
+            "ray.shutdown() first, or pass head_address='auto' to use the local Ray"
+        )
+    origin = "this process was connected to it"
+    return _checked_client(origin, ours=False) if through_client else _checked("existing", origin)
 
 
 def choose(head_address: str) -> tuple[str, str]:
@@ -196,50 +232,65 @@ def choose(head_address: str) -> tuple[str, str]:
         head_address: As for ``connect``.
 
     Returns:
-        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and the name of the setting that it
-        comes from, for error messages.
+        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and why: ``"head_address"``,
+        ``"RAY_ADDRESS"``, ``"found on this machine"``, or ``"no cluster found"``.
 
     Raises:
+        ClusterError: ``head_address`` is ``"cluster"``, and there is none.
         ValueError: ``head_address``, or RAY_ADDRESS, has none of the forms.
     """
-    if head_address != "auto":
-        return parse_address(head_address, "head_address"), "head_address"
+    if parse_address(head_address, "head_address") not in {"auto", "cluster"}:
+        return head_address, "head_address"
     variable = os.environ.get("RAY_ADDRESS", "").strip()
+    if variable == "local" and head_address == "cluster":
+        raise ClusterError(
+            "head_address='cluster' asks for a cluster, but RAY_ADDRESS is 'local'. Set "
+            "RAY_ADDRESS to the cluster's address"
+        )
     if variable and variable != "auto":
-        address = parse_address(variable, "RAY_ADDRESS")
-        logger.info("using RAY_ADDRESS=%s", address)
-        return address, "RAY_ADDRESS"
-    return _running_cluster() or "local", "head_address"
+        return parse_address(variable, "RAY_ADDRESS"), "RAY_ADDRESS"
+    if (found := _running_cluster()) is not None:
+        return found, "found on this machine"
+    if head_address == "cluster":
+        raise ClusterError(
+            "head_address='cluster' found no cluster: RAY_ADDRESS is not set, and no Ray node of "
+            "this user runs on this machine. Set RAY_ADDRESS, pass the head's 'host:port', or "
+            "start a node here: `ray start --address=HOST:PORT --num-cpus=0`"
+        )
+    return "local", "no cluster found"
 
 
 def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection:
-    request, name = choose(head_address)
+    request, why = choose(head_address)
     if request == "local":
         return _local(bequest)
+    name = "RAY_ADDRESS" if why == "RAY_ADDRESS" else "head_address"
+    origin = "" if why == "head_address" else why
     forget_token()
     try:
         if request.startswith(SCHEME):
             join_through_client(request, name)
-            return _checked_client(ours=True)
-        _join(request, name)
-        return _checked("cluster")
+            return _checked_client(origin, ours=True)
+        dashboard = _join(request, name).dashboard_url
+        return replace(_checked("cluster", origin), dashboard=dashboard or "")
     except ClusterError:
         launch.disconnect()  # the connection may exist although a check failed
         raise
 
 
-def _checked(kind: Literal["existing", "cluster"]) -> Connection:
+def _checked(kind: Literal["existing", "cluster"], origin: str) -> Connection:
     single_host = _is_single_host()
     runtime_env = versions.check_nodes(single_host=single_host)
-    return Connection(kind, _session()[0], single_host, runtime_env)
+    return Connection(kind, _session()[0], single_host, runtime_env, origin)
 
 
-def _checked_client(*, ours: bool) -> Connection:
+def _checked_client(origin: str, *, ours: bool) -> Connection:
     """Return the connection through Ray Client, after a check that its job can import dpex.
 
     The server's process for this client imports dpex.
 
     Args:
+        origin: Why this Ray is used.
         ours: Whether dpex made the connection, and so sent its package along.
 
     Raises:
@@ -258,7 +309,8 @@ def _checked_client(*, ours: bool) -> Connection:
             "ray.shutdown() and pass head_address='ray://...'"
         )
     modules = list(context.runtime_env.get("py_modules") or [])
-    return Connection("client", _session()[0], False, {"py_modules": modules} if modules else None)
+    environment = {"py_modules": modules} if modules else None
+    return Connection("client", _session()[0], False, environment, origin)
 
 
 def _local(bequest: Callable[[], Pickled] | None) -> Connection:
@@ -275,9 +327,13 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
             token,
             runtime_env={"env_vars": variables} if variables else None,
         )
-    address = _session()[0]
-    logger.info("local Ray at %s, gone with %s", address, "the ranks" if job else "the process")
-    return Connection("local", address, single_host=True, runtime_env=None)
+    return Connection(
+        "local",
+        _session()[0],
+        single_host=True,
+        runtime_env=None,
+        origin="shared by the ranks of this machine" if job else "",
+    )
 
 
 def _running_cluster() -> str | None:
@@ -306,11 +362,10 @@ def _running_cluster() -> str | None:
     except OSError as error:
         logger.debug("ignoring %s: nobody answers at %s (%s)", file, address, error)
         return None
-    logger.info("found a running Ray cluster at %s (head_address='local' ignores it)", address)
     return address
 
 
-def _join(address: str, name: str, token: dict[str, str] | None = None, **options: Any) -> None:
+def _join(address: str, name: str, token: dict[str, str] | None = None, **options: Any) -> Any:
     """Connect to a running cluster.
 
     Args:
@@ -319,6 +374,9 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
         token: Environment variables that lead Ray to the cluster's token; None if Ray uses the
             user's own token.
         **options: Further arguments of ``ray.init``.
+
+    Returns:
+        Result of ``ray.init``.
 
     Raises:
         ClusterError: No cluster answers, this machine runs no node of it, or Ray cannot connect.
@@ -345,7 +403,9 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
     if token:
         require_token(token)
     try:
-        launch.init_ray(tuning.JOIN_S, address=node.address if node else address, **options)
+        context = launch.init_ray(
+            tuning.JOIN_S, address=node.address if node else address, **options
+        )
     except Exception as error:
         launch.disconnect()
         forget_token()
@@ -355,6 +415,7 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
             f"and have its token here; if this host runs no node of it, start one: {command}"
         ) from error
     hide_token()
+    return context
 
 
 def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:
@@ -409,18 +470,16 @@ def cluster_size() -> tuple[int, float, float]:
     return nodes, total.get("CPU", 0), total.get("GPU", 0)
 
 
-def report_busy_cpus() -> str:
-    """Describe, for a log line, what uses the cluster's CPUs; this needs no dashboard.
+def cpu_users() -> str:
+    """Describe what uses the cluster's CPUs; this needs no dashboard.
 
     Returns:
-        Totals of the cluster, the placement groups that reserve CPUs, and the tasks and actors
-        of all jobs that run on this machine.
+        The placement groups that reserve CPUs, and the tasks and actors of all jobs that run on
+        this machine; empty if there are none.
     """
     import ray
 
-    nodes, total, _ = cluster_size()
-    free = ray.available_resources().get("CPU", 0)
-    parts = [f"{free:g} of {total:g} CPUs are free on {nodes} node(s)"]
+    parts = []
     for group in ray.util.placement_group_table().values():
         cpus = sum(bundle.get("CPU", 0) for bundle in group["bundles"].values())
         if group["state"] == "CREATED" and cpus:
@@ -429,7 +488,7 @@ def report_busy_cpus() -> str:
     running = running_here(_session()[0])
     if running:
         busiest = ", ".join(f"{count} x {title}" for title, count in running.most_common(8))
-        parts.append(f"on this host run {busiest}")
+        parts.append(f"on this node run {busiest}")
     return "; ".join(parts)
 
 

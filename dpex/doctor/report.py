@@ -18,7 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 import dpex
-from dpex.cluster.connect import choose, cluster_size, report_busy_cpus
+from dpex.cluster.connect import choose, cluster_size
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.errors import ClusterError
 
@@ -171,7 +171,7 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
         try:
             got = [read(loader, batches), read(loader, iter(loader))]
         except RuntimeError as error:  # a timeout, or dead workers
-            raise _Wrong(f"{error}. Of the cluster: {report_busy_cpus()}") from error
+            raise _Wrong(str(error)) from error
     finally:
         loader.close()
     yield "dpex's loader", _speed(got)
@@ -184,16 +184,9 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
 def _chosen(head_address: str) -> tuple[str, str]:
     """Return an address, and the reason for the choice."""
     try:
-        address, name = choose(head_address)
+        return choose(head_address)
     except ValueError as error:
         raise _Wrong(str(error)) from error
-    if head_address != "auto":
-        return address, "asked for"
-    if name == "RAY_ADDRESS":
-        return address, "RAY_ADDRESS"
-    if address == "local":
-        return address, "no RAY_ADDRESS, and no Ray of this user runs on this host"
-    return address, "runs on this host"
 
 
 def _speed(epochs: list[Epoch]) -> str:

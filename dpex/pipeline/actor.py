@@ -411,6 +411,11 @@ class _PipelineActor:
             await pipeline.changed.wait()
         return Reply(ended=True)
 
+    async def tasks_at_work(self, pipeline_key: str, run: str) -> int:
+        """Return how many tasks make batches of a run; 0 if the run is over."""
+        pipeline = await self._serving(pipeline_key, run)
+        return pipeline.scheduler.tasks_at_work if pipeline is not None else 0
+
     async def inherits(self, job_key: str) -> bool:
         """Return whether this process inherited a job; if so, worker processes inherit it too."""
         return job_key in inheritance

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -18,7 +18,7 @@ from dpex.errors import ClusterError
 
 __all__ = ["Nodes"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dpex")
 
 
 class Nodes:
@@ -28,15 +28,21 @@ class Nodes:
         died_at: When ``look`` last found newly dead nodes, by the monotonic clock.
     """
 
+    # Nodes whose death is logged, for all loaders of this process.
+    _named: ClassVar[set[str]] = set()
+
     def __init__(self) -> None:
         # Read the ID now: after a shutdown of Ray, this call would start a new Ray.
         self._here = ray.get_runtime_context().get_node_id()
         self._dead: set[str] = set()
-        self.look()
+        self.look(log=False)
         self.died_at = 0.0
 
-    def look(self) -> None:
-        """Ask the head which nodes are alive.
+    def look(self, *, log: bool = True) -> None:
+        """Ask the head which nodes are alive, and log which nodes have died since the last call.
+
+        Args:
+            log: Whether to log them.
 
         Raises:
             ClusterError: The node of this process is dead.
@@ -47,16 +53,24 @@ class Nodes:
             nodes = within(tuning.HEAD_ANSWER_S, ray.nodes)
         except Exception:  # such as gRPC's, if a Ray Client has lost its server
             return
-        dead = {node["NodeID"] for node in nodes if not node["Alive"]}
+        dead = {node["NodeID"]: node for node in nodes if not node["Alive"]}
         if self._here in dead:
             raise ClusterError(
                 "the Ray node of this process has died (its raylet was killed, or the head could "
                 "not reach it), so nothing can be read from the cluster any more. Start the "
                 "process again; with state_dict() it goes on where it was"
             )
-        if not dead <= self._dead:
+        new = dead.keys() - self._dead
+        if new:
             self.died_at = time.monotonic()
-            self._dead |= dead
+            self._dead |= new
+        for number in new - self._named if log else ():
+            self._named.add(number)
+            logger.warning(
+                "node %s (%s) has died. dpex recomputes the batches that it had",
+                dead[number]["NodeManagerAddress"],
+                dead[number]["NodeManagerHostname"],
+            )
 
     def answered(self, ref: ray.ObjectRef) -> Any:
         """Return the pipeline actor's answer, however late, while this process's node is alive.

@@ -125,6 +125,14 @@ class RemoteRun:
         self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
         return True
 
+    def tasks_at_work(self) -> int | None:
+        """Return how many tasks make batches now; None if the pipeline actor does not answer."""
+        asked = self._actor.handle.tasks_at_work.remote(self._pipeline_key, self._run)
+        try:
+            return int(ray.get(asked, timeout=tuning.HEAD_ANSWER_S))
+        except Exception:
+            return None
+
     def failure(self) -> BaseException | None:
         """Return the error that ended the run, or None; the next run replaces a dead actor."""
         failure = self._failure or self.receiver.failure

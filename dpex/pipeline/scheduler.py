@@ -304,7 +304,12 @@ class Scheduler:
     @property
     def at_work(self) -> bool:
         """Whether any chunk waits or is being made."""
-        return bool(self._chunks) or any(lease.busy for lease in self._leases.values())
+        return bool(self._chunks) or self.tasks_at_work > 0
+
+    @property
+    def tasks_at_work(self) -> int:
+        """Number of tasks that make a chunk."""
+        return sum(lease.busy for lease in self._leases.values())
 
     @property
     def keeps_state(self) -> bool:

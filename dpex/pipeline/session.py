@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
-from dpex.cluster.connect import Connection, cluster_size, report_busy_cpus
+from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
 from dpex.cluster.releasing import be_ready, release_later
@@ -29,6 +29,7 @@ from dpex.pipeline.metrics import publish
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
 from dpex.pipeline.remote_run import RemoteRun
+from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import unmet
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
@@ -351,27 +352,40 @@ class Session:
         """Publish the increase of an epoch's statistics; see ``metrics.publish``."""
         publish(stats, before, loader=self._number)
 
-    def waiting_text(self) -> str:
-        """Return a log text that says who holds the CPUs that a waiting loader needs."""
-        text = "waiting for the first of the batches in flight. "
+    def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
+        """Return a text that says why a batch is late; see ``wait_text``.
+
+        Args:
+            tasks: Number of tasks that make batches now; None if it is unknown.
+            in_flight: Batches requested and not delivered yet.
+        """
         try:
-            text += report_busy_cpus()
-            if not cluster_size()[1]:
-                text += (
-                    ". The cluster has no CPU yet: it goes on when a node with some has joined, "
-                    "started by hand or by the cluster's autoscaler"
-                )
-            elif (lacking := unmet(self._options, ray.nodes())) is not None:
-                text += f". worker_options asks for {lacking}"
+            _, cpus, _ = cluster_size()
+            ray_text, free = str(self._connection), None
+            if self.claims_cpus:
+                free = ray.available_resources().get("CPU", 0.0)
+                ray_text += f", {free:g} CPUs free"
+            cause = likely_cause(
+                tasks=tasks,
+                cpus=cpus,
+                free_cpus=free,
+                lacking=self._lacking() if self._options else None,
+                users=cpu_users() if self.claims_cpus else "",
+            )
             if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
-                free = ray.available_resources().get("GPU", 0)
-                text += (
-                    f"; {free:g} GPUs are free, and a loader whose stage has some keeps them until "
-                    "its close()"
+                gpus = ray.available_resources().get("GPU", 0)
+                cause += (
+                    f". {gpus:g} GPUs are free. A loader whose stage has GPUs keeps them until its "
+                    "close()"
                 )
         except Exception as error:  # the loader can still wait
-            text += f"The cluster does not say who holds its CPUs: {error}"
-        return text
+            ray_text, cause = "Ray", f"It does not say what its CPUs do: {error}"
+        return wait_text(ray_text, tasks=tasks, in_flight=in_flight, cause=cause)
+
+    def name_dead_nodes(self) -> None:
+        """Log which nodes have died; see ``Nodes.look``."""
+        with contextlib.suppress(ClusterError):  # the wait for the next batch raises it
+            self._nodes.look()
 
     def close(self) -> None:
         """Close the pipelines and release the stored jobs; running tasks stop."""

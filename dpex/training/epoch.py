@@ -327,7 +327,7 @@ class Epoch:
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:
-                    raise RuntimeError(f"{self._timeout_text()}. {self._session.waiting_text()}")
+                    raise RuntimeError(f"{self._timeout_text()}. {self._waiting_text()}")
             assert self._run is not None
             if self._in_flight and self._run.receiver.ended:
                 self._replace_pipeline()
@@ -341,11 +341,18 @@ class Epoch:
                 # ``forsaken`` reports a node's death only once, so this loss need not count.
                 self._losses_in_a_row -= 1
                 self._replace_pipeline()
-            if not arrived and deadline is None and time.monotonic() >= note_at:
+            if not arrived and time.monotonic() >= note_at:
                 note_s = min(2 * note_s, tuning.MOST_NOTE_S)
                 note_at = time.monotonic() + note_s
-                logger.warning("%s", self._session.waiting_text())
-                self._session.check_still_possible(time.monotonic() - began)
+                waited_s = time.monotonic() - began
+                logger.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
+                self._session.check_still_possible(waited_s)
+
+    def _waiting_text(self) -> str:
+        assert self._run is not None
+        return self._session.waiting_text(
+            tasks=self._run.tasks_at_work(), in_flight=self._demand.in_flight
+        )
 
     @property
     def _quiet_seen(self) -> int:
@@ -411,6 +418,7 @@ class Epoch:
     def _recover(self, lost: list[ChunkInFlight]) -> None:
         """Resend the batches that were lost with worker processes; see ``recover``."""
         self._in_flight.draining = False
+        self._session.name_dead_nodes()
         plan = recover(lost, self._in_flight.losses)
         if plan.blocks_only:
             self._losses_in_a_row += 1

@@ -70,7 +70,7 @@ def test_all_is_well_where_nothing_is_wrong(place: Path) -> None:
         assert lines[package] == importlib.metadata.version(package)
     assert lines["cores"].startswith(f"{len(os.sched_getaffinity(0))} for this process")
     assert lines["start method"] == "fork"
-    assert lines["Ray"].startswith("one of its own (no RAY_ADDRESS")
+    assert lines["Ray"] == "one of its own (no cluster found)"
     assert lines["cluster"].startswith("1 node(s)")
     for loader in ("torch's loader", "dpex's loader"):
         assert socket.gethostname() in lines[loader]
@@ -82,7 +82,7 @@ def test_tokens_are_used_and_not_shown(place: Path) -> None:
     start_node(place, *HEAD, "--num-cpus=1", RAY_AUTH_TOKEN=TOKEN, **required)
     status, lines, output = doctor(place, RAY_AUTH_TOKEN=TOKEN, **required)
     assert status == 0, output
-    assert lines["Ray"] == f"{address_of(place)} (runs on this host)"
+    assert lines["Ray"] == f"{address_of(place)} (found on this machine)"
     assert TOKEN not in output
     status, lines, output = doctor(
         place, RAY_ADDRESS=address_of(place), RAY_AUTH_TOKEN=OTHER_TOKEN, **required
@@ -100,7 +100,7 @@ def test_no_ray_where_there_should_be_one(place: Path) -> None:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
     status, lines, output = doctor(place, "--head-address", address)
     assert status == 1, output
-    assert lines["Ray"] == f"{address} (asked for)"
+    assert lines["Ray"] == f"{address} (head_address)"
     assert f"no Ray cluster answers at head_address='{address}'" in lines["verdict"]
     assert f"`ray start --address={address} --num-cpus=0`" in lines["verdict"]
     status, lines, output = doctor(place, "--head-address", "nowhere")
@@ -124,7 +124,7 @@ def test_a_cluster_whose_cpus_others_hold(place: Path) -> None:
     status, lines, output = doctor(place, "--timeout", "40")
     assert status == 1, output
     assert "timed out after 20.0 seconds" in lines["verdict"]
-    assert "0 of 2 CPUs are free on 1 node(s)" in lines["verdict"]
+    assert "1 node, 2 CPUs, 0 CPUs free" in lines["verdict"]
     assert "placement group 'reserved' reserves 1" in lines["verdict"]
     assert other.end() == 0
 

@@ -108,6 +108,9 @@ class FakeRun:
     def forsaken(self, _: float) -> bool:
         return False
 
+    def tasks_at_work(self) -> int:
+        return 0
+
     def end(self) -> None:
         self.closed = True
 
@@ -128,8 +131,11 @@ class Pipeline:
         self.runs.append(FakeRun(self, run.key))
         return lambda: self.runs[-1]
 
-    def waiting_text(self) -> str:
+    def waiting_text(self, **_: Any) -> str:
         return "busy"
+
+    def name_dead_nodes(self) -> None:
+        pass
 
     def check_still_possible(self, _: float) -> None:
         raise AssertionError

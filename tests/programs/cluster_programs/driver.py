@@ -11,7 +11,7 @@ import time
 from output import take_stdout
 
 from dpex import tuning
-from dpex.cluster.connect import connect, report_busy_cpus
+from dpex.cluster.connect import connect, cpu_users
 from dpex.cluster.local import launch
 
 replies = take_stdout()
@@ -112,7 +112,7 @@ def do_hog(num_cpus):
 
 
 def do_busy():
-    return report_busy_cpus()
+    return cpu_users()
 
 
 def do_cluster():

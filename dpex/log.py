@@ -1,0 +1,40 @@
+"""The logger ``dpex``, whose messages are visible in a program that configures no logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+__all__ = ["announce", "show_messages"]
+
+logger = logging.getLogger("dpex")
+
+
+class _Stderr(logging.Handler):
+    """Writes messages to stderr with the prefix ``dpex:`` unless the program configures logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _configured():
+            sys.stderr.write(f"dpex: {self.format(record)}\n")
+
+
+def _configured() -> bool:
+    own = [handler for handler in logger.handlers if not isinstance(handler, _Stderr)]
+    return bool(own or logging.root.handlers or not logger.propagate)
+
+
+def show_messages() -> None:
+    """Make the messages of the logger ``dpex`` visible in a program that configures no logging."""
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        logger.addHandler(_Stderr())
+
+
+def announce(text: str) -> None:
+    """Log a message at level INFO, which is visible even if the program configures no logging.
+
+    ``logging.getLogger("dpex").setLevel(logging.WARNING)`` hides it.
+    """
+    if logger.level == logging.NOTSET and not _configured():
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+    else:
+        logger.info("%s", text)
