@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
@@ -268,13 +268,13 @@ class DpexDataLoader(DataLoader[T_co]):
         """
         if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
-        if self._pickled_slowly:
+        told = self._cluster is not None and self._cluster.session.warned_of_size
+        if self._pickled_slowly and not told:
             _warn_once(
                 "pickling",
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "
                 "pickle it once, or keep the data in a numpy array, an Arrow table or a file",
-                stacklevel=8,
             )
         self._pickled_slowly = True
 
@@ -430,10 +430,10 @@ class _ClusterState:
 _warned: set[str] = set()
 
 
-def _warn_once(key: str, text: str, stacklevel: int = 3) -> None:
+def _warn_once(key: str, text: str) -> None:
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, stacklevel=user_code.stacklevel())
 
 
 def _check_options(

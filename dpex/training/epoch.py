@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 
 logger = logging.getLogger("dpex")
-
-# stacklevel from StateNotes.note to the user's loop: note, _collect, _wait_for_batch, next_entry,
-# _next_batch, _next_data, __next__, the loop.
-_USERS_LOOP = 8
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class StateNotes:
                 "any batch, so this state is not torch's in this epoch. Pass a worker_init_fn, "
                 "which may do nothing, to keep every logical worker in one process from its first "
                 "batch on",
-                stacklevel=_USERS_LOOP,
+                stacklevel=user_code.stacklevel(),
             )
 
 

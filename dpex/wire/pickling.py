@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
@@ -313,7 +313,7 @@ def _dump_or_explain(
         warnings.warn(
             f"{path} is in memory that this process shares with others, but workers read a copy, "
             "which iter() makes",
-            stacklevel=2,
+            stacklevel=user_code.stacklevel(),
         )
     return pickled
 
