@@ -14,6 +14,7 @@ from dpex import tuning, user_code
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
+from dpex.errors import SerializationError
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
@@ -306,7 +307,11 @@ class DpexDataLoader(DataLoader[T_co]):
             self._iterator = None  # the Ray of its persistent workers is gone
         meter = Meter()
         with meter.asked(for_batch=False):
-            iterator = super().__iter__()
+            try:
+                iterator = super().__iter__()
+            except SerializationError as error:
+                # The message names the object. The frames are dpex's, and tell the user nothing.
+                raise error.with_traceback(None) from error.__cause__
             assert isinstance(iterator, ClusterIter | PlainIter)
             if isinstance(iterator, PlainIter):
                 iterator.read_on()

@@ -6,8 +6,9 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import TracebackType
 
-__all__ = ["stacklevel"]
+__all__ = ["stacklevel", "traceback_from"]
 
 _LIBRARIES = (str(Path(__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen")
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -22,6 +23,13 @@ def stacklevel() -> int:
     while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def traceback_from(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame of the user's code on, or None without one."""
+    while trace is not None and _is_library(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
 
 
 def _is_library(path: str) -> bool:

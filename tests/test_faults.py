@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -257,8 +258,9 @@ def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> No
 def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:
     dataset = Plain()
     dataset.handles = {"rows": iter_of_rows()}  # type: ignore[attr-defined]
-    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['rows'\]"):
+    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['rows'\]") as info:
         iter(loader_of(dataset))
+    assert len(traceback.extract_tb(info.value.__traceback__)) == 2, "the caller, and __iter__"
 
 
 class Refuses:

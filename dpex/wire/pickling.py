@@ -303,11 +303,12 @@ def _dump_or_explain(
     except Exception as error:
         path, cause = _unpicklable(obj, what, mappings, error)
         if isinstance(cause, UnsharedMemoryError):
-            raise SerializationError(f"{path} cannot be shared with workers: {cause}") from error
+            raise SerializationError(f"{path} cannot be shared with workers: {cause}") from None
+        trace = user_code.traceback_from(error.__traceback__)
         raise SerializationError(
             f"{path} cannot be sent between processes: {type(error).__name__}: {error}. "
             f"{_ADVICE.get(what, _ADVICE_ELSE)}"
-        ) from error
+        ) from (error.with_traceback(trace) if trace is not None else None)
     for copied in mappings.copied if mappings is not None else ():
         path = _path_to(copied, obj, what) or f"{what} (a {type(copied).__qualname__} in it)"
         warnings.warn(
