@@ -18,6 +18,7 @@ from dpex import ChunkLostError, DpexDataLoader
 
 PROGRAM = PROGRAMS / "interrupt_program.py"
 EARLY_PROGRAM = PROGRAMS / "interrupt_early_program.py"
+EXIT_PROGRAM = PROGRAMS / "interrupt_exit_program.py"
 # Step between the times at which an epoch of some milliseconds is interrupted.
 STEP_SECONDS = 0.0006
 
@@ -52,6 +53,33 @@ def test_ray_is_started_whole_or_not_at_all() -> None:
     with workplace() as place:
         done = run_program(EARLY_PROGRAM, place=place, seconds=150)
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
+
+
+def interrupt_when(reached: list[str], *, mode: str) -> tuple[int, str]:
+    """Run a program that waits at each place, interrupt it there, and return how it ended."""
+    with workplace() as place:
+        paths = [place / name for name in reached]
+        process = subprocess.Popen(
+            [sys.executable, str(EXIT_PROGRAM), mode, *map(str, paths)],
+            cwd=place,
+            env=environment(place),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for path in paths:
+            wait_until(path.exists, 90, path.name)
+            os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=80)
+        return process.returncode, errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", ["torch", "dpex"])
+def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> None:
+    status, errors = interrupt_when(["sample"], mode=mode)
+    assert status == -signal.SIGINT, errors
+    assert "KeyboardInterrupt" in errors
 
 
 def loader_of(dataset: Any, **options: Any) -> Any:
