@@ -82,6 +82,14 @@ def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> No
     assert "KeyboardInterrupt" in errors
 
 
+@pytest.mark.multiprocess
+def test_another_ctrl_c_at_exit_kills_the_process_at_once() -> None:
+    status, errors = interrupt_when(["sample", "exit"], mode="dpex")
+    assert status == -signal.SIGINT, errors
+    assert "Exception ignored" not in errors
+    assert errors.count("Traceback") == 1, errors
+
+
 def loader_of(dataset: Any, **options: Any) -> Any:
     return DpexDataLoader(
         dataset, num_workers=2, distribute_mode=True, head_address="local", **options

@@ -46,7 +46,7 @@ def _end_open_runs() -> None:
         receiver.join(max(0.0, deadline - time.monotonic()))
 
 
-die_by_interrupt()
+die_by_interrupt()  # registered last, so its handler runs first
 
 
 class RemoteRun:
