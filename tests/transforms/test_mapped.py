@@ -153,11 +153,20 @@ def test_targets_are_transformed_after_inputs() -> None:
 
 def test_joint_transforms_get_all_items(assert_same: Same) -> None:
     chain = [v2.RandomHorizontalFlip(p=1.0), v2.Resize((24, 20))]
-    image, boxes = MappedDataset(Boxed(), transforms=chain)[3]
+    image, boxes = MappedDataset(Boxed(), joint_transforms=chain)[3]
     expected = v2.Compose(chain)(*Boxed()[3])
     assert_same((image, boxes), expected)
+    assert_same(MappedDataset(Boxed(), transforms=chain)[3], expected)
     assert type(boxes) is tv_tensors.BoundingBoxes
     assert boxes.tolist() == [[12, 4, 18, 12]]
+
+
+@pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Resize(8)])
+def test_a_joint_transform_of_the_input_alone_is_told_the_argument(transform: Any) -> None:
+    with pytest.raises(TypeError, match="3 were given") as info:
+        MappedDataset(Pictures(), joint_transforms=[transform])[0]
+    assert "all 2 items of a sample" in info.value.__notes__[0]
+    assert "use transform=" in info.value.__notes__[0]
 
 
 def test_transforms_that_take_keywords_get_them() -> None:
@@ -272,9 +281,14 @@ class Stream(IterableDataset[int]):
             "stages with batched=True come last",
         ),
         (
-            lambda: MappedDataset(range(3), halve, transforms=[halve]),
+            lambda: MappedDataset(range(3), halve, joint_transforms=[halve]),
             ValueError,
             "either it, or transform=",
+        ),
+        (
+            lambda: MappedDataset(range(3), joint_transforms=[halve], transforms=[halve]),
+            ValueError,
+            "is the old name of joint_transforms=",
         ),
         (
             lambda: MappedDataset(MappedDataset(range(3), [Stage(halve)]), halve),
