@@ -19,7 +19,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
-from dpex.transforms import MappedDataset, Stage, split
+from dpex.transforms import MappedDataset, Stage, split, split_deterministic
 from dpex.transforms.splitting import _DETERMINISTIC, is_deterministic
 
 Same = Callable[[Any, Any], None]
@@ -311,21 +311,24 @@ def test_split_ends_before_the_first_random_transform() -> None:
     fixed = [v1.Resize(8), v2.ToImage(), v2.CenterCrop(6)]
     rest = [v2.RandomCrop(4), v2.ToDtype(torch.float32, scale=True)]
     nested = v1.Compose([fixed[0], v2.Compose([*fixed[1:], rest[0]]), rest[1]])
-    assert split(nested) == (fixed, rest)
-    assert split([*fixed, *rest]) == (fixed, rest)
-    assert split(fixed[0]) == (fixed[:1], [])
-    assert split([halve, *fixed]) == ([], [halve, *fixed]), "what is not known may draw"
+    assert split_deterministic(nested) == (fixed, rest)
+    assert split_deterministic([*fixed, *rest]) == (fixed, rest)
+    assert split_deterministic(fixed[0]) == (fixed[:1], [])
+    assert split_deterministic([halve, *fixed]) == ([], [halve, *fixed]), (
+        "what is not known may draw"
+    )
+    assert split is split_deterministic
 
 
 def test_split_where_it_is_told_to() -> None:
     chain = [halve, v1.ToTensor(), flip]
-    assert split(chain, at=2) == (chain[:2], chain[2:])
+    assert split_deterministic(chain, at=2) == (chain[:2], chain[2:])
     with pytest.raises(
         IndexError, match=re.escape("at must be in [0, 3], the chain's length; got 4")
     ):
-        split(chain, at=4)
+        split_deterministic(chain, at=4)
     with pytest.raises(TypeError, match="must be callable, got 5"):
-        split([halve, 5])  # type: ignore[list-item]
+        split_deterministic([halve, 5])  # type: ignore[list-item]
 
 
 def test_a_class_of_ones_own_may_draw() -> None:
