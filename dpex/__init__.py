@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dpex import dataloader
     from dpex.dataloader import DpexDataLoader
     from dpex.errors import (
+        BatchLostError,
         ChunkLostError,
         ClusterError,
         DatasetTooLargeError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchLostError",
     "ChunkLostError",
     "ClusterError",
     "DatasetTooLargeError",

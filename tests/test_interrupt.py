@@ -14,7 +14,7 @@ import torch
 from cluster_programs import PROGRAMS, ask_actor, environment, run_program, wait_until, workplace
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex import ChunkLostError, DpexDataLoader
+from dpex import BatchLostError, DpexDataLoader
 
 PROGRAM = PROGRAMS / "interrupt_program.py"
 EARLY_PROGRAM = PROGRAMS / "interrupt_early_program.py"
@@ -171,7 +171,7 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
     for _ in range(2):
-        with pytest.raises(ChunkLostError, match="the next one is 0"):
+        with pytest.raises(BatchLostError, match="the next one is 0"):
             next(iterator)
     assert len(list(loader)) == 2
     loader.close()

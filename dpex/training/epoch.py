@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from dpex import tuning, user_code
-from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
+from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
@@ -98,7 +98,7 @@ class Epoch:
 
     Invariant: every batch that ``demand`` counts as in flight is in exactly one place. It is not
     sent yet (``_unsent``), in flight (``_in_flight``), or ready (``_ready``). If that cannot be
-    kept, every further call raises the same ``ChunkLostError``.
+    kept, every further call raises the same ``BatchLostError``.
 
     Args:
         run: The run that the batches belong to.
@@ -262,7 +262,7 @@ class Epoch:
             StopIteration: The epoch has delivered all its batches.
             RuntimeError: The next batch has not come within the loader's timeout.
             TooManySkippedError: The epoch has more than ``max_skipped`` skipped samples.
-            ChunkLostError: The pipeline stopped.
+            BatchLostError: The pipeline stopped.
         """
         self._meter = meter
         first = not self.started
@@ -443,7 +443,7 @@ class Epoch:
         """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
 
         Raises:
-            ChunkLostError: The old pipeline ended without being lost, or the session has ended.
+            BatchLostError: The old pipeline ended without being lost, or the session has ended.
                 Or this is the third loss since a block arrived.
         """
         assert self._run is not None
@@ -494,7 +494,7 @@ class Epoch:
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = f"the loader was closed, or Ray was shut down or lost, {where}"
-        error = ChunkLostError(text)
+        error = BatchLostError(text)
         self._failure = KeptError(error)
         self.close()
         return error
