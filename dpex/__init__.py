@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dpex import dataloader
     from dpex.dataloader import DataLoader, DpexDataLoader
     from dpex.errors import (
+        BatchLostError,
         ChunkLostError,
         ClusterError,
         DatasetTooLargeError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchLostError",
     "ChunkLostError",
     "ClusterError",
     "DataLoader",

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
+from dpex.errors import SerializationError
 from dpex.log import announce
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
@@ -278,13 +279,13 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
-        if self._pickled_slowly:
+        told = self._cluster is not None and self._cluster.session.warned_of_size
+        if self._pickled_slowly and not told:
             _warn_once(
                 "pickling",
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "
                 "pickle it once, or keep the data in a numpy array, an Arrow table or a file",
-                stacklevel=8,
             )
         self._pickled_slowly = True
 
@@ -316,7 +317,11 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self._iterator = None  # the Ray of its persistent workers is gone
         meter = Meter()
         with meter.asked(for_batch=False):
-            iterator = super().__iter__()
+            try:
+                iterator = super().__iter__()
+            except SerializationError as error:
+                # The message names the object. The frames are dpex's, and tell the user nothing.
+                raise error.with_traceback(None) from error.__cause__
             assert isinstance(iterator, ClusterIter | PlainIter)
             if isinstance(iterator, PlainIter):
                 iterator.read_on()
@@ -503,10 +508,10 @@ class _ClusterState:
 _warned: set[str] = set()
 
 
-def _warn_once(key: str, text: str, stacklevel: int = 3) -> None:
+def _warn_once(key: str, text: str) -> None:
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, stacklevel=user_code.stacklevel())
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 All of them can be imported from ``dpex``. The brackets name the built-in base class::
 
     DpexError
-    ├── ChunkLostError        (RuntimeError)           worker processes died, or the pipeline ended
+    ├── BatchLostError        (RuntimeError)           worker processes died, or the pipeline ended
     ├── ClusterError          (ConnectionError)        no usable Ray at head_address
     ├── DatasetTooLargeError  (MemoryError)            the dataset does not fit the object store
     ├── NodeDataError         (RuntimeError)           a dataset differs between nodes
@@ -18,6 +18,7 @@ from __future__ import annotations
 import pickle
 
 __all__ = [
+    "BatchLostError",
     "ChunkLostError",
     "ClusterError",
     "DatasetTooLargeError",
@@ -32,13 +33,17 @@ class DpexError(Exception):
     """Base class of the exceptions that dpex defines."""
 
 
-class ChunkLostError(DpexError, RuntimeError):
+class BatchLostError(DpexError, RuntimeError):
     """A batch that dpex cannot deliver: its worker processes died, or its pipeline ended.
 
     dpex first recomputes a lost batch. Iteration raises this error at the batch if every worker
     process that computes it dies. Iteration also raises it if the pipeline ends early, the loader
     is closed, or Ray is shut down or lost. torch too raises a ``RuntimeError`` if a worker dies.
     """
+
+
+ChunkLostError = BatchLostError
+"""The old name of ``BatchLostError``."""
 
 
 class ClusterError(DpexError, ConnectionError):

@@ -116,7 +116,11 @@ class LoaderStats:
             parts.append(f"{self.cache_hit_rate:.0%} of the samples from the cache")
         parts += [
             f"{number:,} {what}"
-            for number, what in ((self.retries, "retries"), (self.skipped, "samples skipped"))
+            for number, what in (
+                (self.retries, "retries"),
+                (self.skipped, "samples skipped"),
+                (self.in_flight, "batches in flight"),
+            )
             if number
         ]
         return f"<{'; '.join(parts)}>"

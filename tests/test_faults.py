@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from living import (
     read_past_errors,
 )
 
-from dpex import ChunkLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
+from dpex import BatchLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire.loss_causes import Loss, LossCause
 
@@ -99,7 +100,7 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it(worker_init_f
     loader = loader_of(AlwaysKills(), worker_init_fn=worker_init_fn)
     iterator = iter(loader)
     assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
-    with pytest.raises(ChunkLostError, match=r"batch 5 \(dataset indices \[50, 51, .*57, 58, 59"):
+    with pytest.raises(BatchLostError, match=r"batch 5 \(dataset indices \[50, 51, .*57, 58, 59"):
         next(iterator)
     assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
 
@@ -116,7 +117,7 @@ def test_an_interrupt_while_lost_batches_are_sent_again_leaves_none_out(
     monkeypatch.setattr(iterator._epoch, "_send_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
-    with pytest.raises(ChunkLostError, match="the next one is 5"):
+    with pytest.raises(BatchLostError, match="the next one is 5"):
         next(iterator)
 
 
@@ -210,7 +211,7 @@ def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader()
     loader = loader_of(KillsHost(40))
     iterator = iter(loader)
     for _ in range(2):
-        with pytest.raises(ChunkLostError, match="outstanding"):
+        with pytest.raises(BatchLostError, match="outstanding"):
             next(iterator)
     loader = loader_of(Plain(2000))
     assert [int(index) for batch in loader for index in batch[1]] == list(range(2000))
@@ -220,7 +221,7 @@ def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader()
 def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
     ours = iter(loader_of(Plain(2000), prefetch_bytes=0))
     next(ours)
-    with pytest.raises(ChunkLostError):
+    with pytest.raises(BatchLostError):
         list(loader_of(AlwaysKills()))
     assert len(list(ours)) == 199
 
@@ -257,8 +258,9 @@ def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> No
 def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:
     dataset = Plain()
     dataset.handles = {"rows": iter_of_rows()}  # type: ignore[attr-defined]
-    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['rows'\]"):
+    with pytest.raises(SerializationError, match=r"loader\.dataset\.handles\['rows'\]") as info:
         iter(loader_of(dataset))
+    assert len(traceback.extract_tb(info.value.__traceback__)) == 2, "the caller, and __iter__"
 
 
 class Refuses:
@@ -311,5 +313,5 @@ def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
 def test_workers_that_cannot_be_set_up_are_an_error() -> None:
     missing = {"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}
     iterator = iter(loader_of(Plain(), worker_options=missing))
-    with pytest.raises(ChunkLostError, match="RuntimeEnvSetupError"):
+    with pytest.raises(BatchLostError, match="RuntimeEnvSetupError"):
         next(iterator)

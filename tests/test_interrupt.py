@@ -14,10 +14,11 @@ import torch
 from cluster_programs import PROGRAMS, ask_actor, environment, run_program, wait_until, workplace
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex import ChunkLostError, DpexDataLoader
+from dpex import BatchLostError, DpexDataLoader
 
 PROGRAM = PROGRAMS / "interrupt_program.py"
 EARLY_PROGRAM = PROGRAMS / "interrupt_early_program.py"
+EXIT_PROGRAM = PROGRAMS / "interrupt_exit_program.py"
 # Step between the times at which an epoch of some milliseconds is interrupted.
 STEP_SECONDS = 0.0006
 
@@ -52,6 +53,41 @@ def test_ray_is_started_whole_or_not_at_all() -> None:
     with workplace() as place:
         done = run_program(EARLY_PROGRAM, place=place, seconds=150)
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
+
+
+def interrupt_when(reached: list[str], *, mode: str) -> tuple[int, str]:
+    """Run a program that waits at each place, interrupt it there, and return how it ended."""
+    with workplace() as place:
+        paths = [place / name for name in reached]
+        process = subprocess.Popen(
+            [sys.executable, str(EXIT_PROGRAM), mode, *map(str, paths)],
+            cwd=place,
+            env=environment(place),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for path in paths:
+            wait_until(path.exists, 90, path.name)
+            os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=80)
+        return process.returncode, errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", ["torch", "dpex"])
+def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> None:
+    status, errors = interrupt_when(["sample"], mode=mode)
+    assert status == -signal.SIGINT, errors
+    assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.multiprocess
+def test_another_ctrl_c_at_exit_kills_the_process_at_once() -> None:
+    status, errors = interrupt_when(["sample", "exit"], mode="dpex")
+    assert status == -signal.SIGINT, errors
+    assert "Exception ignored" not in errors
+    assert errors.count("Traceback") == 1, errors
 
 
 def loader_of(dataset: Any, **options: Any) -> Any:
@@ -135,7 +171,7 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
     for _ in range(2):
-        with pytest.raises(ChunkLostError, match="the next one is 0"):
+        with pytest.raises(BatchLostError, match="the next one is 0"):
             next(iterator)
     assert len(list(loader)) == 2
     loader.close()

@@ -17,7 +17,7 @@ from cluster_programs import wait_until
 from living import ImageAndArrays, LargeArray, Plain, Remembers, Slow
 from torch.utils.data import DataLoader
 
-from dpex import ChunkLostError, DpexDataLoader
+from dpex import BatchLostError, DpexDataLoader
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
@@ -68,7 +68,7 @@ def test_an_interrupt_while_indices_are_sent_is_the_end_of_the_iterator() -> Non
     with pytest.raises(KeyboardInterrupt):
         for _ in iterator:
             pass
-    with pytest.raises(ChunkLostError, match="batches outstanding"):
+    with pytest.raises(BatchLostError, match="batches outstanding"):
         next(iterator)
 
 

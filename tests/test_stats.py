@@ -118,8 +118,12 @@ def test_one_line_says_what_bounds_the_loop() -> None:
         "<20 batches, 2,000 samples in 10 s (200 samples/s); waits 31% of its time for data; "
         "transforms: 84% of the workers' time>"
     )
-    in_time = LoaderStats(seconds=10, waiting_s=0.1, batches=20, samples=2000, skipped=3)
-    assert "the data is in time (waits 1.0%); 3 samples skipped" in repr(in_time)
+    in_time = LoaderStats(
+        seconds=10, waiting_s=0.1, batches=20, samples=2000, skipped=3, in_flight=1024
+    )
+    assert repr(in_time).endswith(
+        "the data is in time (waits 1.0%); 3 samples skipped; 1,024 batches in flight>"
+    )
     assert repr(LoaderStats()) == "<0 batches, 0 samples in 0 s (0 samples/s)>"
 
 

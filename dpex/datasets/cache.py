@@ -105,8 +105,8 @@ class Cached(Dataset[Any]):
         if drawing is not None:
             raise ValueError(
                 f"{drawing!r} draws random numbers, and would draw them once for all epochs: put "
-                "it behind the cache, MappedDataset(cached(...), [...]); dpex.transforms.split "
-                "divides a chain"
+                "it behind the cache, MappedDataset(cached(...), [...]); "
+                "dpex.transforms.split_deterministic divides a chain"
             )
         try:
             import lmdb  # noqa: F401

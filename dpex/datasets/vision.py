@@ -40,7 +40,7 @@ def from_torchvision(dataset: Any) -> MappedDataset:
         setattr(bare, name, None)
     if dataset.transform is None and dataset.target_transform is None:
         joint = dataset.transforms
-        apart = MappedDataset(bare, transforms=None if joint is None else flattened(joint))
+        apart = MappedDataset(bare, joint_transforms=None if joint is None else flattened(joint))
     else:
         apart = MappedDataset(
             bare,
@@ -51,7 +51,7 @@ def from_torchvision(dataset: Any) -> MappedDataset:
         raise TypeError(
             f"{type(dataset).__name__} does not apply its transforms as torchvision's datasets do, "
             "to the first item of a sample and to the second: its first sample comes out another "
-            "one. Give its transforms to MappedDataset(dataset, transforms=[...]) instead"
+            "one. Give its transforms to MappedDataset(dataset, joint_transforms=[...]) instead"
         )
     return apart
 

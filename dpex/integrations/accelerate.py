@@ -14,6 +14,7 @@ import accelerate
 from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import IterableDataset
 
+from dpex import user_code
 from dpex.dataloader import DpexDataLoader
 from dpex.integrations.remaking import own_options, remake
 
@@ -49,7 +50,7 @@ def prepare(
                 f"the loader has a DistributedSampler, and Accelerate deals what that leaves for "
                 f"this rank out to {accelerator.num_processes} ranks once more: samples are left "
                 "out. Give the loader shuffle=True or a sampler of the whole dataset",
-                stacklevel=2,
+                stacklevel=user_code.stacklevel(),
             )
         loader._is_accelerate_prepared = False  # the property warns only while this is None
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
+from dpex.cluster.interrupted_exit import die_by_interrupt
 from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
@@ -43,6 +44,9 @@ def _end_open_runs() -> None:
     deadline = time.monotonic() + tuning.EXIT_S
     for receiver in list(_receivers):
         receiver.join(max(0.0, deadline - time.monotonic()))
+
+
+die_by_interrupt()  # registered last, so its handler runs first
 
 
 class RemoteRun:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
@@ -78,7 +78,8 @@ class Session:
         fork_workers: Whether worker processes may be forked, if there is a fork server.
     """
 
-    _warned_of_size = False
+    warned_of_size = False
+    """Whether any session has warned that its dataset is large."""
 
     def __init__(
         self,
@@ -220,13 +221,14 @@ class Session:
                 f"this node holds {capacity:,}. Let the dataset keep paths and read in "
                 "__getitem__, or start Ray with a larger object_store_memory"
             )
-        if pickled.size_bytes > tuning.LARGE_DATASET_BYTES and not Session._warned_of_size:
-            Session._warned_of_size = True
+        large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
+        if large and not (self._connection.single_host or Session.warned_of_size):
+            Session.warned_of_size = True
             warnings.warn(
                 f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
-                stacklevel=2,
+                stacklevel=user_code.stacklevel(),
             )
         return _StoredJob(key, [store_job(pickled)], None)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from dpex import user_code
+
 __all__ = ["check", "unmet"]
 
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -22,8 +24,6 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 # The label that Ray gives each node.
 _NODE_LABEL = "ray.io/node-id"
-# Stack level of the user's call of the loader's constructor, as seen from the warning.
-_USERS_CALL = 5
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
@@ -82,7 +82,7 @@ def _warn_of_strategy(strategy: Any) -> None:
         f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray 2.64 takes none "
         f"for one stage. {instead}",
         DeprecationWarning,
-        stacklevel=_USERS_CALL,
+        stacklevel=user_code.stacklevel(),
     )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from dpex import tuning
-from dpex.errors import ChunkLostError, DpexError, SerializationError, TooManySkippedError
+from dpex import tuning, user_code
+from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 
 logger = logging.getLogger("dpex")
-
-# stacklevel from StateNotes.note to the user's loop: note, _collect, _wait_for_batch, next_entry,
-# _next_batch, _next_data, __next__, the loop.
-_USERS_LOOP = 8
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class StateNotes:
                 "any batch, so this state is not torch's in this epoch. Pass a worker_init_fn, "
                 "which may do nothing, to keep every logical worker in one process from its first "
                 "batch on",
-                stacklevel=_USERS_LOOP,
+                stacklevel=user_code.stacklevel(),
             )
 
 
@@ -102,7 +98,7 @@ class Epoch:
 
     Invariant: every batch that ``demand`` counts as in flight is in exactly one place. It is not
     sent yet (``_unsent``), in flight (``_in_flight``), or ready (``_ready``). If that cannot be
-    kept, every further call raises the same ``ChunkLostError``.
+    kept, every further call raises the same ``BatchLostError``.
 
     Args:
         run: The run that the batches belong to.
@@ -266,7 +262,7 @@ class Epoch:
             StopIteration: The epoch has delivered all its batches.
             RuntimeError: The next batch has not come within the loader's timeout.
             TooManySkippedError: The epoch has more than ``max_skipped`` skipped samples.
-            ChunkLostError: The pipeline stopped.
+            BatchLostError: The pipeline stopped.
         """
         self._meter = meter
         first = not self.started
@@ -455,7 +451,7 @@ class Epoch:
         """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
 
         Raises:
-            ChunkLostError: The old pipeline ended without being lost, or the session has ended.
+            BatchLostError: The old pipeline ended without being lost, or the session has ended.
                 Or this is the third loss since a block arrived.
         """
         assert self._run is not None
@@ -506,7 +502,7 @@ class Epoch:
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = f"the loader was closed, or Ray was shut down or lost, {where}"
-        error = ChunkLostError(text)
+        error = BatchLostError(text)
         self._failure = KeptError(error)
         self.close()
         return error

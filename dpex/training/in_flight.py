@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from dpex.errors import ChunkLostError
+from dpex.errors import BatchLostError
 from dpex.wire.block_format import Entry
 from dpex.wire.loss_causes import Loss
 from dpex.worker.logical_worker import Run
@@ -23,7 +23,7 @@ def described(chunk: Chunk, batch: int) -> str:
     return f"dataset indices {chunk.batches[(batch - chunk.first_batch) // chunk.stride]!r}"
 
 
-def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
+def lost_error(chunk: Chunk, batch: int, reason: str) -> BatchLostError:
     """Return the error to raise in place of a batch that killed every process that made it.
 
     Args:
@@ -31,7 +31,7 @@ def lost_error(chunk: Chunk, batch: int, reason: str) -> ChunkLostError:
         batch: Number of the batch.
         reason: Ray's error text.
     """
-    return ChunkLostError(
+    return BatchLostError(
         f"DataLoader worker exited unexpectedly: every worker process that was given batch "
         f"{batch} ({described(chunk, batch)}) died. Read these samples in the main "
         f"process to see why. Ray says: {reason}"

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from dpex import user_code
 from dpex.training.checkpoint import DrawnBatch, EpochProgress, Progress, State
 from dpex.worker.rng_state import Draws
 from dpex.worker.seeding import generators_kept
@@ -23,9 +24,6 @@ __all__ = ["IndexIterator", "Indices", "Source"]
 
 # Number of positions in the epoch that a batch of unknown length takes.
 _UNCOUNTED = 1 << 20
-# stacklevel from fitting to the user's call: fitting, Progress.load_state_dict,
-# DpexDataLoader.load_state_dict, the call.
-_USERS_CALL = 4
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ class Source:
             f"the state holds what the datasets of {len(known)} workers kept from one epoch to the "
             f"next, num_workers is {self.num_workers} now: the datasets begin without it. Pass the "
             "num_workers of the state to go on with it",
-            stacklevel=_USERS_CALL,
+            stacklevel=user_code.stacklevel(),
         )
         return replace(state, stream_states=None)
 
@@ -398,7 +396,7 @@ class IndexIterator:
                 f"an epoch goes on in its middle, as load_state_dict was told, but its sampler was "
                 f"told that it is epoch {told}, not {known}: samples will come twice, and others "
                 f"not at all. Call set_epoch({known})",
-                stacklevel=2,
+                stacklevel=user_code.stacklevel(),
             )
         with self._draws.repeated(own):
             skipped = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dpex import tuning
-from dpex.errors import ChunkLostError
+from dpex.errors import BatchLostError
 from dpex.training.in_flight import ChunkInFlight, joined_streams, lost_error
 from dpex.wire.loss_causes import Loss, LossCause, joined
 from dpex.worker.map_style import Chunk
@@ -49,7 +49,7 @@ class Recovery:
     """
 
     resends: list[Resend] = field(default_factory=list)
-    failed: list[tuple[int, ChunkLostError]] = field(default_factory=list)
+    failed: list[tuple[int, BatchLostError]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     retries: int = 0
     blocks_only: bool = False

@@ -9,10 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["SamplerEpochs"]
+from dpex import user_code
 
-# stacklevel from begin to the user's loop: begin, _next_batch, _next_data, __next__, the loop.
-_USERS_LOOP = 5
+__all__ = ["SamplerEpochs"]
 
 
 class SamplerEpochs:
@@ -59,7 +58,7 @@ class SamplerEpochs:
                         f"a second epoch begins with DistributedSampler.epoch={sampler.epoch}, as "
                         "the one before: every rank gets the same samples in the same order. Call "
                         "sampler.set_epoch(epoch) before each epoch",
-                        stacklevel=_USERS_LOOP,
+                        stacklevel=user_code.stacklevel(),
                     )
                 return
 

@@ -9,7 +9,7 @@
 """
 
 from dpex.transforms.mapped import MappedDataset
-from dpex.transforms.splitting import split
+from dpex.transforms.splitting import split, split_deterministic
 from dpex.transforms.stage import Stage
 
-__all__ = ["MappedDataset", "Stage", "split"]
+__all__ = ["MappedDataset", "Stage", "split", "split_deterministic"]

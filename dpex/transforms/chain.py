@@ -65,7 +65,14 @@ class Chain:
             if keywords_only and isinstance(sample, Mapping):
                 sample = transform(**sample)
             elif self.joint and isinstance(sample, tuple | list):
-                sample = transform(*sample)
+                try:
+                    sample = transform(*sample)
+                except TypeError as error:
+                    error.add_note(
+                        f"joint_transforms= calls a transform with all {len(sample)} items of a "
+                        "sample. For a transform of the first item alone, use transform="
+                    )
+                    raise
             elif isinstance(sample, tuple | list) and sample:
                 sample = _like(sample, [_call(transform, sample[0], keywords_only), *sample[1:]])
             else:

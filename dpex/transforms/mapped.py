@@ -54,14 +54,16 @@ class MappedDataset(Dataset[Any]):
         source: A map-style dataset.
         transform: One transform or several for the input.
         target_transform: One transform for the target; it runs in the first stage.
-        transforms: One transform or several for input and target together, in place of
+        joint_transforms: One transform or several for input and target together, in place of
             ``transform`` and ``target_transform``. They get all items of the sample as separate
             arguments.
+        transforms: The old name of ``joint_transforms``, which torchvision's datasets use.
 
     Raises:
         TypeError: ``source`` is not map-style, or an element of the chain cannot be called.
-        ValueError: ``transforms`` is given with ``transform`` or ``target_transform``; a stage
-            that gets samples comes after a stage that gets batches; or ``source`` has stages.
+        ValueError: ``joint_transforms`` is given with ``transform``, ``target_transform`` or
+            ``transforms``; a stage that gets samples comes after a stage that gets batches; or
+            ``source`` has stages.
 
     Source:
         ``torchvision.datasets.VisionDataset``.
@@ -73,6 +75,7 @@ class MappedDataset(Dataset[Any]):
         transform: Transforms = (),
         *,
         target_transform: Callable[[Any], Any] | None = None,
+        joint_transforms: Transforms | None = None,
         transforms: Transforms | None = None,
     ) -> None:
         if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
@@ -81,14 +84,17 @@ class MappedDataset(Dataset[Any]):
             )
         if isinstance(source, MappedDataset) and source.parts[1:]:
             raise ValueError("source has stages of its own: give one MappedDataset the whole chain")
-        joint = transforms is not None
+        if joint_transforms is not None and transforms is not None:
+            raise ValueError("transforms= is the old name of joint_transforms=: give one of them")
+        together = joint_transforms if transforms is None else transforms
+        joint = together is not None
         if joint and (_listed(transform) or target_transform is not None):
             raise ValueError(
-                "transforms= gets input and target together: give either it, or transform= and "
-                "target_transform="
+                "joint_transforms= gets input and target together: give either it, or transform= "
+                "and target_transform="
             )
         self.source = source
-        self.parts: list[Part] = list(_parts(_listed(transforms if joint else transform), joint))
+        self.parts: list[Part] = list(_parts(_listed(together if joint else transform), joint))
         self.parts[0].chain.target_transform = target_transform
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["flattened", "is_deterministic", "is_random", "split"]
+__all__ = ["flattened", "is_deterministic", "is_random", "split", "split_deterministic"]
 
 # The torchvision transforms (v1, v2 and the presets of its weights) that never draw random numbers.
 _DETERMINISTIC = {
@@ -45,7 +45,7 @@ _DETERMINISTIC = {
 _UNKNOWN = {"Compose", "Lambda", "StandardTransform"}
 
 
-def split(
+def split_deterministic(
     transform: Callable[..., Any] | Iterable[Callable[..., Any]], *, at: int | None = None
 ) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Split a chain into its deterministic beginning and the rest.
@@ -71,6 +71,10 @@ def split(
     if not 0 <= at <= len(transforms):
         raise IndexError(f"at must be in [0, {len(transforms)}], the chain's length; got {at}")
     return transforms[:at], transforms[at:]
+
+
+split = split_deterministic
+"""The old name of ``split_deterministic``."""
 
 
 def flattened(transform: Any) -> list[Callable[..., Any]]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dpex import tuning
+from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
@@ -303,17 +303,18 @@ def _dump_or_explain(
     except Exception as error:
         path, cause = _unpicklable(obj, what, mappings, error)
         if isinstance(cause, UnsharedMemoryError):
-            raise SerializationError(f"{path} cannot be shared with workers: {cause}") from error
+            raise SerializationError(f"{path} cannot be shared with workers: {cause}") from None
+        trace = user_code.traceback_from(error.__traceback__)
         raise SerializationError(
             f"{path} cannot be sent between processes: {type(error).__name__}: {error}. "
             f"{_ADVICE.get(what, _ADVICE_ELSE)}"
-        ) from error
+        ) from (error.with_traceback(trace) if trace is not None else None)
     for copied in mappings.copied if mappings is not None else ():
         path = _path_to(copied, obj, what) or f"{what} (a {type(copied).__qualname__} in it)"
         warnings.warn(
             f"{path} is in memory that this process shares with others, but workers read a copy, "
             "which iter() makes",
-            stacklevel=2,
+            stacklevel=user_code.stacklevel(),
         )
     return pickled
 

@@ -159,7 +159,7 @@ def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None
         os.kill(*servers, signal.SIGKILL)
         trainer.go()
         assert trainer.process.wait(LOST_SECONDS) == 1
-    assert "dpex.errors.ChunkLostError" in capfd.readouterr().err
+    assert "dpex.errors.BatchLostError" in capfd.readouterr().err
 
 
 def test_the_quickstart_runs_as_it_is(server: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import pickle
 import re
 import warnings
@@ -163,23 +165,43 @@ def test_bad_input_is_told_at_once(
         make()
 
 
+class Large:
+    def __init__(self) -> None:
+        self.rows = torch.zeros(101 << 20, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
 @pytest.mark.usefixtures("shared_ray")
-def test_a_large_dataset_is_told_of_on_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_dataset_that_travels_is_told_of_on_node_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from dpex.pipeline.session import Session
 
-    monkeypatch.setattr(Session, "_warned_of_size", False)
-    large = torch.zeros(101 << 20, dtype=torch.uint8)
-    texts = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader: Any = DpexDataLoader(large, 4, num_workers=1, **OURS)
-            next(iter(loader))
-            loader.close()
-        texts.append([str(w.message) for w in caught if "on_node" in str(w.message)])
-        large = large + 1
-    [[text], []] = texts
-    assert "101 MB" in text
+    monkeypatch.setattr(Session, "warned_of_size", False)
+    dataset = Large()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader: Any = DpexDataLoader(dataset, 4, num_workers=1, **OURS)  # type: ignore[arg-type]
+        next(iter(loader))
+        session = loader._cluster.session
+        here = session._connection
+        assert here.single_host
+        session._connection = dataclasses.replace(here, kind="cluster", single_host=False)
+        line = inspect.currentframe().f_lineno + 3  # type: ignore[union-attr]
+        for _ in range(2):
+            dataset.rows = dataset.rows + 1
+            for _ in loader:
+                break
+        loader.close()
+    [told] = [warning for warning in caught if "MB" in str(warning.message)]
+    assert "101 MB" in str(told.message)
+    assert "on_node" in str(told.message)
+    assert (told.filename, told.lineno) == (__file__, line)
 
 
 def test_secrets_are_not_shown() -> None:

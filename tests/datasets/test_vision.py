@@ -185,7 +185,7 @@ class Twins(datasets.VisionDataset):
 
 def test_a_dataset_that_applies_its_transforms_otherwise_is_refused(root: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"Twins does not apply its transforms .*transforms=\[...\]"
+        TypeError, match=r"Twins does not apply its transforms .*joint_transforms=\[...\]"
     ):
         from_torchvision(Twins(str(root), transform=v1.ToTensor()))
 

@@ -10,7 +10,7 @@ import torch
 from living import AlwaysKills, DividesByZero, Plain, read_past_errors
 from torch.utils.data import DataLoader
 
-from dpex import ChunkLostError, DpexDataLoader
+from dpex import BatchLostError, DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 
     iterator = iter(DpexDataLoader(AlwaysKills(), **options))
     assert [next(iterator)[1].tolist()[0] for _ in range(5)] == [0, 10, 20, 30, 40]
-    with pytest.raises(ChunkLostError, match="batch 5"):
+    with pytest.raises(BatchLostError, match="batch 5"):
         next(iterator)
     assert [batch[1].tolist()[0] for batch in iterator] == list(range(60, 200, 10))
     print("all as it should be")

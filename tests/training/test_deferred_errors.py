@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch._utils import ExceptionWrapper
 
-from dpex import ChunkLostError
+from dpex import BatchLostError
 from dpex.training.deferred_errors import KeptError, reraise
 
 
@@ -41,12 +41,12 @@ def wrapped() -> ExceptionWrapper:
 
 
 def kept() -> KeptError:
-    return KeptError(ChunkLostError("of our own"))
+    return KeptError(BatchLostError("of our own"))
 
 
 @pytest.mark.parametrize(
     ("make", "error", "text"),
-    [(wrapped, ValueError, "in a worker"), (kept, ChunkLostError, "of our own")],
+    [(wrapped, ValueError, "in a worker"), (kept, BatchLostError, "of our own")],
 )
 def test_who_raises_goes_with_the_error(
     make: Callable[[], Any], error: type[Exception], text: str
@@ -64,7 +64,7 @@ def test_every_error_that_is_raised_is_a_new_one() -> None:
     again = kept()
     caught = []
     for _ in range(2):
-        with pytest.raises(ChunkLostError) as info:
+        with pytest.raises(BatchLostError) as info:
             again.reraise()
         caught.append(info.value)
     assert caught[0] is not caught[1]

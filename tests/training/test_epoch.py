@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpex import tuning
-from dpex.errors import ChunkLostError, SerializationError, TooManySkippedError
+from dpex.errors import BatchLostError, SerializationError, TooManySkippedError
 from dpex.stats import Meter
 from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
@@ -229,7 +229,7 @@ def test_lost_blocks_are_made_again_and_end_the_epoch_if_no_block_comes() -> Non
     assert reader.meter.retries == 2
     never = Reader(lambda chunk, _: [BLOCK] if 11 in chunk.numbers else made(chunk))
     for call in (never.batches, never.epoch.raise_failure):
-        with pytest.raises(ChunkLostError, match=r"the next one is 1[01].* a block was lost"):
+        with pytest.raises(BatchLostError, match=r"the next one is 1[01].* a block was lost"):
             call()
 
 
@@ -249,10 +249,10 @@ def test_a_pipeline_that_is_lost_is_replaced_and_nothing_is_left_out() -> None:
 
 def test_an_epoch_whose_pipelines_are_all_lost_fails() -> None:
     reader = Reader(lambda *_: None)
-    with pytest.raises(ChunkLostError, match="the next one is 0"):
+    with pytest.raises(BatchLostError, match="the next one is 0"):
         reader.epoch.next_entry(reader.meter)
     assert not reader.epoch.open
-    with pytest.raises(ChunkLostError, match="the next one is 0"):
+    with pytest.raises(BatchLostError, match="the next one is 0"):
         reader.epoch.raise_failure()
 
 
@@ -267,7 +267,7 @@ def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
     monkeypatch.setattr(reader.epoch, "_send_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.batches()
-    with pytest.raises(ChunkLostError, match="outstanding"):
+    with pytest.raises(BatchLostError, match="outstanding"):
         reader.epoch.raise_failure()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from chunks import sent
 
-from dpex.errors import ChunkLostError
+from dpex.errors import BatchLostError
 from dpex.training.recovery import Recovery, recover
 from dpex.wire.loss_causes import Loss, LossCause
 
@@ -30,10 +32,19 @@ def test_a_batch_that_is_lost_alone_fails_and_names_its_indices() -> None:
     plan = recover([sent(0, 4, 1, tries=1), sent(1, 1, 1)], [loss("killed"), loss("killed")])
     [(batch, error)] = plan.failed
     assert batch == 4
-    assert isinstance(error, ChunkLostError)
-    with pytest.raises(ChunkLostError, match=r"batch 4 \(dataset indices \[0\]\) died.*: killed$"):
+    assert isinstance(error, BatchLostError)
+    with pytest.raises(BatchLostError, match=r"batch 4 \(dataset indices \[0\]\) died.*: killed$"):
         raise error
     assert resent(plan) == [([[1]], True, 1)]
+
+
+def test_an_error_that_was_pickled_by_its_old_name_loads() -> None:
+    pickled = pickle.dumps(BatchLostError("batch 4"), protocol=0)
+    old = pickled.replace(b"BatchLostError", b"ChunkLostError")
+    assert old != pickled
+    error = pickle.loads(old)
+    assert type(error).__name__ == "BatchLostError"
+    assert error.args == ("batch 4",)
 
 
 def test_a_stream_stays_whole_and_gets_a_second_try() -> None:

@@ -19,7 +19,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
-from dpex.transforms import MappedDataset, Stage, split
+from dpex.transforms import MappedDataset, Stage, split, split_deterministic
 from dpex.transforms.splitting import _DETERMINISTIC, is_deterministic
 
 Same = Callable[[Any, Any], None]
@@ -153,11 +153,20 @@ def test_targets_are_transformed_after_inputs() -> None:
 
 def test_joint_transforms_get_all_items(assert_same: Same) -> None:
     chain = [v2.RandomHorizontalFlip(p=1.0), v2.Resize((24, 20))]
-    image, boxes = MappedDataset(Boxed(), transforms=chain)[3]
+    image, boxes = MappedDataset(Boxed(), joint_transforms=chain)[3]
     expected = v2.Compose(chain)(*Boxed()[3])
     assert_same((image, boxes), expected)
+    assert_same(MappedDataset(Boxed(), transforms=chain)[3], expected)
     assert type(boxes) is tv_tensors.BoundingBoxes
     assert boxes.tolist() == [[12, 4, 18, 12]]
+
+
+@pytest.mark.parametrize("transform", [v1.ToTensor(), v1.Resize(8)])
+def test_a_joint_transform_of_the_input_alone_is_told_the_argument(transform: Any) -> None:
+    with pytest.raises(TypeError, match="3 were given") as info:
+        MappedDataset(Pictures(), joint_transforms=[transform])[0]
+    assert "all 2 items of a sample" in info.value.__notes__[0]
+    assert "use transform=" in info.value.__notes__[0]
 
 
 def test_transforms_that_take_keywords_get_them() -> None:
@@ -272,9 +281,14 @@ class Stream(IterableDataset[int]):
             "stages with batched=True come last",
         ),
         (
-            lambda: MappedDataset(range(3), halve, transforms=[halve]),
+            lambda: MappedDataset(range(3), halve, joint_transforms=[halve]),
             ValueError,
             "either it, or transform=",
+        ),
+        (
+            lambda: MappedDataset(range(3), joint_transforms=[halve], transforms=[halve]),
+            ValueError,
+            "is the old name of joint_transforms=",
         ),
         (
             lambda: MappedDataset(MappedDataset(range(3), [Stage(halve)]), halve),
@@ -297,21 +311,24 @@ def test_split_ends_before_the_first_random_transform() -> None:
     fixed = [v1.Resize(8), v2.ToImage(), v2.CenterCrop(6)]
     rest = [v2.RandomCrop(4), v2.ToDtype(torch.float32, scale=True)]
     nested = v1.Compose([fixed[0], v2.Compose([*fixed[1:], rest[0]]), rest[1]])
-    assert split(nested) == (fixed, rest)
-    assert split([*fixed, *rest]) == (fixed, rest)
-    assert split(fixed[0]) == (fixed[:1], [])
-    assert split([halve, *fixed]) == ([], [halve, *fixed]), "what is not known may draw"
+    assert split_deterministic(nested) == (fixed, rest)
+    assert split_deterministic([*fixed, *rest]) == (fixed, rest)
+    assert split_deterministic(fixed[0]) == (fixed[:1], [])
+    assert split_deterministic([halve, *fixed]) == ([], [halve, *fixed]), (
+        "what is not known may draw"
+    )
+    assert split is split_deterministic
 
 
 def test_split_where_it_is_told_to() -> None:
     chain = [halve, v1.ToTensor(), flip]
-    assert split(chain, at=2) == (chain[:2], chain[2:])
+    assert split_deterministic(chain, at=2) == (chain[:2], chain[2:])
     with pytest.raises(
         IndexError, match=re.escape("at must be in [0, 3], the chain's length; got 4")
     ):
-        split(chain, at=4)
+        split_deterministic(chain, at=4)
     with pytest.raises(TypeError, match="must be callable, got 5"):
-        split([halve, 5])  # type: ignore[list-item]
+        split_deterministic([halve, 5])  # type: ignore[list-item]
 
 
 def test_a_class_of_ones_own_may_draw() -> None:

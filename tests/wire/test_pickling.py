@@ -7,6 +7,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from dpex.errors import SerializationError
 from dpex.wire.local_modules import by_value
 from dpex.wire.pickling import Pickled, dump, dump_in_band, load
 
@@ -71,6 +73,29 @@ def test_installed_modules_stay_references(own_module: object) -> None:
         name.partition(".")[0] for name in registered
     }
     assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_an_error_shows_no_frames_of_picklers() -> None:
+    with pytest.raises(SerializationError, match=r"^loader\[0\] \(of type builtins.gen") as info:
+        dump([(row for row in ())], "loader")
+    assert "cloudpickle" not in "".join(traceback.format_exception(info.value))
+
+
+class Refuses:
+    def __getstate__(self) -> Any:
+        return self.connection()
+
+    def connection(self) -> Any:
+        raise TypeError("a session cannot be pickled")
+
+
+def test_an_error_of_the_user_s_getstate_keeps_the_user_s_frames() -> None:
+    with pytest.raises(SerializationError, match="a session cannot be pickled") as info:
+        dump([Refuses()], "loader")
+    cause = info.value.__cause__
+    assert isinstance(cause, TypeError)
+    frames = traceback.extract_tb(cause.__traceback__)
+    assert [frame.name for frame in frames] == ["__getstate__", "connection"]
 
 
 def test_a_pickled_batch_is_freed_with_its_last_reference() -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dpex import ChunkLostError, DpexDataLoader
+from dpex import BatchLostError, DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
@@ -383,7 +383,7 @@ def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Pat
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(Deadly(marks, 1000), 2, num_workers=2, **OURS)
     iterator, seen = iter(loader), []
-    with pytest.raises(ChunkLostError, match="batch 3 of worker 0's stream"):
+    with pytest.raises(BatchLostError, match="batch 3 of worker 0's stream"):
         seen.extend(iterator)
     assert len(list(iterator)) == 3  # batches of the other logical worker
 

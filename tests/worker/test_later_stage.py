@@ -22,7 +22,7 @@ from living import Plain
 from torch.utils.data import ConcatDataset, DataLoader, Subset, get_worker_info
 from torchvision import tv_tensors
 
-from dpex import ChunkLostError, ClusterError, DpexDataLoader
+from dpex import BatchLostError, ClusterError, DpexDataLoader
 from dpex.datasets import on_node
 from dpex.transforms import MappedDataset, Stage
 from dpex.worker import later_stage
@@ -357,7 +357,7 @@ def test_a_sample_that_kills_a_stage_every_time_is_an_error() -> None:
     loader: Any = DpexDataLoader(dataset, 10, num_workers=2, **OURS)
     iterator = iter(loader)
     assert [int(next(iterator)[0][0, 0]) for _ in range(4)] == [0, 10, 20, 30]
-    with pytest.raises(ChunkLostError, match=r"batch 4 \(dataset indices \[40, 41"):
+    with pytest.raises(BatchLostError, match=r"batch 4 \(dataset indices \[40, 41"):
         next(iterator)
     assert [int(values[0, 0]) for values, _ in iterator] == [50, 60, 70, 80, 90]
 

@@ -148,9 +148,9 @@ def test_errors_that_are_no_sample_s_are_raised() -> None:
 
 
 def test_a_worker_that_dies_is_no_error_to_skip() -> None:
-    from dpex import ChunkLostError
+    from dpex import BatchLostError
 
-    with loader_of(Deadly()) as loader, pytest.raises(ChunkLostError):
+    with loader_of(Deadly()) as loader, pytest.raises(BatchLostError):
         list(loader)
 
 

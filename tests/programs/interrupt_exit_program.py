@@ -1,0 +1,50 @@
+"""A program for ``test_interrupt.py``: an epoch that Ctrl-C ends, and the program with it."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from dpex import DpexDataLoader
+
+
+def touch_and_wait(path: Path) -> NoReturn:
+    path.touch()
+    threading.Event().wait()
+    raise AssertionError("nobody sets the event")
+
+
+class Waits:
+    def __init__(self, waiting: Path) -> None:
+        self.waiting = waiting
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> NoReturn:
+        touch_and_wait(self.waiting)
+
+
+def main() -> None:
+    # A process that a shell starts in the background ignores SIGINT, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mode, waiting, *exiting = sys.argv[1:]
+    for path in exiting:
+        atexit.register(touch_and_wait, Path(path))
+    list(
+        DpexDataLoader(
+            Waits(Path(waiting)),  # type: ignore[arg-type]
+            batch_size=10,
+            num_workers=2,
+            distribute_mode=mode == "dpex",
+            head_address="local",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
