@@ -216,10 +216,15 @@ class Session:
             return _StoredJob(key, [], pickled)
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
+            larger = (
+                "set DPEX_OBJECT_STORE_MEMORY to more bytes"
+                if self._connection.kind == "local"
+                else "start Ray's nodes with a larger --object-store-memory"
+            )
             raise DatasetTooLargeError(
-                f"the pickled dataset has {pickled.size_bytes:,} bytes, Ray's object store on "
-                f"this node holds {capacity:,}. Let the dataset keep paths and read in "
-                "__getitem__, or start Ray with a larger object_store_memory"
+                f"the pickled dataset has {pickled.size_bytes:,} bytes, but Ray's object store on "
+                f"this node holds {capacity:,}. Let the dataset keep paths and read them in "
+                f"__getitem__, build it on the nodes with dpex.datasets.on_node, or {larger}"
             )
         large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
         if large and not (self._connection.single_host or Session.warned_of_size):

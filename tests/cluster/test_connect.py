@@ -86,6 +86,30 @@ def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
     assert driver.end() == 0
 
 
+def test_cluster_starts_no_local_ray(place: Path, empty_place: Path) -> None:
+    driver = Driver(place)
+    assert driver.ask("connect", head_address="cluster")["address"] == address_of(place)
+    assert driver.ask("connect", head_address="cluster")["kind"] == "cluster"
+    assert driver.end() == 0
+
+    driver = Driver(empty_place)
+    with pytest.raises(DriverError, match="ClusterError: head_address='cluster' found no cluster"):
+        driver.ask("connect", head_address="cluster")
+    assert driver.ask("connect", head_address="local")["kind"] == "local"
+    with pytest.raises(DriverError, match=r"ClusterError: .*this process uses a local Ray"):
+        driver.ask("connect", head_address="cluster")
+    assert driver.end() == 0
+
+    driver = Driver(empty_place, RAY_ADDRESS="local")
+    with pytest.raises(DriverError, match=r"ClusterError: .*RAY_ADDRESS is 'local'"):
+        driver.ask("connect", head_address="cluster")
+    assert driver.end() == 0
+    driver = Driver(empty_place, RAY_ADDRESS="cluster")
+    with pytest.raises(DriverError, match="ValueError: RAY_ADDRESS must be 'auto', 'local', 'host"):
+        driver.ask("connect", head_address="auto")
+    assert driver.end() == 0
+
+
 def test_nodes_that_are_still_to_come_are_sent_dpex(empty_place: Path) -> None:
     start_node(empty_place, "--head", "--port=0", "--num-cpus=0", "--include-dashboard=false")
     connection = Driver(empty_place).ask("connect", head_address="auto")

@@ -43,6 +43,9 @@ logger = logging.getLogger("dpex")
 T = TypeVar("T")
 
 _GIB = 1 << 30
+_STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
+# The least that ray.init accepts.
+_LEAST_STORE_BYTES = 75 << 20
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
 OUR_MODULES = r"dpex(\.|$)"
@@ -84,6 +87,7 @@ def start(fork_server: str | None = None) -> dict[str, str]:
     Raises:
         ClusterError: Ray did not start. The message gives the reason.
     """
+    store_bytes = _object_store_bytes()
     settled.clear()
     variables = {
         # By default Ray starts one idle worker process per logical CPU at once.
@@ -120,7 +124,7 @@ def start(fork_server: str | None = None) -> dict[str, str]:
     try:
         load_ray()  # after require_token: the import reads the token's variables
         with _environment(variables):
-            context = _start_lean_or_plain(program)
+            context = _start_lean_or_plain(program, store_bytes)
     except BaseException:
         forget_token()
         raise
@@ -130,11 +134,12 @@ def start(fork_server: str | None = None) -> dict[str, str]:
     return token
 
 
-def _start_lean_or_plain(program: Path | None) -> Any:
+def _start_lean_or_plain(program: Path | None, store_bytes: int) -> Any:
     """Start Ray with ``lean_start``, or without it if that fails.
 
     Args:
         program: See ``lean_start``.
+        store_bytes: Size of the object store.
 
     Returns:
         Result of ``ray.init``.
@@ -145,7 +150,7 @@ def _start_lean_or_plain(program: Path | None) -> Any:
     from dpex.compat.local_ray import LEAN_START, lean_start
 
     try:
-        return _init_local(lean_start(program))
+        return _init_local(lean_start(program), store_bytes)
     except TimeoutError as error:  # the attempt is still running
         raise _not_started(error) from error
     except Exception as error:
@@ -154,7 +159,7 @@ def _start_lean_or_plain(program: Path | None) -> Any:
             raise _not_started(error) from error
         lean_error = error
     try:
-        context = _init_local(contextlib.nullcontext(lambda: None))
+        context = _init_local(contextlib.nullcontext(lambda: None), store_bytes)
     except Exception as error:
         raise _not_started(error) from error
     LEAN_START.fail(lean_error)
@@ -169,7 +174,7 @@ def disconnect() -> None:
         ray.shutdown()
 
 
-def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
+def _init_local(way: AbstractContextManager[Callable[[], None]], store_bytes: int) -> Any:
     """Call ``ray.init`` in a context that yields a function to call afterwards."""
     with way as finish:
         return init_ray(
@@ -177,7 +182,7 @@ def _init_local(way: AbstractContextManager[Callable[[], None]]) -> Any:
             afterwards=lambda: _finish_and_stay(finish),
             address="local",
             num_cpus=local_cpus(),
-            object_store_memory=_object_store_bytes(),
+            object_store_memory=store_bytes,
             include_dashboard=False,
         )
 
@@ -312,10 +317,21 @@ def within(
 
 
 def _object_store_bytes() -> int:
-    """Return 30 % of the usable memory, limited by half of the free memory and by /dev/shm.
+    """Return DPEX_OBJECT_STORE_MEMORY, or 30 % of the usable memory within two limits.
 
-    By default Ray ignores a /dev/shm below 10 GB, as in most containers, and uses the disk.
+    The limits are half of the free memory, and /dev/shm. By default Ray ignores a /dev/shm below
+    10 GB, as in most containers, and uses the disk.
+
+    Raises:
+        ClusterError: The variable is not a number of bytes, or less than Ray accepts.
     """
+    if given := os.environ.get(_STORE_VARIABLE):
+        if not given.isdecimal() or int(given) < _LEAST_STORE_BYTES:
+            raise ClusterError(
+                f"{_STORE_VARIABLE}={given!r} must be the size of the local Ray's object store in "
+                f"bytes, at least {_LEAST_STORE_BYTES:,}"
+            )
+        return int(given)
     wanted = max(_GIB // 8, min(int(0.3 * usable_memory()), free_memory() // 2, 200 * _GIB))
     if not sys.platform.startswith("linux"):
         return min(wanted, 2 * _GIB)

@@ -31,6 +31,7 @@ from cluster_programs import (
     workplace,
 )
 
+from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import launch, shared_by_ranks
 from dpex.compat import local_ray
 
@@ -78,19 +79,33 @@ assert ray.get(ray.remote(lambda: 1).remote()) == 1
 """
 
 
-def test_prints_nothing_and_is_gone_at_the_end(place: Path) -> None:
+def test_prints_one_line_and_is_gone_at_the_end(place: Path) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     well, badly = (
         spawn([sys.executable, "-c", QUIET_PROGRAM + ending], place, **pipes)
         for ending in ("", "raise RuntimeError('a bug')")
     )
-    assert well.communicate(timeout=100) == ("", "")
+    line = f"dpex: local Ray on {usable_cores()} cores\n"
+    assert well.communicate(timeout=100) == ("", line)
     assert well.returncode == 0
     output, errors = badly.communicate(timeout=100)
     assert output == ""
-    assert errors.startswith("Traceback")
+    assert errors.startswith(f"{line}Traceback")
     assert errors.endswith("RuntimeError: a bug\n")
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
+
+
+def test_a_variable_sets_the_size_of_the_object_store(place: Path) -> None:
+    size_bytes = 200 << 20
+    owner = Driver(place, DPEX_OBJECT_STORE_MEMORY=str(size_bytes))
+    owner.ask("connect", head_address="local")
+    assert owner.ask("cluster")["object_store_bytes"] == size_bytes
+    assert owner.end() == 0
+    for refused in ("2GB", "1000"):
+        owner = Driver(place, DPEX_OBJECT_STORE_MEMORY=refused)
+        with pytest.raises(DriverError, match=f"DPEX_OBJECT_STORE_MEMORY='{refused}'.*78,643,200"):
+            owner.ask("connect", head_address="local")
+        assert owner.end() == 0
 
 
 def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
