@@ -4,6 +4,7 @@ Samples wait and compute nothing. ``benchmarks/nodes.py`` explains the nodes, an
 void.
 """
 
+import json
 import resource
 import sys
 import time
@@ -26,7 +27,7 @@ from benchmarks.nodes import (
     ray_nodes,
     readers_of,
 )
-from benchmarks.plots import lines
+from benchmarks.plots import scaling
 
 NODES = (1, 2, 4, 8)
 WAIT_S = 0.1
@@ -172,17 +173,7 @@ def main() -> None:
     goals = goals_of_runs(runs)
     record["goals"] = [asdict(goal) for goal in goals]
     write(record, options.out)
-    lines(
-        options.out.with_suffix(".svg"),
-        "Samples that wait 0.1 s, 4 tasks a node",
-        NODES,
-        {
-            "dpex": [record["samples_per_s"][n]["median"] for n in NODES],
-            "what waiting allows": [n * IDEAL_OF_A_NODE for n in NODES],
-        },
-        "nodes",
-        "samples/s",
-    )
+    scaling(json.loads(options.out.read_text()), options.out.with_suffix(".svg"))
     for goal in goals:
         print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
 

@@ -126,6 +126,28 @@ def overview(records: Iterable[Mapping[str, Any]], path: Path) -> None:
         axes.set_xlabel("dpex/torch (right of the line dpex is faster)")
 
 
+def scaling(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the samples per second against the number of nodes.
+
+    Args:
+        record: The record of ``benchmark_scale``, as read from its file.
+        path: Path of the SVG.
+    """
+    settings, rates = record["settings"], record["samples_per_s"]
+    wait_s, tasks = settings["wait_s"], settings["tasks_per_node"]
+    lines(
+        path,
+        f"1 to {max(settings['nodes'])} nodes, simulated on one machine; samples wait {wait_s:g} s",
+        settings["nodes"],
+        {
+            "dpex": [rates[str(nodes)]["median"] for nodes in settings["nodes"]],
+            "limit by the waits": [nodes * tasks / wait_s for nodes in settings["nodes"]],
+        },
+        f"nodes, {tasks} tasks each",
+        "samples/s",
+    )
+
+
 @contextmanager
 def drawing(path: Path, title: str, height: float) -> Iterator[Axes]:
     """Yield the axes of a new figure, and write it as SVG at the end.

@@ -20,12 +20,13 @@ from benchmarks.fault_tables import endurance_table, faults_table
 from benchmarks.goals import by_subject, goals_report, goals_table
 from benchmarks.harness import comparisons
 from benchmarks.peers import TURN_ORDER
-from benchmarks.plots import overview
+from benchmarks.plots import overview, scaling
 from benchmarks.scaling_model import scaling_table
 from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "overview.svg"
+SCALING = "scaling.svg"
 FAULTS = RESULTS / "faults"
 # These cases come first, in this order.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
@@ -63,6 +64,8 @@ def main() -> None:
     records = load(RESULTS)
     if not check:
         overview(records, RESULTS / OVERVIEW)
+        [scale] = [record for record in records if record["case"] == "scale"]
+        scaling(scale, RESULTS / SCALING)
     for page, name, text in reported(records):
         path = ROOT / page
         found = path.read_text()
