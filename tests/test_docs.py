@@ -25,7 +25,7 @@ GUIDES = [f"docs/{page}.md" for page in ("datasets", "running", "scaling", "stag
 SKETCHES = ["README.md", "README.zh-CN.md", "docs/cluster.md"]
 WHAT_THE_READER_HAS = """
 import torch
-from dpex import DpexDataLoader
+from dpex import DataLoader, DpexDataLoader
 
 dataset = torch.utils.data.TensorDataset(torch.rand(250, 3), torch.arange(250))
 """
