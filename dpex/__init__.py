@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SerializationError,
         TooManySkippedError,
     )
+    from dpex.pipeline.worker_options import WorkerOptions
     from dpex.stats import LoaderStats
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "NodeDataError",
     "SerializationError",
     "TooManySkippedError",
+    "WorkerOptions",
     "dataloader",
 ]
 
@@ -50,6 +52,8 @@ def __getattr__(name: str) -> Any:
         return import_module("dpex.dataloader").DpexDataLoader
     if name == "LoaderStats":
         return import_module("dpex.stats").LoaderStats
+    if name == "WorkerOptions":
+        return import_module("dpex.pipeline.worker_options").WorkerOptions
     if name in __all__:
         return getattr(import_module("dpex.errors"), name)
     raise AttributeError(f"module 'dpex' has no attribute {name!r}")
