@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SerializationError,
         TooManySkippedError,
     )
+    from dpex.pipeline.worker_options import WorkerOptions
     from dpex.stats import LoaderStats
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "NodeDataError",
     "SerializationError",
     "TooManySkippedError",
+    "WorkerOptions",
     "dataloader",
 ]
 
@@ -55,6 +57,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("dpex.dataloader"), name)
     if name == "LoaderStats":
         return import_module("dpex.stats").LoaderStats
+    if name == "WorkerOptions":
+        return import_module("dpex.pipeline.worker_options").WorkerOptions
     if name in __all__:
         return getattr(import_module("dpex.errors"), name)
     raise AttributeError(f"module 'dpex' has no attribute {name!r}")

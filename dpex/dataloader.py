@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
@@ -17,6 +17,7 @@ from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
 from dpex.errors import SerializationError
 from dpex.log import announce
+from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
@@ -112,9 +113,9 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
     # torch's __setattr__ refuses to change some attributes after __init__, but none of these.
     distribute_mode: bool
     head_address: str
-    worker_options: dict[str, Any] | None
+    worker_options: WorkerOptions | None
     prefetch_bytes: int
-    on_error: str
+    on_error: Literal["raise", "skip"]
     max_skipped: int
 
     def __init__(
@@ -139,9 +140,9 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         distribute_mode: bool = False,
         head_address: str = "auto",
-        worker_options: dict[str, Any] | None = None,
+        worker_options: WorkerOptions | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-        on_error: str = "raise",
+        on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = DEFAULT_MAX_SKIPPED,
     ) -> None:
         _check_options(distribute_mode, head_address, worker_options, prefetch_bytes)
@@ -419,7 +420,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         own = {"_cluster": None, "_iterator": None, "_progress": Progress(), "_meter": Meter()}
         return {**self.__dict__, **own}
 
-    def __enter__(self) -> DpexDataLoader[T_co]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -457,9 +458,9 @@ class DataLoader(DpexDataLoader[T_co]):
         in_order: bool = True,
         distribute_mode: bool = True,
         head_address: str = "auto",
-        worker_options: dict[str, Any] | None = None,
+        worker_options: WorkerOptions | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-        on_error: str = "raise",
+        on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = DEFAULT_MAX_SKIPPED,
     ) -> None:
         super().__init__(

@@ -30,7 +30,7 @@ from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
-from dpex.pipeline.worker_options import unmet
+from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
@@ -87,14 +87,14 @@ class Session:
         *,
         num_workers: int,
         persistent: bool,
-        worker_options: dict[str, Any] | None,
+        worker_options: WorkerOptions | None,
         fork_workers: bool,
     ) -> None:
         make_no_errors_of_rays_warnings()
         self._connection = connection
         self._num_workers = num_workers
         self._persistent = persistent
-        self._options = dict(worker_options or {})
+        self._options: dict[str, Any] = dict(worker_options or {})
         if self._connection.runtime_env:
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]

@@ -6,11 +6,11 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 from dpex import user_code
 
-__all__ = ["check", "unmet"]
+__all__ = ["WorkerOptions", "check", "unmet"]
 
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "accelerator_type": (str, "a string"),
@@ -27,6 +27,31 @@ _NODE_LABEL = "ray.io/node-id"
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
+
+
+class WorkerOptions(TypedDict, total=False):
+    """Ray options of one worker, as ``Dataset.map_batches`` takes them.
+
+    Attributes:
+        num_cpus: CPUs of a worker; 1 by default.
+        memory: Bytes of a node's memory that Ray reserves for a worker.
+        resources: Other resources, named as in ``ray start --resources``.
+        accelerator_type: Model of an accelerator that the node must have.
+        label_selector: Labels that the node must have.
+        fallback_strategy: Label selectors for the case that no node meets ``label_selector``, as
+            ``[{"label_selector": {...}}, ...]``.
+        runtime_env: The runtime environment of a worker process.
+        scheduling_strategy: Deprecated.
+    """
+
+    num_cpus: float
+    memory: float
+    resources: Mapping[str, float]
+    accelerator_type: str
+    label_selector: Mapping[str, str]
+    fallback_strategy: Sequence[Mapping[str, Any]]
+    runtime_env: Mapping[str, Any]
+    scheduling_strategy: Any
 
 
 def check(options: Any) -> None:

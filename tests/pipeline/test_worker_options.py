@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import (
     NodeLabelSchedulingStrategy,
 )
 
-from dpex import DpexDataLoader
+from dpex import DpexDataLoader, WorkerOptions
 from dpex.pipeline.worker_options import check, unmet
 
 NODE = "ab" * 28
@@ -29,6 +29,12 @@ NODES = [
     {"Alive": True, "Resources": {"CPU": 16.0, "memory": 4e9}, "Labels": {"disk": "slow"}},
     {"Alive": False, "Resources": {"CPU": 64.0, "decoder": 9.0}, "Labels": {"zone": "c"}},
 ]
+
+
+def test_the_type_has_the_options_that_dpex_knows() -> None:
+    with pytest.raises(ValueError, match="known are") as info:
+        check({"num_gpus": 1})
+    assert str(info.value).endswith(f"known are {sorted(WorkerOptions.__annotations__)}")
 
 
 @pytest.mark.parametrize(
