@@ -29,7 +29,7 @@ class Stream(IterableDataset[int]):
         ({"head_address": "head"}, ValueError, "'host:port' or 'ray://host:port'.*'head'"),
         ({"head_address": ""}, ValueError, "'host:port'"),
         ({"worker_options": ["num_cpus"]}, TypeError, r"dict.*\['num_cpus'\]"),
-        ({"worker_options": {"cpus": 1}}, ValueError, r"\['cpus'\]; known are .*'num_cpus'"),
+        ({"worker_options": {"cpus": 1}}, ValueError, r"not accept 'cpus'\. .*num_cpus"),
         ({"prefetch_bytes": -1}, ValueError, ">= 0, got -1"),
         ({"prefetch_bytes": 1.5}, ValueError, "got 1.5"),
         ({"on_error": "ignore"}, ValueError, "'ignore'"),

@@ -48,9 +48,10 @@ def join_through_client(address: str, name: str) -> None:
     except Exception as error:
         raise ClusterError(
             f"the Ray Client server at {name}={address!r} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. Client and cluster need the same Ray and the same minor "
-            "version of Python, and RAY_AUTH_MODE=token with the cluster's token if it uses one; a "
-            "server that fails now and then needs GRPC_ENABLE_FORK_SUPPORT=0 on the head"
+            f"{str(error).rstrip('.')}. Client and cluster need the same version of Ray and the "
+            "same minor version of Python, and RAY_AUTH_MODE=token with the cluster's token if it "
+            "uses one. If the server fails only sometimes, start the head with "
+            "GRPC_ENABLE_FORK_SUPPORT=0"
         ) from error
 
 

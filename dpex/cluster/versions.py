@@ -53,8 +53,8 @@ def check_nodes(*, single_host: bool, including: str = "") -> dict[str, Any] | N
             _minor(there["torch"]) != _minor(here["torch"])
         ):
             logger.warning(
-                "node %s has torch %s, this process %s: tensors travel, but samples and "
-                "transforms may come out differently there",
+                "node %s has torch %s, but this process has %s. Samples and transforms may differ "
+                "there. Install the same minor version of torch on all nodes",
                 node,
                 there["torch"],
                 here["torch"],

@@ -136,8 +136,8 @@ class Shortcut:
         self.failed = True
         message = (
             f"{self.package} {version(self.package)} has changed what dpex uses to {self.title} "
-            f"({type(error).__name__}: {error}). dpex goes the public way: {self.without}. A newer "
-            f"dpex may support this version of {self.package}"
+            f"({type(error).__name__}: {error}). dpex uses the public API instead: {self.without}. "
+            f"A newer dpex may support this version of {self.package}"
         )
         if threading.current_thread() is threading.main_thread():
             warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -43,6 +43,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torchvision":
             raise
         raise ModuleNotFoundError(
-            f"{name} is a subclass of torchvision's: install dpex[vision]", name="torchvision"
+            f"{name} needs torchvision, which is not installed: pip install torchvision",
+            name="torchvision",
         ) from error
     return getattr(module, name)

@@ -66,14 +66,15 @@ def on_node(
     """
     if not callable(make):
         raise TypeError(
-            f"make must be a class or a function, got {make!r}: pass FashionMNIST, root=..., not "
+            f"make must be a class or a function, got {make!r}. Pass FashionMNIST, root=..., not "
             "FashionMNIST(root=...)"
         )
     for name, given in (("length", length), ("arrays_in_common", arrays_in_common or None)):
         if given is not None and _has_parameter(make, name):
             raise TypeError(
-                f"{name}={given!r} is on_node's, but {_name(make)} has a parameter {name!r} too: "
-                f"pass functools.partial(..., {name}=...) in place of it for that one"
+                f"{name}={given!r} is ambiguous: on_node and {_name(make)} both have this "
+                f"parameter. To pass it to {_name(make)}, pass functools.partial({_name(make)}, "
+                f"{name}=...) as make"
             )
     whole = isinstance(length, int) and not isinstance(length, bool)
     if length is not None and (not whole or length < 0):
@@ -84,8 +85,9 @@ def on_node(
             length = len(dataset.built)
         except Exception as error:
             raise NodeDataError(
-                f"{dataset!r} cannot be built in this process ({type(error).__name__}: {error}), "
-                "and its sampler must know how long it is: pass length="
+                f"{dataset!r} cannot be built in this process ({type(error).__name__}: {error}). "
+                "dpex builds it here to get its length. If only the nodes can build it, pass "
+                "length="
             ) from error
     dataset.length = length
     return dataset
@@ -131,8 +133,8 @@ class OnNode(Dataset[Any]):
                 raise
             if self.length is not None and len(dataset) != self.length:
                 raise NodeDataError(
-                    f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} "
-                    "where the loader was made: not all nodes have the same files"
+                    f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} in "
+                    "the training process (or by length=). All nodes must have the same files"
                 )
             if self._sharing_job:
                 share_arrays(dataset, self._sharing_job)

@@ -91,8 +91,8 @@ class Cached(Dataset[Any]):
     def __init__(self, dataset: Any, *, at: str | Path, max_bytes: int, version: str) -> None:
         if isinstance(dataset, MappedDataset) and dataset.parts[1:]:
             raise ValueError(
-                "a chain with stages cannot be cached, only what one stage does: put the stages "
-                "behind it, MappedDataset(cached(...), [..., Stage(...)])"
+                "a chain with stages cannot be cached. Cache the part before the first Stage: "
+                "MappedDataset(cached(...), [..., Stage(...)])"
             )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"only a map-style dataset can be cached, got {dataset!r}")
@@ -104,14 +104,16 @@ class Cached(Dataset[Any]):
         drawing = next(filter(is_random, _transforms_of(dataset)), None)
         if drawing is not None:
             raise ValueError(
-                f"{drawing!r} draws random numbers, and would draw them once for all epochs: put "
-                "it behind the cache, MappedDataset(cached(...), [...]); "
-                "dpex.transforms.split_deterministic divides a chain"
+                f"{drawing!r} draws random numbers, and a cache would keep its first result for "
+                "all epochs. Apply it after the cache: MappedDataset(cached(...), [...]). "
+                "dpex.transforms.split_deterministic divides a chain there"
             )
         try:
             import lmdb  # noqa: F401
         except ImportError as error:
-            raise ImportError("cached() needs lmdb: pip install 'dpex[cache]'") from error
+            raise ImportError(
+                "cached() needs lmdb, which is not installed: pip install lmdb"
+            ) from error
         self.dataset = dataset
         self._directory = None if at == "memory" else Path(at).expanduser().absolute()
         self._job = job_name() if self._directory is None else ""
@@ -198,9 +200,9 @@ class Cached(Dataset[Any]):
                     break
         if drew or not all(same(made[0], other) for other in made[1:]):
             raise ValueError(
-                f"sample {index} is not the same every time: making it "
-                f"{'draws random numbers' if drew else 'gave two different ones'}, which a cache "
-                "would keep for ever. What draws belongs behind the cache"
+                f"sample {index} cannot be cached: making it "
+                f"{'draws random numbers' if drew else 'twice gave two different samples'}. Apply "
+                "the random step after the cache: MappedDataset(cached(...), [...])"
             )
         self._checked = True
 

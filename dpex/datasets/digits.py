@@ -58,8 +58,8 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
     ) -> None:
         if download:
             raise ValueError(
-                "download=True: dpex downloads nothing. Download the files once with torchvision's "
-                f"{type(self).__name__}, and pass its root"
+                "download=True is not supported, because dpex downloads nothing. Download the "
+                f"files once with torchvision's {type(self).__name__}, and pass its root"
             )
         store = Store(root, filesystem)
         # Not torchvision's own constructor: it looks for the files on the disk.
@@ -71,7 +71,7 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
         self.data = self._read(store, "images-idx3-ubyte", 3)
         if len(self.data) != len(self.targets):
             raise ValueError(
-                f"{store.uri} has {len(self.data):,} images, {len(self.targets):,} labels"
+                f"{store.uri} has {len(self.data):,} images, but {len(self.targets):,} labels"
             )
 
     def _read(self, store: Store, name: str, dimensions: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class MNIST(datasets.MNIST):  # type: ignore[misc]  # torchvision has no types
             except FileNotFoundError:
                 continue
             return _parse(content, f"{store.uri}/{path}", dimensions)
-        raise FileNotFoundError(f"{store.uri} has none of {', '.join(tried)}")
+        raise FileNotFoundError(f"{store.uri} has none of the files {', '.join(tried)}")
 
 
 class FashionMNIST(MNIST, datasets.FashionMNIST):  # type: ignore[misc]
@@ -100,12 +100,13 @@ def _parse(content: bytes, path: str, dimensions: int) -> torch.Tensor:
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes([0, 0, _UNSIGNED_BYTES, dimensions]):
         raise ValueError(
-            f"{path} is not in IDX format: it begins with {content[:4].hex()}, has "
+            f"{path} is not in IDX format: it begins with {content[:4].hex()} and has "
             f"{len(content):,} bytes"
         )
     shape = np.frombuffer(content, ">u4", dimensions, 4).astype(int)
     if len(content) - start != np.prod(shape):
         raise ValueError(
-            f"{path} has {len(content) - start:,} bytes of content; header: {shape.tolist()}"
+            f"{path} has {len(content) - start:,} bytes of content, but its header says "
+            f"{shape.tolist()}. The file may be incomplete"
         )
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())

@@ -141,7 +141,9 @@ def make_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(
-            f"{directory} must be a directory of this user alone: what lies in it is believed"
+            f"{directory} must be a directory that you own and that no other user can write to, "
+            f"because dpex trusts its files. Run `chmod 700 {directory}`, or choose another "
+            "directory"
         )
 
 

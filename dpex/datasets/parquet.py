@@ -60,10 +60,10 @@ class Parquet(Dataset[dict[str, Any]]):
         filesystem: Any = None,
     ) -> None:
         if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of names, got {columns!r}: pass [{columns!r}]")
+            raise TypeError(f"columns must be a list of names, got {columns!r}. Pass [{columns!r}]")
         columns = None if columns is None else list(columns)
         if columns is not None and not columns:
-            raise ValueError("columns must name one column at least, got none")
+            raise ValueError("columns must contain at least one name, got []")
         if isinstance(kept_groups, bool) or not isinstance(kept_groups, int) or kept_groups < 1:
             raise ValueError(f"kept_groups must be an integer >= 1, got {kept_groups!r}")
         self._store = Store(uri, filesystem)
@@ -73,16 +73,19 @@ class Parquet(Dataset[dict[str, Any]]):
         else:
             self._files = [f for f in self._store.listing()[0] if _is_data(f)]
         if not self._files:
-            raise FileNotFoundError(f"{self._store.uri} has no *.parquet in it")
+            raise FileNotFoundError(f"{self._store.uri} contains no *.parquet file")
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             footers = list(pool.map(self._footer, self._files))
         names = footers[0][0]
         for file, (others, _) in zip(self._files, footers, strict=True):
             if others != names:
-                raise ValueError(f"{file} has columns {others}, {self._files[0]} has {names}")
+                raise ValueError(
+                    f"all files must have the same columns, but {file} has columns {others}, and "
+                    f"{self._files[0]} has {names}"
+                )
         unknown = sorted(set(columns or ()) - set(names))
         if unknown:
-            raise ValueError(f"columns {unknown} are not among {names}")
+            raise ValueError(f"columns {unknown} do not exist. The files have {names}")
         self.columns = [name for name in names if columns is None or name in columns]
         groups = [(f, g, rows) for f, (_, s) in enumerate(footers) for g, rows in enumerate(s)]
         self._groups = [(f, g) for f, g, _ in groups]
@@ -117,7 +120,7 @@ class Parquet(Dataset[dict[str, Any]]):
         for place, index in enumerate(indices):
             row = int(index) + (len(self) if index < 0 else 0)
             if not 0 <= row < len(self):
-                raise IndexError(f"index {index} is not in [0, {len(self) - 1}]")
+                raise IndexError(f"index {index} is out of range for {len(self):,} rows")
             group = bisect_right(self._ends, row)
             first = self._ends[group - 1] if group else 0
             places.setdefault(group, []).append((place, row - first))

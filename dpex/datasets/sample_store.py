@@ -191,7 +191,11 @@ class SampleStore:
                 value = transaction.get(_key(owner, index))
                 return (False, None) if value is None else (True, _decoded(value))
         except Exception as error:  # an unreadable sample is a cache miss
-            logger.warning("a cached sample cannot be read: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "a cached sample cannot be read, so dpex recomputes it: %s: %s",
+                type(error).__name__,
+                error,
+            )
             return False, None
 
     def _transaction(self, **options: bool) -> Any:
@@ -219,7 +223,11 @@ class SampleStore:
         except (lmdb.Error, OSError) as error:  # most likely, the disk is full
             reason = str(error)
         self._refused_at[owner] = now
-        logger.warning("the sample cache is full: what is not in it is made anew (%s)", reason)
+        logger.warning(
+            "the sample cache is full (%s). It keeps its samples, and dpex recomputes the others. "
+            "Raise max_bytes, or cache in a directory with more space",
+            reason,
+        )
 
     def _make_room(self, transaction: Any, owner: bytes, size: int) -> bool:
         """Evict samples of stale owners until there is room; return whether there is."""

@@ -90,7 +90,11 @@ def share_arrays(dataset: Any, job: str) -> None:
         exchanged = _exchange(dataset, job)
     except Exception as error:
         # Sharing only saves memory: the dataset is correct without it.
-        logger.warning("arrays are not shared on this node: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "arrays are not shared on this node, so each process keeps a copy: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return
     if exchanged:
         # Otherwise a worker process keeps the freed memory for its next batch.

@@ -92,8 +92,8 @@ class Store:
         self._opened: tuple[int, pafs.FileSystem, str] | None = None
         if any(map(_has_credentials, text.split("::"))):
             raise ValueError(
-                "a URI with credentials in it is not taken: they would be shown in messages. Set "
-                "them in the environment, or pass filesystem="
+                "the URI must not contain credentials, because messages show it. Set environment "
+                "variables instead, or pass filesystem="
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Store:
             with self.open(path) as file:
                 content: bytes = file.read()
                 if len(content) != file.size():
-                    raise OSError(f"{len(content):,} bytes came of {file.size():,}")
+                    raise OSError(f"only {len(content):,} of {file.size():,} bytes were read")
                 return content
 
         return self.insist(whole, path)
@@ -160,7 +160,8 @@ class Store:
             return None
         if parts.netloc not in {"", "localhost"}:
             raise ValueError(
-                f"{self.uri} names the host {parts.netloc!r}: write file:/// before a path"
+                f"{self.uri} names the host {parts.netloc!r}, but file: reads from this machine. "
+                "Write file:/// before the path"
             )
         return unquote(parts.path).rstrip("/")
 
@@ -193,13 +194,16 @@ class Store:
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
             strange = next((f.path for f in found if not f.path.startswith(base)), None)
             if strange is not None:
-                raise ValueError(f"{base!r} was listed, and {strange!r} found: pass it like that")
+                raise ValueError(
+                    f"a listing of {base!r} returned the path {strange!r}, which does not begin "
+                    "with it. Pass the folder as the listing spells it"
+                )
             paths = [(f.path[len(base) :].removeprefix("/"), f.is_file) for f in found]
             for path, _ in paths:
                 if not {"", ".", ".."}.isdisjoint(path.removesuffix("/").split("/")):
                     raise ValueError(
-                        f"{self.uri} contains {path!r}, which is no path: a part of it is empty or "
-                        "only dots, so it cannot be read. Copy the object to another key"
+                        f"{self.uri} contains {path!r}, which cannot be read as a path: a part of "
+                        "it is empty, '.' or '..'. Copy the object to another key"
                     )
             return sorted(p for p, is_file in paths if is_file), sorted(
                 p for p, is_file in paths if not is_file
@@ -315,7 +319,9 @@ def _s3_options(query: str) -> dict[str, Any]:
     given = dict(parse_qsl(query))
     unknown = sorted(given.keys() - _S3_OPTIONS.keys())
     if unknown:
-        raise ValueError(f"the URI has {unknown}; known are {sorted(_S3_OPTIONS)}")
+        raise ValueError(
+            f"the URI has unknown options {unknown}. Accepted: {', '.join(sorted(_S3_OPTIONS))}"
+        )
     return {name: _S3_OPTIONS[name](text) for name, text in given.items()}
 
 
@@ -337,12 +343,15 @@ def _oss(_: str, options: dict[str, Any]) -> pafs.FileSystem:
     for name in ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET"):
         if not environment.get(name):
             raise ValueError(
-                f"oss:// needs {name} in the environment: without it Amazon's credentials would be "
-                "sent there. For a bucket that is open to all pass filesystem="
+                f"oss:// needs the environment variable {name}, or the client would send the "
+                "credentials for Amazon S3. For a public bucket, pass filesystem="
             )
     options = _addressed(options, environment.get("OSS_ENDPOINT", ""))
     if not options.get("endpoint_override"):
-        raise ValueError("oss:// needs OSS_ENDPOINT in the environment: without it S3 is Amazon's")
+        raise ValueError(
+            "oss:// needs the environment variable OSS_ENDPOINT, or the client would connect to "
+            "Amazon S3"
+        )
     own = {
         "access_key": environment["OSS_ACCESS_KEY_ID"],
         "secret_key": environment["OSS_ACCESS_KEY_SECRET"],

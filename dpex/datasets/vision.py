@@ -32,8 +32,8 @@ def from_torchvision(dataset: Any) -> MappedDataset:
     missing = [name for name in names if not hasattr(dataset, name)]
     if missing:
         raise TypeError(
-            f"{type(dataset).__name__} has no attribute {missing[0]!r}, as torchvision's datasets "
-            "have: give its transforms to MappedDataset(dataset, [...]) instead"
+            f"{type(dataset).__name__} has no attribute {missing[0]!r}, unlike torchvision's "
+            "datasets. Pass its transforms to MappedDataset(dataset, [...]) instead"
         )
     bare = copy.copy(dataset)
     for name in names:
@@ -50,8 +50,8 @@ def from_torchvision(dataset: Any) -> MappedDataset:
     if len(apart) and not same(_first_sample(dataset), _first_sample(apart)):
         raise TypeError(
             f"{type(dataset).__name__} does not apply its transforms as torchvision's datasets do, "
-            "to the first item of a sample and to the second: its first sample comes out another "
-            "one. Give its transforms to MappedDataset(dataset, joint_transforms=[...]) instead"
+            "to the first and the second item of a sample: its first sample would change. Pass its "
+            "transforms to MappedDataset(dataset, joint_transforms=[...]) instead"
         )
     return apart
 

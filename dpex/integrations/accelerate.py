@@ -43,13 +43,14 @@ def prepare(
     Source:
         ``Accelerator.prepare``, Accelerate 1.15.
     """
+    ranks = accelerator.num_processes
     loaders = [each for each in objects if _is_ours(each)]
     for loader in loaders:
-        if accelerator.num_processes > 1 and loader._source.distributed is not None:
+        if ranks > 1 and loader._source.distributed is not None:
             warnings.warn(
-                f"the loader has a DistributedSampler, and Accelerate deals what that leaves for "
-                f"this rank out to {accelerator.num_processes} ranks once more: samples are left "
-                "out. Give the loader shuffle=True or a sampler of the whole dataset",
+                f"the loader has a DistributedSampler, and Accelerate divides its indices among "
+                f"the {ranks} ranks once more. Together the ranks read only 1/{ranks} of the "
+                "samples. Pass shuffle=True or a sampler of the whole dataset instead",
                 stacklevel=user_code.stacklevel(),
             )
         loader._is_accelerate_prepared = False  # the property warns only while this is None
@@ -108,7 +109,7 @@ def distribute(prepared: Any, **options: Any) -> Any:
     if not isinstance(prepared, DataLoaderAdapter):
         raise TypeError(
             f"distribute() takes a loader that Accelerate has prepared, got "
-            f"{type(prepared).__name__}. Call prepare(accelerator, loader) with one that it has not"
+            f"{type(prepared).__name__}. For any other loader, call prepare(accelerator, loader)"
         )
     if isinstance(prepared.base_dataloader, DpexDataLoader):
         return prepared

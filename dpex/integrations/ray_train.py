@@ -44,9 +44,9 @@ def add_distributed_sampler(loader: DpexDataLoader[Any]) -> DpexDataLoader[Any]:
     if batched_by_others or not isinstance(sampler, (RandomSampler, SequentialSampler)):
         given = loader.batch_sampler if batched_by_others else sampler
         raise ValueError(
-            f"a DistributedSampler would replace the loader's own {type(given).__name__}. Divide "
-            f"the indices among the {ranks} ranks in it, and call prepare_data_loader with "
-            "add_dist_sampler=False"
+            f"a DistributedSampler would replace the loader's own {type(given).__name__}. Let the "
+            f"{type(given).__name__} divide the indices among the {ranks} ranks, and call "
+            "prepare_data_loader with add_dist_sampler=False"
         )
     shuffle = isinstance(sampler, RandomSampler)
     sampling: dict[str, Any] = {

@@ -73,7 +73,7 @@ class DpexTrainingArguments(TrainingArguments):
         if options is not None and not isinstance(options, dict):
             raise ValueError(
                 "dataloader_worker_options must be a dict or a JSON object, got "
-                f"{self.dataloader_worker_options!r}: pass '{{\"num_cpus\": 2}}', say"
+                f"{self.dataloader_worker_options!r}. Example: '{{\"num_cpus\": 2}}'"
             )
         self.dataloader_worker_options = options
         super().__post_init__()  # type: ignore[no-untyped-call]

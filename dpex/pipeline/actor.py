@@ -28,6 +28,7 @@ from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
 from dpex.pipeline.scheduler import Scheduler
+from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 
@@ -359,8 +360,8 @@ class _PipelineActor:
             pipeline.scheduler.note_state(name, unchanged)
         try:
             return await pipeline.scheduler.next_chunk(name, place, made, attempt)
-        except MemoryError as error:
-            pipeline.note_loss(loss_of(error))
+        except DeadlyChunkError as error:
+            pipeline.note_loss(Loss(LossCause.TASK, str(error)))
             return None
 
     async def deliver(

@@ -126,7 +126,7 @@ class RemoteRun:
         quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
         if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
             return False
-        self._failure = ray.exceptions.NodeDiedError("a node died, and nothing came after that")
+        self._failure = ray.exceptions.NodeDiedError("a node died, and no batch has come since")
         return True
 
     def tasks_at_work(self) -> int | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from dpex import tuning
 from dpex.pipeline.fair_share import OtherJobs
-from dpex.pipeline.task_lease import TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import DeadlyChunkError, TaskLease, WaitingChunk
 from dpex.pipeline.task_starts import TaskStarts
 from dpex.pipeline.worker_bindings import WorkerBindings
 from dpex.worker.actor_calls import AssignedChunk
@@ -151,7 +151,7 @@ class Scheduler:
             The next chunk, or None if the lease has ended.
 
         Raises:
-            MemoryError: The process has died too often on one chunk, which is lost.
+            DeadlyChunkError: The process has died too often on one chunk, which is lost.
         """
         lease = self._leases.get(name)
         if lease is None:
@@ -171,7 +171,7 @@ class Scheduler:
             had_ended = lease.ended
             try:
                 return lease.repeat(place, self._bindings.of(lease))
-            except MemoryError:
+            except DeadlyChunkError:
                 if not had_ended:
                     self._note_ended()
                 raise

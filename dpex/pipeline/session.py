@@ -222,9 +222,10 @@ class Session:
                 else "start Ray's nodes with a larger --object-store-memory"
             )
             raise DatasetTooLargeError(
-                f"the pickled dataset has {pickled.size_bytes:,} bytes, but Ray's object store on "
-                f"this node holds {capacity:,}. Let the dataset keep paths and read them in "
-                f"__getitem__, build it on the nodes with dpex.datasets.on_node, or {larger}"
+                f"the pickled dataset has {_in_units(pickled.size_bytes)}, but Ray's object store "
+                f"on this node holds {_in_units(capacity)}. Let the dataset keep paths and read "
+                "them in __getitem__, build it on the nodes with dpex.datasets.on_node, or "
+                f"{larger}"
             )
         large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
         if large and not (self._connection.single_host or Session.warned_of_size):
@@ -413,6 +414,11 @@ def _load_ray_data() -> None:
         importlib.import_module("dpex.wire.receiver")
 
 
+def _in_units(size_bytes: int) -> str:
+    large = size_bytes >= 1 << 30
+    return f"{size_bytes / (1 << (30 if large else 20)):,.1f} {'GiB' if large else 'MiB'}"
+
+
 def _store_capacity() -> int:
     """Return the size of this node's object store, in bytes."""
     here = ray.get_runtime_context().get_node_id()
@@ -438,5 +444,6 @@ def _check_room(number: int, stage: Stage) -> None:
         what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)
         raise ClusterError(
             f"stage {number} ({what}) asks for {asked} for each of its workers, but no node has "
-            f"more than {most}. Start a node that has it, or ask for less"
+            f"all of it. The most on any node: {most}. Start a node that has it, or lower the "
+            "Stage's num_cpus, num_gpus or resources"
         )

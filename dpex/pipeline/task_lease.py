@@ -11,12 +11,16 @@ from dpex import tuning
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["LeaseState", "TaskLease", "WaitingChunk"]
+__all__ = ["DeadlyChunkError", "LeaseState", "TaskLease", "WaitingChunk"]
 
 
 # Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
 # chunk. So a restarted task repeats at most this many chunks.
 _KEPT_CHUNKS = 2
+
+
+class DeadlyChunkError(Exception):
+    """The worker process of a chunk has died too often."""
 
 
 class LeaseState(enum.Enum):
@@ -185,15 +189,14 @@ class TaskLease:
             binding: The binding of the chunk's logical worker.
 
         Raises:
-            MemoryError: The process has died too often on the chunk; the lease has ended.
+            DeadlyChunkError: The process has died too often on the chunk; the lease has ended.
         """
         self._deaths += place == 0
         if self._deaths >= tuning.MAX_DEATHS:
             self.made = self.delivered
             self.end()
-            raise MemoryError(
-                f"its worker process died {self._deaths} times in a row, by the code or for want "
-                "of memory: Ray's logs say why"
+            raise DeadlyChunkError(
+                f"its worker process died {self._deaths} times in a row. Ray's logs say why"
             )
         # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)

@@ -24,6 +24,7 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 # The label that Ray gives each node.
 _NODE_LABEL = "ray.io/node-id"
+_GPU_HINT = "For a transform that needs a GPU, use Stage(fn, num_gpus=1)"
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
@@ -68,15 +69,20 @@ def check(options: Any) -> None:
         raise TypeError(f"worker_options must be a dict of Ray options or None, got {options!r}")
     unknown = sorted(set(options) - set(_TYPES), key=repr)
     if unknown:
-        raise ValueError(f"worker_options has unknown keys {unknown}; known are {sorted(_TYPES)}")
+        hint = f"{_GPU_HINT}. " if "num_gpus" in unknown else ""
+        raise ValueError(
+            f"worker_options does not accept {', '.join(map(repr, unknown))}. {hint}Accepted: "
+            f"{', '.join(_TYPES)}"
+        )
     for name, value in options.items():
         kind, text = _TYPES[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             raise TypeError(f"worker_options[{name!r}] must be {text}, got {value!r}")
     for name, amount in (options.get("resources") or {}).items():
         if name in {*_OWN_OPTIONS, "GPU"}:
-            hint = f"pass {_OWN_OPTIONS[name]!r} instead" if name in _OWN_OPTIONS else "see Stage"
-            raise ValueError(f"worker_options['resources'] must not have {name!r}: {hint}")
+            own = _OWN_OPTIONS.get(name)
+            hint = f"Pass worker_options={{{own!r}: {amount!r}}}" if own else _GPU_HINT
+            raise ValueError(f"worker_options['resources'] must not contain {name!r}. {hint}")
         if isinstance(amount, bool) or not isinstance(amount, Real):
             raise TypeError(
                 f"worker_options['resources'][{name!r}] must be a number, got {amount!r}"
@@ -104,8 +110,8 @@ def _warn_of_strategy(strategy: Any) -> None:
     else:
         instead = "Give the nodes a label, and pass it as label_selector"
     warnings.warn(
-        f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray 2.64 takes none "
-        f"for one stage. {instead}",
+        f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray Data no longer "
+        f"accepts it for one stage from Ray 2.64 on. {instead}",
         DeprecationWarning,
         stacklevel=user_code.stacklevel(),
     )
@@ -130,7 +136,7 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
     if not having:
         found = [node["Resources"] for node in alive]
         most = {name: max((has.get(name, 0) for has in found), default=0) for name in asked}
-        return f"{asked}, but no node has all of it: the most that one has of each is {most}"
+        return f"{asked}, but no node has all of it. The most on any node: {most}"
     selectors = [options.get("label_selector") or {}]
     selectors += [way.get("label_selector") or {} for way in options.get("fallback_strategy") or ()]
     for node in having:

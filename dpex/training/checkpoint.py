@@ -193,8 +193,9 @@ class State:
         version = rest.pop("version", None)
         if version != _VERSION:
             raise ValueError(
-                f"load_state_dict got a state of version {version!r}; this dpex reads version "
-                f"{_VERSION}, as DpexDataLoader.state_dict() returns it. Its keys: {sorted(plain)}"
+                f"load_state_dict got a state of version {version!r}, but this dpex reads version "
+                f"{_VERSION}. Pass a state that state_dict() of a DpexDataLoader returned. The "
+                f"keys of this state: {sorted(plain)}"
             )
         try:
             first, streams = rest["before_first"], rest["stream_states"]
@@ -214,7 +215,7 @@ class State:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"load_state_dict got a state that is damaged ({type(error).__name__}: {error}). "
-                "Pass what DpexDataLoader.state_dict() returned, as it was"
+                "Pass the result of DpexDataLoader.state_dict() unchanged"
             ) from error
 
     @property
@@ -337,9 +338,9 @@ class EpochProgress:
         known = self.begin.streams
         if known is None and delivered:
             raise ValueError(
-                f"the state is of an IterableDataset without distribute_mode: how many of its "
-                f"{delivered} batches each worker made is not known. Go on without it, until the "
-                "epoch's end"
+                f"the state of an IterableDataset was saved without distribute_mode. It does not "
+                f"say how many of its {delivered} batches each worker made. Finish this epoch "
+                "without distribute_mode"
             )
         self._streams = list(known or [0] * num_workers)
         self._batches = sum(self._streams)

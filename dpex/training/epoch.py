@@ -76,19 +76,19 @@ class StateNotes:
         if costs.after_restart and not self._restart_noted:
             self._restart_noted = True
             logger.warning(
-                "the process of logical worker %d has ended: what it kept (generators, counters, "
-                "what worker_init_fn made) begins again with batch %d",
+                "the process of logical worker %d has ended. Its state (generators, counters, the "
+                "result of worker_init_fn) starts again at batch %d",
                 min(numbers) % num_workers,
                 min(numbers),
             )
         if costs.late_changes and not self._versions.change_noted:
             self._versions.change_noted = True
             warnings.warn(
-                f"one of the batches up to {max(numbers)} changed its worker's dataset or "
-                "collate_fn, which the first batches had not. Until then dpex let any process make "
-                "any batch, so this state is not torch's in this epoch. Pass a worker_init_fn, "
-                "which may do nothing, to keep every logical worker in one process from its first "
-                "batch on",
+                f"a batch (number {max(numbers)} or an earlier one) changed its worker's dataset "
+                "or collate_fn, but the first batches did not. Until then any process made any "
+                "batch, so the workers' state differs from torch's in this epoch. Pass a "
+                "worker_init_fn, which may do nothing: it keeps every logical worker in one "
+                "process from the first batch on",
                 stacklevel=user_code.stacklevel(),
             )
 
@@ -293,8 +293,8 @@ class Epoch:
                 self._failure = KeptError(
                     TooManySkippedError(
                         f"{self._meter.skipped} samples of this epoch cannot be read, more than "
-                        f"max_skipped={self._options.max_skipped}; the last one is "
-                        f"{index!r}: {error}. Mend the data, or allow more"
+                        f"max_skipped={self._options.max_skipped}. The last is sample "
+                        f"{index!r}: {error}. Repair the data, or raise max_skipped"
                     )
                 )
                 self.close()
@@ -433,11 +433,11 @@ class Epoch:
     def _log(self, plan: Recovery) -> None:
         if plan.blocks_only:
             logger.warning(
-                "blocks were lost with a worker process; %d batches are made again", plan.retries
+                "blocks were lost with a worker process. dpex recomputes %d batches", plan.retries
             )
         elif plan.retries:
             logger.warning(
-                "workers died on %d batches (%s); they are tried again one by one",
+                "%d batches were lost (%s). dpex recomputes each of them in a separate task",
                 plan.retries,
                 plan.reason,
             )
@@ -465,7 +465,7 @@ class Epoch:
         ):
             self._fail(failure)
         logger.warning(
-            "the pipeline on the cluster was lost (%s); a new one goes on from batch %d",
+            "the pipeline on the cluster was lost (%s). A new pipeline continues from batch %d",
             failure,
             self._demand.next_batch,
         )
@@ -501,7 +501,10 @@ class Epoch:
             reason = joined(self._in_flight.losses) or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
-            text = f"the loader was closed, or Ray was shut down or lost, {where}"
+            text = (
+                f"the loader was closed, or Ray was shut down or lost, {where}. A new iter(loader) "
+                "starts a new epoch"
+            )
         error = BatchLostError(text)
         self._failure = KeptError(error)
         self.close()

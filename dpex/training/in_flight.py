@@ -23,18 +23,25 @@ def described(chunk: Chunk, batch: int) -> str:
     return f"dataset indices {chunk.batches[(batch - chunk.first_batch) // chunk.stride]!r}"
 
 
-def lost_error(chunk: Chunk, batch: int, reason: str) -> BatchLostError:
-    """Return the error to raise in place of a batch that killed every process that made it.
+def lost_error(chunk: Chunk, batch: int, reason: str, *, no_room: bool) -> BatchLostError:
+    """Return the error to raise in place of a batch that every attempt lost.
 
     Args:
         chunk: The chunk that holds the batch.
         batch: Number of the batch.
-        reason: Ray's error text.
+        reason: Text of the pipeline's reports.
+        no_room: Whether Ray had no room to store the batch; if it had, worker processes died.
     """
+    what = f"batch {batch} ({described(chunk, batch)})"
+    if no_room:
+        return BatchLostError(
+            f"Ray has no room for {what}: its object store and its disk are full. Free disk space "
+            f"on the nodes, or make batches smaller. Reason: {reason}"
+        )
     return BatchLostError(
-        f"DataLoader worker exited unexpectedly: every worker process that was given batch "
-        f"{batch} ({described(chunk, batch)}) died. Read these samples in the main "
-        f"process to see why. Ray says: {reason}"
+        f"DataLoader worker exited unexpectedly: every worker process that was given {what} died. "
+        "Read these samples in the main process. If that works, the workers probably lack memory: "
+        f"lower num_workers, or set worker_options={{'memory': bytes}}. Reason: {reason}"
     )
 
 

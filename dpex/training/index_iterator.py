@@ -170,8 +170,9 @@ class Source:
         told = [state.dataset, *(s and s.dataset for s in state.stream_states or ())]
         if any(each is not None for each in told) and not has_state(self.dataset):
             raise ValueError(
-                f"the state holds one of the dataset, but {type(self.dataset).__name__} has no "
-                "state_dict and load_state_dict: an epoch can only go on over the same dataset"
+                f"the state contains dataset state, but {type(self.dataset).__name__} has no "
+                "state_dict() and load_state_dict(). Resume with the dataset class that saved it, "
+                "or start a new epoch with load_state_dict({})"
             )
         if state.under_way:
             self._check_streams(state)
@@ -179,13 +180,14 @@ class Source:
             return
         if state.length != self.length:
             raise ValueError(
-                f"the state is of a dataset of length {state.length}, this one has "
-                f"{self.length}: an epoch can only go on over the same dataset"
+                f"the state was saved with a dataset of length {state.length}, but this dataset "
+                f"has length {self.length}. Resume with the same dataset, or start a new epoch "
+                "with load_state_dict({})"
             )
         if state.ahead and state.batch_size != self.batch_size:
             raise ValueError(
-                f"the state is of batches of {state.batch_size} samples with in_order=False, this "
-                f"loader's batch_size is {self.batch_size}: keep it until the epoch's end"
+                f"the state was saved with in_order=False and batch_size={state.batch_size}, but "
+                f"this loader has batch_size={self.batch_size}. Keep it until the end of the epoch"
             )
         if state.world_size == self.world_size and not state.offset:
             return
@@ -193,25 +195,27 @@ class Source:
         dealt_out = sampler is not None and type(sampler).__iter__ is DistributedSampler.__iter__
         if state.world_size is None or not dealt_out or not self.by_samples or state.ahead:
             raise ValueError(
-                f"the state is of world size {state.world_size}, this loader's is "
-                f"{self.world_size}: an epoch can go on with another number of ranks only in "
-                "order, with torch's DistributedSampler, and with torch's BatchSampler or none. "
-                "Finish the epoch with as many ranks as began it"
+                f"the state was saved with {_ranks(state.world_size)}, and this loader has "
+                f"{_ranks(self.world_size)}. An epoch can resume with another number of ranks only "
+                "with in_order=True, torch's DistributedSampler, and torch's BatchSampler or none. "
+                "Finish the epoch with the same ranks and samplers"
             )
 
     def _check_streams(self, state: State) -> None:
         if (state.workers is None) == self.streams:
             kinds = ("an IterableDataset", "a map-style dataset")
             raise ValueError(
-                f"the state is of {kinds[state.workers is None]}, {type(self.dataset).__name__} is "
-                f"{kinds[not self.streams]}: an epoch can only go on over the same dataset"
+                f"the state was saved with {kinds[state.workers is None]}, but "
+                f"{type(self.dataset).__name__} is {kinds[not self.streams]}. Resume with the same "
+                "dataset, or start a new epoch with load_state_dict({})"
             )
         begun = (state.workers, state.batch_size)
         if self.streams and state.batches and begun != (self.workers, self.batch_size):
             raise ValueError(
-                f"the state is of an IterableDataset read with num_workers={state.workers} and "
-                f"batch_size={state.batch_size}, this loader has {self.workers} and "
-                f"{self.batch_size}: keep both until the epoch's end"
+                f"the state of an IterableDataset was saved with num_workers={state.workers} and "
+                f"batch_size={state.batch_size}, but this loader has "
+                f"num_workers={self.num_workers} and batch_size={self.batch_size}. Keep both until "
+                "the end of the epoch"
             )
 
     def fitting(self, state: State) -> State:
@@ -220,9 +224,9 @@ class Source:
         if known is None or state.batches or len(known) == self.workers:
             return state
         warnings.warn(
-            f"the state holds what the datasets of {len(known)} workers kept from one epoch to the "
-            f"next, num_workers is {self.num_workers} now: the datasets begin without it. Pass the "
-            "num_workers of the state to go on with it",
+            f"the state contains the datasets' states of {len(known)} persistent workers, but "
+            f"num_workers is {self.num_workers}. The datasets start without these states. To keep "
+            f"them, pass num_workers={len(known)}",
             stacklevel=user_code.stacklevel(),
         )
         return replace(state, stream_states=None)
@@ -393,9 +397,9 @@ class IndexIterator:
         known, told = self.epoch.begin.sampler_epoch, self._source.epoch
         if told != known:
             warnings.warn(
-                f"an epoch goes on in its middle, as load_state_dict was told, but its sampler was "
-                f"told that it is epoch {told}, not {known}: samples will come twice, and others "
-                f"not at all. Call set_epoch({known})",
+                f"load_state_dict resumes epoch {known} in its middle, but the sampler's epoch is "
+                f"{told}. Some samples will come twice, and others not at all. Call "
+                f"set_epoch({known})",
                 stacklevel=user_code.stacklevel(),
             )
         with self._draws.repeated(own):
@@ -405,8 +409,8 @@ class IndexIterator:
             if self._skip and skipped != self.epoch.begin.samples:
                 raise ValueError(
                     f"the first {self._skip} batches of the batch_sampler have {skipped} indices, "
-                    f"those that were delivered had {self.epoch.begin.samples}: an epoch can only "
-                    "go on with the same batch_sampler"
+                    f"but the delivered batches had {self.epoch.begin.samples}. Resume the epoch "
+                    "with the same batch_sampler"
                 )
             return next(self._inner)
 
@@ -447,6 +451,10 @@ class _Redistributed:
             total = math.ceil(len(rest) / ranks) * ranks
             rest = list(itertools.islice(itertools.cycle(rest), total))
         return iter(rest[self._sampler.rank : total : ranks])
+
+
+def _ranks(world_size: int | None) -> str:
+    return "no DistributedSampler" if world_size is None else f"world size {world_size}"
 
 
 def _count(indices: Any) -> int:

@@ -94,7 +94,9 @@ def recover(lost: Sequence[ChunkInFlight], losses: Sequence[Loss]) -> Recovery:
             if sent.chunk.stream:  # the error of the first lost batch ends the stream
                 failed = {min(failed)}
                 found.ended.append(min(failed) + sent.chunk.stride)
-            found.failed += [(b, lost_error(sent.chunk, b, found.reason)) for b in failed]
+            found.failed += [
+                (b, lost_error(sent.chunk, b, found.reason, no_room=no_room)) for b in failed
+            ]
     found.retries = len(single)
     if single:
         found.resends.insert(0, Resend(single, True, one_by_one=no_room))

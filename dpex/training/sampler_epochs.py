@@ -55,8 +55,8 @@ class SamplerEpochs:
                 self._warned = True
                 if sampler.rank == 0:
                     warnings.warn(
-                        f"a second epoch begins with DistributedSampler.epoch={sampler.epoch}, as "
-                        "the one before: every rank gets the same samples in the same order. Call "
+                        f"a second epoch starts with DistributedSampler.epoch={sampler.epoch}, so "
+                        "every rank gets the same samples in the same order again. Call "
                         "sampler.set_epoch(epoch) before each epoch",
                         stacklevel=user_code.stacklevel(),
                     )

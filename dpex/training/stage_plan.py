@@ -49,8 +49,8 @@ def divide(
     for stage in stages_inside(dataset):
         if stage.num_gpus or stage.resources:
             raise ValueError(
-                f"{stage!r} asks for what it would not get: its MappedDataset is inside of a "
-                f"{type(dataset).__name__}. Let the MappedDataset be the outermost: "
+                f"{stage!r} cannot run inside a {type(dataset).__name__}, where it would get no "
+                "GPU and no resources. Make its MappedDataset the outermost dataset: "
                 "MappedDataset(Subset(source, indices), chain)"
             )
     parts = dataset.parts if isinstance(dataset, MappedDataset) else []

@@ -83,7 +83,7 @@ class MappedDataset(Dataset[Any]):
                 f"source must be a map-style dataset, with __getitem__ and __len__, got {source!r}"
             )
         if isinstance(source, MappedDataset) and source.parts[1:]:
-            raise ValueError("source has stages of its own: give one MappedDataset the whole chain")
+            raise ValueError("source already has stages. Pass the whole chain to one MappedDataset")
         if joint_transforms is not None and transforms is not None:
             raise ValueError("transforms= is the old name of joint_transforms=: give one of them")
         together = joint_transforms if transforms is None else transforms
@@ -166,8 +166,8 @@ def _parts(transforms: list[Transform | Stage], joint: bool) -> Iterator[Part]:
         if isinstance(transform, Stage):
             if stage is not None and stage.batched and not transform.batched:
                 raise ValueError(
-                    f"{transform!r} gets samples, but comes after {stage!r}, which gets batches: "
-                    "stages with batched=True come last"
+                    f"{transform!r} gets samples, but comes after {stage!r}, which gets batches. "
+                    "Put stages with batched=True last"
                 )
             yield Part(Chain(fused, joint=joint), stage)
             stage, fused = transform, [transform.fn]
@@ -212,10 +212,10 @@ class Uncollated:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "a MappedDataset whose chain has stages with batched=True, which run after collate_fn, "
-            "is read by a loader that does not know it: pass collate_fn=dataset.collate(), or "
-            "collate_fn=dataset.collate(yours). DpexDataLoader needs that too where the "
-            "MappedDataset is inside of another dataset, such as a Subset"
+            "this MappedDataset has stages with batched=True, which run after collate_fn. Pass "
+            "collate_fn=dataset.collate() or dataset.collate(your_collate_fn) to the loader. A "
+            "DpexDataLoader needs this only if another dataset, such as a Subset, contains the "
+            "MappedDataset"
         )
 
     __getitem__ = __iter__ = __len__ = _refuse

@@ -43,9 +43,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         if isinstance(self.fn, Stage):
-            raise TypeError(f"a Stage in a Stage: pass {self.fn.fn!r} itself")
+            raise TypeError(f"fn must not be a Stage. Pass {self.fn.fn!r} itself")
         if not callable(self.fn):
-            raise TypeError(f"Stage needs something to call, got {self.fn!r}")
+            raise TypeError(f"fn must be callable, got {self.fn!r}")
         if not isinstance(self.batched, bool):
             raise TypeError(f"batched must be True or False, got {self.batched!r}")
         amounts: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}

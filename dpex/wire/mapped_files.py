@@ -134,21 +134,21 @@ class MappedFile:
                 continue
             found = os.fstat(descriptor)
             if same_host and (found.st_dev, found.st_ino) != self.status:
-                problems.append("another file has its path")
+                problems.append("another file is at its path")
             elif not stat.S_ISREG(found.st_mode):
-                problems.append("this is no regular file")
+                problems.append("it is not a regular file here")
             elif found.st_size < self.size or (not same_host and found.st_size != self.size):
                 problems.append(f"the file here has {found.st_size:,} bytes")
             else:
                 return descriptor
             os.close(descriptor)
-        problem = (problems or ["it has no name, and is memory of another process"])[0]
-        what = self.path or "memory"
+        problem = (problems or ["it has no name, and belongs to another process"])[0]
+        what = repr(self.path) if self.path else "shared memory"
         raise NodeDataError(
-            f"{what!r}, which process {self.pid} has mapped with {self.size:,} bytes, cannot be "
-            f"mapped on node {socket.gethostname()} by process {os.getpid()}: {problem}. Every "
-            "node must have a mapped file at the same path and in the same size. Copy it there, or "
-            "read it into memory (numpy.array(...), tensor.clone()), which sends its content"
+            f"{what} cannot be mapped on node {socket.gethostname()} by process {os.getpid()}: "
+            f"{problem}. Process {self.pid} has mapped it with {self.size:,} bytes, and every node "
+            "needs the same file at the same path. Copy it there, or read it into memory "
+            "(numpy.array(...), tensor.clone()), which sends its content"
         )
 
     def _map(self) -> tuple[Any, int, int]:

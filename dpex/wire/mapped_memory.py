@@ -238,15 +238,15 @@ class Mappings:
             )
         elif self._readers.same_host:
             raise UnsharedMemoryError(
-                "its memory is shared, but has no name and no descriptor by which workers could "
-                "map it. Create it before the process's first iteration over a DpexDataLoader, "
-                "whose workers must be forks, or with multiprocessing.get_context('spawn')"
+                "its shared memory has no name and no descriptor, so workers cannot map it. Create "
+                "it with multiprocessing.get_context('spawn'), or use workers that are forks and "
+                "create it before this process's first iteration over a DpexDataLoader"
             )
         else:
             raise UnsharedMemoryError(
-                "its memory is shared between processes of this host, but workers may run on other "
-                "nodes, which would write to copies. Use a memory-mapped file that every node has "
-                "(numpy.memmap), or a Ray on this host alone (head_address='local')"
+                "its memory is shared between processes of this machine, but workers may run on "
+                "other nodes and would write to copies. Use a memory-mapped file that every node "
+                "has (numpy.memmap), or a Ray on this machine alone (head_address='local')"
             )
 
     def _file(self, span: Span, place: _Place) -> MappedFile:

@@ -29,8 +29,11 @@ def read_at_once(dataset: Any, indices: list[Any]) -> Sequence[Any]:
     """
     samples = dataset.__getitems__(indices)
     if not isinstance(samples, Sequence) or len(samples) != len(indices):
+        got = type(samples).__name__
+        if isinstance(samples, Sequence):
+            got += f" of {len(samples)}"
         raise TypeError(
             f"__getitems__ of {type(dataset).__name__} must return a list of {len(indices)} "
-            f"samples, one for each index, got {type(samples).__name__}"
+            f"samples, one for each index, got {got}"
         )
     return samples

@@ -174,12 +174,19 @@ class At:
         return f"{self.name} {text if len(text) <= 200 else text[:200] + ' …'}"
 
 
+def _exit_text(code: object) -> str:
+    text = f"code in a worker process called sys.exit({code!r}), as the traceback shows. "
+    if code == 2:  # argparse's exit code for arguments that it cannot parse
+        return text + "The likely cause is argparse: parse arguments in the training process only"
+    return text + "Raise an exception instead"
+
+
 def wrap_error(where: str) -> Pickled:
     """Pickle the exception being handled, wrapped as torch wraps it, with its origin ``where``."""
     kind, error, traceback = sys.exc_info()
     assert kind is not None
     if isinstance(error, SystemExit):
-        kind, error = RuntimeError, RuntimeError(f"the dataset called sys.exit({error.code!r})")
+        kind, error = RuntimeError, RuntimeError(_exit_text(error.code))
     wrapper = ExceptionWrapper((kind, error, traceback), where=where)
     try:
         return dump(wrapper, "error")

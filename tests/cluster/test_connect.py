@@ -313,7 +313,7 @@ def test_a_node_without_dpex_gets_it(empty_place: Path) -> None:
     [second] = [node for node in driver.ask("cluster")["nodes"] if node != connection["node"]]
     assert connection["runtime_env"] is not None
     assert logged(driver, "INFO sending dpex along with the tasks")
-    assert logged(driver, "has torch 1.0.0, this process ")
+    assert logged(driver, "has torch 1.0.0, but this process has ")
 
     with pytest.raises(DriverError, match="ModuleNotFoundError"):
         driver.ask("task", node=second, module="dpex.only_here")

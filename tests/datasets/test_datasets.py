@@ -138,18 +138,18 @@ def test_a_chain_goes_over_it() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: on_node(Counted(3)), TypeError, "pass FashionMNIST, root=..., not"),  # type: ignore[arg-type]
+        (lambda: on_node(Counted(3)), TypeError, "Pass FashionMNIST, root=..., not"),  # type: ignore[arg-type]
         (lambda: on_node(Counted, length=-1), TypeError, "integer >= 0 or None, got -1"),
         (lambda: on_node(Counted, length=True), TypeError, "integer >= 0 or None, got True"),
         (
             lambda: on_node(Long, length=3),
             TypeError,
-            "length=3 is on_node's, but",
+            "length=3 is ambiguous: on_node and Long both have this parameter",
         ),
         (
             lambda: on_node(Long, 3, arrays_in_common=True),
             TypeError,
-            "arrays_in_common=True is on_node's, but",
+            "arrays_in_common=True is ambiguous",
         ),
         (
             lambda: on_node(datasets.ImageFolder, "/nowhere"),

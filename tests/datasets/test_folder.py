@@ -235,19 +235,33 @@ def test_a_folder_s_name_is_no_uri(name: str, folder: Path, tmp_path: Path) -> N
 
 
 def test_a_file_uri_that_names_a_host_is_refused() -> None:
-    with pytest.raises(ValueError, match="names the host 'tmp': write file:///"):
+    with pytest.raises(ValueError, match=r"names the host 'tmp', .* Write file:///"):
         ImageFolder("file://tmp/pictures")
 
 
-@pytest.mark.parametrize("key", ["t/a//1.png", "t//1.png", "t/a/./1.png", "t/../1.png"])
-def test_a_key_that_is_no_path_is_named(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+NO_PATH = "bucket/t contains '.*', which cannot be read as a path"
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        ("bucket/t/a//1.png", NO_PATH),
+        ("bucket/t//1.png", NO_PATH),
+        ("bucket/t/a/./1.png", NO_PATH),
+        ("bucket/t/../1.png", NO_PATH),
+        ("pail/t/1.png", "listing of 'bucket/t' returned the path 'pail/t/1.png'"),
+    ],
+)
+def test_a_key_that_cannot_be_read_is_named(
+    listed: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow.fs as pafs
 
     class Odd(pafs.FileSystemHandler):  # type: ignore[misc]
         """A store that lists one key."""
 
         def get_file_info_selector(self, _: Any) -> list[Any]:
-            return [pafs.FileInfo(f"bucket/{key}", pafs.FileType.File)]
+            return [pafs.FileInfo(listed, pafs.FileType.File)]
 
         def get_type_name(self) -> str:
             return "odd"
@@ -258,7 +272,7 @@ def test_a_key_that_is_no_path_is_named(key: str, monkeypatch: pytest.MonkeyPatc
     for name in Odd.__abstractmethods__:
         monkeypatch.setattr(Odd, name, lambda *_: None)
     monkeypatch.setattr(Odd, "__abstractmethods__", frozenset())
-    with pytest.raises(ValueError, match=r"bucket/t contains '.*', which is no path"):
+    with pytest.raises(ValueError, match=says):
         ImageFolder("bucket/t", filesystem=pafs.PyFileSystem(Odd()))
 
 
@@ -290,5 +304,5 @@ def test_torchvision_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         if name.partition(".")[0] == "torchvision" or name == "dpex.datasets.folder":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ModuleNotFoundError, match=r"ImageFolder is .*: install dpex\[vision\]"):
+    with pytest.raises(ModuleNotFoundError, match="ImageFolder needs torchvision"):
         dpex.datasets.__getattr__("ImageFolder")

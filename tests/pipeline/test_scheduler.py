@@ -14,6 +14,7 @@ from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline import task_starts
 from dpex.pipeline.fair_share import FairShare, OtherJobs
 from dpex.pipeline.scheduler import Scheduler
+from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.tuning import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
@@ -107,7 +108,7 @@ def test_a_task_is_not_begun_for_ever() -> None:
         await begin(MAX_DEATHS)
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # the task makes progress
         await begin(MAX_DEATHS - 1)
-        with pytest.raises(MemoryError, match="died 4 times in a row"):
+        with pytest.raises(DeadlyChunkError, match="died 4 times in a row"):
             await scheduler.next_chunk("a", 0, 0)
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
         assert scheduler.at_work
@@ -587,7 +588,7 @@ async def die(scheduler: Scheduler, name: str) -> None:
     """Restart a task on its first chunk until the scheduler ends its lease."""
     for _ in range(MAX_DEATHS - 1):
         assert await scheduler.next_chunk(name, 0, 0) is not None
-    with pytest.raises(MemoryError):
+    with pytest.raises(DeadlyChunkError):
         await scheduler.next_chunk(name, 0, 0)
     scheduler.release()
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dpex.pipeline.task_lease import LeaseState, TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import DeadlyChunkError, LeaseState, TaskLease, WaitingChunk
 from dpex.tuning import MAX_DEATHS
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
@@ -68,7 +68,7 @@ def test_a_chunk_that_kills_its_processes_ends_the_lease() -> None:
     lease.note_process("process", 3)
     for _ in range(MAX_DEATHS - 1):
         lease.repeat(0, RELEASED)
-    with pytest.raises(MemoryError, match=f"died {MAX_DEATHS} times in a row"):
+    with pytest.raises(DeadlyChunkError, match=rf"died {MAX_DEATHS} times in a row\. Ray's"):
         lease.repeat(0, RELEASED)
     assert lease.state is LeaseState.ENDED
     assert not lease.in_flight

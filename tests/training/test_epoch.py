@@ -295,7 +295,7 @@ def test_samples_left_out_are_counted_and_too_many_end_the_epoch() -> None:
     reader = Reader(fate)
     batches = iter(reader)
     assert [next(batches).batch for _ in range(2)] == [0, 1]
-    with pytest.raises(TooManySkippedError, match="max_skipped=2; the last one is 2"):
+    with pytest.raises(TooManySkippedError, match=r"max_skipped=2\. The last is sample 2"):
         next(batches)
     assert reader.meter.skipped == 3
     assert not reader.epoch.open

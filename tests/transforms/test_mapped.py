@@ -229,7 +229,7 @@ def test_forgetting_the_batched_stages_raises(
 ) -> None:
     dataset = around(MappedDataset(Pictures(), [v1.ToTensor(), Stage(flip, batched=True)]))
     loader = DataLoader(dataset, num_workers=num_workers, **{"batch_size": 4, **options})
-    with pytest.raises(TypeError, match=re.escape("collate_fn=dataset.collate()")) as caught:
+    with pytest.raises(TypeError, match=re.escape("Pass collate_fn=dataset.collate()")) as caught:
         next(iter(loader))
     # Free the iterator now. The garbage collector might free its queue first, and torch would then
     # wait in vain for its worker process.
@@ -260,8 +260,8 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Stage(3), TypeError, "something to call, got 3"),  # type: ignore[arg-type]
-        (lambda: Stage(Stage(halve)), TypeError, "a Stage in a Stage"),
+        (lambda: Stage(3), TypeError, "fn must be callable, got 3"),  # type: ignore[arg-type]
+        (lambda: Stage(Stage(halve)), TypeError, "fn must not be a Stage"),
         (lambda: Stage(halve, num_gpus=-1), ValueError, "num_gpus must be >= 0, got -1"),
         (lambda: Stage(halve, num_cpus="2"), TypeError, "num_cpus must be a number, got '2'"),  # type: ignore[arg-type]
         (lambda: Stage(halve, resources={"ssd": -2}), ValueError, "ssd must be >= 0, got -2"),
@@ -278,7 +278,7 @@ class Stream(IterableDataset[int]):
         (
             lambda: MappedDataset(range(3), [Stage(flip, batched=True), Stage(halve)]),
             ValueError,
-            "stages with batched=True come last",
+            "Put stages with batched=True last",
         ),
         (
             lambda: MappedDataset(range(3), halve, joint_transforms=[halve]),
@@ -293,7 +293,7 @@ class Stream(IterableDataset[int]):
         (
             lambda: MappedDataset(MappedDataset(range(3), [Stage(halve)]), halve),
             ValueError,
-            "give one MappedDataset the whole chain",
+            "Pass the whole chain to one MappedDataset",
         ),
     ],
 )

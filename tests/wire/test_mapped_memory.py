@@ -226,7 +226,7 @@ def test_a_file_without_a_name_and_one_in_its_place(file: Path) -> None:
     assert sent(mapped)[:2].tolist() == [5, 1]
     del mapped
     assert run_elsewhere(dump(tensor, "x", HERE), "print(found[:2].tolist())") == "[5, 1]\n"
-    with pytest.raises(NodeDataError, match=f"{file}.*another file has its path"):
+    with pytest.raises(NodeDataError, match=f"{file}.*another file is at its path"):
         load(without_descriptor)
 
 

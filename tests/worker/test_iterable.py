@@ -441,7 +441,8 @@ def test_a_stream_goes_on_in_the_same_batches_only(change: Any, ours: Any) -> No
         next(iter(loader))
         state = loader.state_dict()
     with DpexDataLoader(Shard(), **{**arguments, **change}) as loader:
-        with pytest.raises(ValueError, match=r"num_workers=2 and batch_size=2.* has \d and \d"):
+        has = f"num_workers={loader.num_workers} and batch_size={loader.batch_size}"
+        with pytest.raises(ValueError, match=f"num_workers=2 and batch_size=2, but .* has {has}"):
             loader.load_state_dict(state)
         loader.load_state_dict(between)
 
@@ -451,7 +452,7 @@ def test_an_epoch_of_torch_s_workers_does_not_go_on_in_ours() -> None:
     next(iter(plain))
     with DpexDataLoader(Shard(), 2, num_workers=2, **OURS) as loader:
         loader.load_state_dict(plain.state_dict())
-        with pytest.raises(ValueError, match="an IterableDataset without distribute_mode"):
+        with pytest.raises(ValueError, match="saved without distribute_mode"):
             iter(loader)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -314,10 +316,17 @@ def test_an_exception_that_cannot_travel_becomes_a_runtime_error_with_its_text()
 def test_sys_exit_in_a_sample_is_an_error_and_not_the_end_of_the_worker() -> None:
     class Exits:
         def __getitem__(self, index: int) -> Any:
-            raise SystemExit(3)
+            if index == 3:
+                sys.exit(index)
+            argparse.ArgumentParser().parse_args(["--port=7"])
 
-    with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
-        read(Exits(), [[0]])[0].reraise()
+    exits, parses = read(Exits(), [[3], [0]])
+    with pytest.raises(
+        RuntimeError, match=r"(?s)in __getitem__.*sys\.exit\(3\).*exception instead"
+    ):
+        exits.reraise()
+    with pytest.raises(RuntimeError, match=r"(?s)in parse_args.*sys\.exit\(2\).* is argparse"):
+        parses.reraise()
 
 
 def test_a_batch_that_cannot_be_pickled_names_its_part() -> None:

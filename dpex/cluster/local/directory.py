@@ -32,7 +32,11 @@ def runtime_directory() -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
-        raise ClusterError(f"{directory} must be a directory that only this user can access")
+        raise ClusterError(
+            f"{directory} must be a directory that you own and that no other user can access, "
+            f"because it holds the token of a local Ray. Run `chmod 700 {directory}`, or set "
+            "TMPDIR to another directory"
+        )
     return directory
 
 

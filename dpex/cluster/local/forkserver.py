@@ -113,7 +113,7 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
                 if job is None or not _fork(job, listener, our_life, token):
                     _start(listener, our_life, token)
             except OSError as error:
-                logger.info("Ray starts the workers: %s", error)
+                logger.info("no fork server, so Ray starts the worker processes: %s", error)
                 return None
             finally:
                 os.close(our_life)
@@ -128,7 +128,7 @@ def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> b
     try:
         pid = os.fork()
     except OSError as error:  # for example a limit on overcommitted memory
-        logger.info("workers are not forked from this process: %s", error)
+        logger.info("worker processes cannot be forks of this process: %s", error)
         return False
     if pid == 0:
         inheritance[job.digest] = job

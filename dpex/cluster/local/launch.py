@@ -46,6 +46,8 @@ _GIB = 1 << 30
 _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
 # The least that ray.init accepts.
 _LEAST_STORE_BYTES = 75 << 20
+# A socket's path has at most 107 characters, and Ray adds about 70 to RAY_TMPDIR.
+_MOST_CHARACTERS = 37
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
 OUR_MODULES = r"dpex(\.|$)"
@@ -114,7 +116,10 @@ def start(fork_server: str | None = None) -> dict[str, str]:
         directory = make_directory()
         token = token_variables(directory)
     except OSError as error:
-        raise _not_started(error) from error
+        raise ClusterError(
+            f"a local Ray did not start, because dpex cannot write its files: {error}. Set TMPDIR "
+            "to a writable directory with free space"
+        ) from error
     # Ray makes its socket directories writable for all users, so they need a private parent.
     variables["RAY_TMPDIR"] = str(directory)
     if fork_server is not None:
@@ -124,7 +129,10 @@ def start(fork_server: str | None = None) -> dict[str, str]:
     try:
         load_ray()  # after require_token: the import reads the token's variables
         with _environment(variables):
-            context = _start_lean_or_plain(program, store_bytes)
+            try:
+                context = _start_lean_or_plain(program, store_bytes)
+            except Exception as error:
+                raise _not_started(error, os.environ["RAY_TMPDIR"]) from error
     except BaseException:
         forget_token()
         raise
@@ -145,23 +153,21 @@ def _start_lean_or_plain(program: Path | None, store_bytes: int) -> Any:
         Result of ``ray.init``.
 
     Raises:
-        ClusterError: Ray did not start either way, or the first start timed out.
+        TimeoutError: A start timed out.
+        Exception: Ray did not start either way.
     """
     from dpex.compat.local_ray import LEAN_START, lean_start
 
     try:
         return _init_local(lean_start(program), store_bytes)
-    except TimeoutError as error:  # the attempt is still running
-        raise _not_started(error) from error
+    except TimeoutError:  # the attempt is still running
+        raise
     except Exception as error:
         disconnect()
         if not LEAN_START.usable:
-            raise _not_started(error) from error
+            raise
         lean_error = error
-    try:
-        context = _init_local(contextlib.nullcontext(lambda: None), store_bytes)
-    except Exception as error:
-        raise _not_started(error) from error
+    context = _init_local(contextlib.nullcontext(lambda: None), store_bytes)
     LEAN_START.fail(lean_error)
     return context
 
@@ -187,12 +193,25 @@ def _init_local(way: AbstractContextManager[Callable[[], None]], store_bytes: in
         )
 
 
-def _not_started(error: Exception) -> ClusterError:
-    return ClusterError(
-        f"a local Ray did not start: {str(error).rstrip('.')}. Its files lie under "
-        "RAY_TMPDIR, which must be writable and shorter than 38 characters (if it is not "
-        "set: in a directory of this user alone in TMPDIR or /tmp)"
-    )
+def _not_started(error: Exception, directory: str) -> ClusterError:
+    """Return the error to raise if ``ray.init`` failed.
+
+    Args:
+        error: The error of ``ray.init``.
+        directory: Value of ``RAY_TMPDIR`` at that call.
+    """
+    text = f"a local Ray did not start: {str(error).rstrip('.')}"
+    logs = Path(directory, "ray", "session_latest", "logs")
+    if len(directory) > _MOST_CHARACTERS:
+        text += (
+            f". RAY_TMPDIR={directory!r} has {len(directory)} characters, but Ray's socket paths "
+            f"have room for {_MOST_CHARACTERS}. Set a shorter RAY_TMPDIR"
+        )
+    elif not os.access(directory, os.W_OK):
+        text += f". RAY_TMPDIR={directory!r} is not a writable directory"
+    elif logs.exists():
+        text += f". Ray's logs: {logs}"
+    return ClusterError(text)
 
 
 def _finish_and_stay(finish: Callable[[], None]) -> None:
@@ -209,7 +228,7 @@ def _finish_and_stay(finish: Callable[[], None]) -> None:
         if ray.is_initialized() and ray.get_runtime_context().gcs_address == address:
             finish()
     except Exception as error:  # this thread must not end
-        logger.warning("what workers print is not to be seen here: %s", error)
+        logger.warning("the output of workers is only in Ray's logs, not here: %s", error)
     threading.Event().wait()
 
 
@@ -339,8 +358,8 @@ def _object_store_bytes() -> int:
     if shm >= min(wanted, _GIB // 2):
         return min(wanted, shm)
     logger.warning(
-        "/dev/shm has only %d MiB free, so Ray's object store lies on disk, which is slower; "
-        "give it more (docker run --shm-size=%dg)",
+        "/dev/shm has only %d MiB free, so Ray's object store is on disk, which is slower. Give "
+        "/dev/shm more space: docker run --shm-size=%dg",
         shm >> 20,
         max(1, wanted // _GIB),
     )

@@ -91,13 +91,15 @@ def join_keeper(job: str) -> tuple[str, dict[str, str]]:
             if reply:
                 answer = json.loads(reply)
                 if "error" in answer:
-                    raise ClusterError(f"the shared Ray of this host's ranks: {answer['error']}")
+                    raise ClusterError(
+                        f"the ranks of this machine share a Ray that failed: {answer['error']}"
+                    )
                 hold(os.dup(connection.fileno()))
                 return answer["address"], answer["token"]
         # The keeper ended meanwhile: its last rank left, or it was killed. Try again.
     raise ClusterError(
-        "the process that should run the shared Ray of this host's ranks does not answer; "
-        f"its log: {stem}.log"
+        "the process that runs the shared Ray of this machine's ranks does not answer. Its log "
+        f"says why: {stem}.log"
     )
 
 
@@ -127,14 +129,20 @@ def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
 def _locked(stem: Path, deadline: float) -> Iterator[None]:
     import fcntl
 
+    began = time.monotonic()
     with (stem.parent / "lock").open("wb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ClusterError(f"{file.name} stays locked by another process") from None
+                now = time.monotonic()
+                if now > deadline:
+                    raise ClusterError(
+                        "another rank on this machine has been starting or ending the shared Ray "
+                        f"for {now - began:.0f} s. It may hang: end it and run again (lock: "
+                        f"{file.name})"
+                    ) from None
                 time.sleep(0.02)
         yield
 

@@ -205,7 +205,9 @@ def test_a_ray_that_cannot_start_is_an_error_with_its_reason(place: Path) -> Non
     for driver in (alone, several):
         driver.send("connect", head_address="local")
     for driver in (alone, several):
-        with pytest.raises(DriverError, match=r"ClusterError: .*107 bytes.*RAY_TMPDIR"):
+        with pytest.raises(
+            DriverError, match=r"ClusterError: .*107 bytes.*Set a shorter RAY_TMPDIR"
+        ):
             driver.receive()
         driver.end()
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the keeper")
