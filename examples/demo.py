@@ -24,10 +24,10 @@ import torch
 from demo_cluster import train_on_cluster
 from demo_data import AUGMENT, KeptByWorker, Scans, find_pictures, first
 from demo_training import SEED, Epoch, Training, conclude, sample_cpu_s, step_cpu_s
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms
 
-from dpex import DpexDataLoader
+import dpex
 from dpex.datasets import cached
 from dpex.transforms import MappedDataset
 
@@ -84,18 +84,18 @@ def change_the_loader(
         (
             NUM_WORKERS / sample_s,
             f"{NUM_WORKERS} workers make",
-            "raise num_workers, because cores are free.",
+            "raise num_workers, because cores are free: docs/num_workers.md.",
         ),
         (
             options.batch_size / step_s,
             "the training loop takes",
-            "stay with torch's loader for a model like this. The model is the limit.",
+            "stay with torch's loader for a model as slow as this one: docs/do_i_need_it.md.",
         ),
         (
             cores() / (sample_s + step_s / options.batch_size),
             f"{cores()} cores make and train on",
-            "add the cores of other machines: docs/cluster.md. `make demo DEMO_ARGS=--cluster` "
-            "shows a cluster.",
+            "add the cores of other machines: docs/plain_machines.md. "
+            "`make demo DEMO_ARGS=--cluster` shows a training that loses a node.",
         ),
     )
     conclude(
@@ -153,11 +153,8 @@ def train_both(
         }
 
     both = (
-        Training("torch", DataLoader(torchs, **arguments())),
-        Training(
-            "dpex",
-            DpexDataLoader(ours, **arguments(), distribute_mode=True, head_address="local"),
-        ),
+        Training("torch", torch.utils.data.DataLoader(torchs, **arguments())),
+        Training("dpex", dpex.DataLoader(ours, **arguments(), head_address="local")),
     )
     for _ in range(options.epochs + 1):
         for training in both:

@@ -15,10 +15,9 @@ from demo_training import SEED, Training, conclude
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from dpex import DpexDataLoader
+from dpex import DataLoader
 
 NODES = 3
-STORE_BYTES = 200 << 20
 # In the first epoch, the nodes start their worker processes.
 KILL_IN_EPOCH = 1
 
@@ -60,19 +59,18 @@ def train_on_cluster(dataset: Dataset[Any], batch_size: int, epochs: int) -> Non
         f"the other nodes recomputed what was lost ({retries} retries), with the same random "
         f"numbers. The longest wait for a batch of this epoch was {wait:.1f} s instead of "
         f"{usual:.1f} s.",
-        "docs/cluster.md connects your machines. docs/faults.md lists the failures that a run "
-        "survives.",
+        "docs/plain_machines.md connects your machines. docs/faults.md lists the failures that a "
+        "run survives.",
     )
 
 
-def make_loader(dataset: Dataset[Any], batch_size: int, address: str) -> DpexDataLoader[Any]:
-    return DpexDataLoader(
+def make_loader(dataset: Dataset[Any], batch_size: int, address: str) -> DataLoader[Any]:
+    return DataLoader(
         dataset,
         batch_size=batch_size,
         shuffle=True,
         num_workers=NODES,
         generator=torch.Generator().manual_seed(SEED),
-        distribute_mode=True,
         head_address=address,
     )
 
@@ -86,12 +84,12 @@ def simulated_cluster() -> Iterator[Any]:
         import ray
         from ray.cluster_utils import Cluster
 
-        options = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
         # All processes of the cluster end with this process, even if it is killed.
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
+        head = {"num_cpus": 0, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(NODES):
-                cluster.add_node(num_cpus=1, **options)
+                cluster.add_node(num_cpus=1)
             yield cluster
         finally:
             ray.shutdown()
