@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import torch
 import torch.distributed as dist
-from demo import Digits, fashion_is_in
+from demo_data import Digits, fashion_is_in
 from mnist import Net, accuracy
 from ranks import join_group
 from torch import nn

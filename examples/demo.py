@@ -1,307 +1,211 @@
-"""A program that trains a small CNN twice: with batches from torch's loader, and from dpex.
+"""A program that trains a small CNN with torch's loader and with dpex, and compares them.
 
-The two trainings alternate, one epoch each, so that changes of the machine's speed affect both. The
-models start with the same weights, and the loaders have the same seed. Everything runs on the CPU.
+1. Both loaders have the same dataset: only the loader changes.
+2. The pictures are large JPEG files, and both loaders keep the decoded pictures in memory.
 
-The program uses FashionMNIST if it is in ``$DPEX_DATA`` or ``./data``, or if it can be downloaded.
-Otherwise it uses the digits of scikit-learn.
+In each part, two trainings alternate, one epoch each, so that changes of the machine's speed affect
+both. The models start with the same weights, and the loaders have the same seed, workers and cores.
+Everything runs on the CPU.
 
-Run it with ``make demo``, or ``make demo DEMO_ARGS=--quick``.
+Run it with ``make demo``, or ``make demo DEMO_ARGS=--quick``. ``make demo DEMO_ARGS=--cluster``
+trains on a cluster of three simulated nodes, one of which dies.
 """
 
 import argparse
 import os
-import shutil
+import signal
+import sys
 import tempfile
-import threading
-import time
-import urllib.request
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision import datasets, transforms
-from tqdm import tqdm
+from demo_cluster import train_on_cluster
+from demo_data import AUGMENT, KeptByWorker, Scans, find_pictures, first
+from demo_training import SEED, Epoch, Training, conclude, sample_cpu_s, step_cpu_s
+from torch.utils.data import Dataset
+from torchvision import transforms
 
-from dpex import DpexDataLoader
+import dpex
+from dpex.datasets import cached
+from dpex.transforms import MappedDataset
 
-SEED = 0
 NUM_WORKERS = 2
-LEARNING_RATE = 0.002
-PROBE_S = 5
-DOWNLOAD_S = 90
-
-AUGMENT = transforms.Compose(
-    [
-        transforms.RandomAffine(degrees=8, translate=(0.08, 0.08), scale=(0.9, 1.1)),
-        transforms.ToTensor(),
-    ]
-)
-
-
-class Digits(Dataset[tuple[torch.Tensor, int]]):
-    """scikit-learn's 8x8 digits as 28x28 pictures; each read applies the transform.
-
-    Args:
-        train: Whether to use the first four fifths of the pictures, or the rest.
-        transform: Maps a PIL image to a tensor.
-        repeats: Number of times that an epoch has each picture.
-    """
-
-    def __init__(self, train: bool, transform: Any, repeats: int = 1) -> None:
-        digits = load_digits()
-        cut = len(digits.images) * 4 // 5
-        part = slice(0, cut) if train else slice(cut, None)
-        self.pictures = (digits.images[part] * 15).astype("uint8")
-        self.labels = digits.target[part]
-        self.transform = transform
-        self.repeats = repeats
-
-    def __len__(self) -> int:
-        return len(self.pictures) * self.repeats
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        index %= len(self.pictures)
-        picture = transforms.functional.to_pil_image(self.pictures[index])
-        return self.transform(picture.resize((28, 28))), int(self.labels[index])
-
-
-@dataclass
-class Contestant:
-    """A loader, the model that it feeds, and the results so far."""
-
-    name: str
-    loader: DataLoader[Any]
-    model: nn.Module
-    optimizer: torch.optim.Optimizer = field(init=False)
-    epochs: list["EpochResult"] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """The times, the number of samples and the mean loss of one training epoch."""
-
-    seconds: float
-    waiting_s: float
-    first_batch_s: float
-    samples: int
-    loss: float
 
 
 def main() -> None:
+    # Without this, `kill` or a closed terminal would leave the JPEG files behind.
+    for request in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(request, lambda *_: sys.exit(1))
     options = parse_arguments()
-    cores = len(os.sched_getaffinity(0))
-    # Leave cores for the workers.
-    torch.set_num_threads(max(1, min(4, cores - NUM_WORKERS)))
-    name, train_set, test_set = find_data(options.samples)
-    print(
-        f"Data: {name}; {len(train_set)} training samples an epoch, batch {options.batch_size}, "  # type: ignore[arg-type]
-        f"{NUM_WORKERS} workers, {cores} cores."
-    )
-    contestants = [
-        Contestant("torch", make_torch_loader(train_set, options.batch_size), make_model()),
-        Contestant("dpex", make_dpex_loader(train_set, options.batch_size), make_model()),
-    ]
-    # One epoch more: the first one includes the loader's start-up, and is reported separately.
-    total = (options.epochs + 1) * len(contestants)
-    with tqdm(total=total * len(contestants[0].loader), unit="batch", disable=None) as bar:
-        for epoch in range(options.epochs + 1):
-            for contestant in contestants:
-                bar.set_description(f"epoch {epoch} {contestant.name:>5}")
-                result = train_epoch(contestant, bar)
-                contestant.epochs.append(result)
-                bar.write(describe(epoch, contestant.name, result))
-    report(contestants, test_set)
-    for contestant in contestants:
-        if isinstance(contestant.loader, DpexDataLoader):
-            contestant.loader.close()
+    torch.set_num_threads(1)  # leaves the other cores to the workers
+    name, make_set = find_pictures()
+    print(f"Data: {name}. This machine has {cores()} cores.")
+    test_set = make_set(False, transforms.ToTensor())
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.cluster:
+            change_the_loader(first(make_set(True, AUGMENT), options.samples), test_set, options)
+        scans = make_scans(make_set(True, None), folder, options)
+        if options.cluster:
+            train_on_cluster(MappedDataset(scans, AUGMENT), options.batch_size, options.epochs)
+        else:
+            keep_decoded_pictures(scans, test_set, options)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small CNN with torch's loader and dpex.")
+    parser.add_argument("--cluster", action="store_true", help="three nodes, one of which dies")
     parser.add_argument("--quick", action="store_true", help="fewer samples and epochs, for CI")
     parser.add_argument("--epochs", type=int, help="counted epochs of each, after the start-up")
-    parser.add_argument("--samples", type=int, help="training samples an epoch, at most")
-    parser.add_argument("--batch-size", type=int, default=100)
+    parser.add_argument("--samples", type=int, help="training samples an epoch; JPEGs: a fifth")
+    parser.add_argument("--batch-size", type=int, default=50)
     options = parser.parse_args()
     options.epochs = options.epochs or (2 if options.quick else 4)
-    options.samples = options.samples or (4_000 if options.quick else 30_000)
+    options.samples = options.samples or (5_000 if options.quick else 20_000)
     return options
 
 
-def find_data(samples: int) -> tuple[str, Dataset[Any], Dataset[Any]]:
-    """Return name, training set and test set: FashionMNIST if available, else digits."""
-    folder = Path(os.environ.get("DPEX_DATA", "data"))
-    if fashion_is_in(folder) or fetch_fashion(folder):
-        train: Dataset[Any] = datasets.FashionMNIST(folder, train=True, transform=AUGMENT)
-        test = datasets.FashionMNIST(folder, train=False, transform=transforms.ToTensor())
-        return f"FashionMNIST in {folder}", Subset(train, range(min(samples, 60_000))), test
-    once = len(Digits(train=True, transform=None))
-    train = Digits(train=True, transform=AUGMENT, repeats=max(1, samples // once))
-    test = Digits(train=False, transform=transforms.ToTensor())
-    return "the digits of scikit-learn (no FashionMNIST on disk, none to be fetched)", train, test
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
-def fashion_is_in(folder: Path) -> bool:
-    try:
-        datasets.FashionMNIST(folder, train=True)
-        datasets.FashionMNIST(folder, train=False)
-    except RuntimeError:
-        return False
-    return True
-
-
-def fetch_fashion(folder: Path) -> bool:
-    """Download FashionMNIST, and return whether it is there.
-
-    The download starts only if the server sends its smallest file within ``PROBE_S`` seconds.
-    """
-
-    def probe() -> None:
-        smallest = datasets.FashionMNIST.mirrors[0] + "t10k-labels-idx1-ubyte.gz"
-        urllib.request.urlopen(smallest, timeout=PROBE_S).read()
-
-    if not finishes(probe, PROBE_S):
-        return False
-    print(f"Fetching FashionMNIST (30 MB) into {folder} ...")
-    folder.mkdir(parents=True, exist_ok=True)
-    # An interrupted download must not look like complete data, so it has a folder of its own.
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as aside:
-        if not finishes(lambda: datasets.FashionMNIST(aside, download=True), DOWNLOAD_S):
-            return False
-        shutil.move(Path(aside) / "FashionMNIST", folder / "FashionMNIST")
-    return fashion_is_in(folder)
-
-
-def finishes(action: Any, timeout_s: float) -> bool:
-    """Run an action in a thread, and return whether it succeeds in time.
-
-    Without the thread, the action could hang: a name look-up has no timeout.
-    """
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            action()
-        except (OSError, RuntimeError):
-            return
-        done.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return done.is_set()
-
-
-def make_torch_loader(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        shuffle=True,
-        num_workers=NUM_WORKERS,
-        persistent_workers=True,
-        generator=torch.Generator().manual_seed(SEED),
+def change_the_loader(
+    dataset: Dataset[Any], test_set: Dataset[Any], options: argparse.Namespace
+) -> None:
+    """Train with the same dataset in both loaders."""
+    print(f"\n1. Both loaders have the same dataset and {NUM_WORKERS} workers.")
+    torchs, ours = train_both(dataset, dataset, options)
+    ours.loader.close()
+    print_table(torchs, ours, test_set)
+    sample_s = sample_cpu_s(dataset, options.batch_size)
+    step_s = step_cpu_s(dataset, options.batch_size)
+    limit, what, advice = min(
+        (
+            NUM_WORKERS / sample_s,
+            f"{NUM_WORKERS} workers make",
+            "raise num_workers, because cores are free: docs/num_workers.md.",
+        ),
+        (
+            options.batch_size / step_s,
+            "the training loop takes",
+            "stay with torch's loader for a model as slow as this one: docs/do_i_need_it.md.",
+        ),
+        (
+            cores() / (sample_s + step_s / options.batch_size),
+            f"{cores()} cores make and train on",
+            "add the cores of other machines: docs/plain_machines.md. "
+            "`make demo DEMO_ARGS=--cluster` shows a training that loses a node.",
+        ),
+    )
+    conclude(
+        verdict(torchs, ours),
+        f"a sample takes {1e3 * sample_s:.2f} ms of CPU time, and a step {1e3 * step_s:.1f} ms. "
+        f"So {what} about {limit:,.0f} samples/s. torch reached "
+        f"{rate(torchs.counted) / limit:.0%} of that, and dpex {rate(ours.counted) / limit:.0%}.",
+        advice,
     )
 
 
-def make_dpex_loader(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
-    return DpexDataLoader(
-        dataset,
-        batch_size=batch_size,
-        shuffle=True,
-        num_workers=NUM_WORKERS,
-        persistent_workers=True,
-        generator=torch.Generator().manual_seed(SEED),
-        distribute_mode=True,
-    )
-
-
-def make_model() -> nn.Module:
-    """Return a new model, which always has the same weights."""
-    torch.manual_seed(SEED)
-    return nn.Sequential(
-        nn.Conv2d(1, 12, 5, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Conv2d(12, 24, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(24 * 7 * 7, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-
-
-def train_epoch(contestant: Contestant, bar: Any) -> EpochResult:
-    """Train for one epoch, and measure every wait for a batch."""
-    model, optimizer = contestant.model.train(), contestant.optimizer
-    waiting_s = first_batch_s = total_loss = 0.0
-    samples = 0
-    started = asked = time.perf_counter()
-    for image, label in contestant.loader:
-        waited_s = time.perf_counter() - asked
-        waiting_s += waited_s
-        first_batch_s = first_batch_s or waited_s
-        loss = nn.functional.cross_entropy(model(image), label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        samples += len(label)
-        total_loss += loss.item() * len(label)
-        bar.update()
-        asked = time.perf_counter()
-    seconds = time.perf_counter() - started
-    return EpochResult(seconds, waiting_s, first_batch_s, samples, total_loss / samples)
-
-
-def describe(epoch: int, name: str, result: EpochResult) -> str:
-    first = f", first batch after {result.first_batch_s:.1f} s (start-up)" if epoch == 0 else ""
-    return f"epoch {epoch} {name:>5}: loss {result.loss:.3f}, {result.seconds:.1f} s{first}"
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, dataset: Dataset[Any]) -> float:
-    right = total = 0
-    for image, label in DataLoader(dataset, batch_size=500):
-        right += int((model.eval()(image).argmax(1) == label).sum())
-        total += len(label)
-    return right / total
-
-
-def report(contestants: list[Contestant], test_set: Dataset[Any]) -> None:
-    """Print a table of the results, with separate rows for the start-up epoch."""
-    print(f"\n{'':22}" + "".join(f"{contestant.name:>12}" for contestant in contestants))
-    rows: dict[str, list[str]] = {
-        "test accuracy": [],
-        "samples/s": [],
-        "waiting for data": [],
-        "start-up epoch": [],
-        "  its first batch": [],
-    }
-    for contestant in contestants:
-        start_up, *counted = contestant.epochs
-        seconds = sum(epoch.seconds for epoch in counted)
-        figures = (
-            f"{accuracy(contestant.model, test_set):.2%}",
-            f"{sum(epoch.samples for epoch in counted) / seconds:,.0f}",
-            f"{sum(epoch.waiting_s for epoch in counted) / seconds:.1%}",
-            f"{start_up.seconds:.1f} s",
-            f"{start_up.first_batch_s:.1f} s",
-        )
-        for row, figure in zip(rows.values(), figures, strict=True):
-            row.append(figure)
-    for title, row in rows.items():
-        print(f"{title:22}" + "".join(f"{figure:>12}" for figure in row))
+def keep_decoded_pictures(
+    scans: Scans, test_set: Dataset[Any], options: argparse.Namespace
+) -> None:
+    """Train on large JPEG files, and keep the decoded pictures in memory."""
     print(
-        "\nSame weights, same order of samples. Augmentations differ: torch seeds each worker,\n"
-        "dpex each sample, so the accuracies agree to within noise and not to the digit."
+        f"2. Both loaders have {NUM_WORKERS} workers and keep decoded pictures in memory.\n"
+        "   With torch, each worker has a dict. With dpex, all workers have one cache."
     )
+    torchs, ours = train_both(
+        KeptByWorker(scans, AUGMENT), MappedDataset(cached(scans), AUGMENT), options
+    )
+    hits = ours.loader.stats().cache_hit_rate
+    ours.loader.close()
+    print_table(torchs, ours, test_set)
+    whole_s = sample_cpu_s(MappedDataset(scans, AUGMENT), options.batch_size)
+    rest_s = sample_cpu_s(KeptByWorker(scans, AUGMENT), options.batch_size)
+    conclude(
+        verdict(torchs, ours),
+        f"decoding takes {1e3 * (whole_s - rest_s):.1f} of a sample's {1e3 * whole_s:.1f} ms of "
+        f"CPU time. dpex decodes a picture once: in the last epoch, {hits:.0%} of them came from "
+        "the cache. torch decodes a picture once in each worker that gets it.",
+        "docs/datasets.md describes the cache, which can also be on a disk.",
+    )
+
+
+def make_scans(pictures: Dataset[Any], folder: str, options: argparse.Namespace) -> Scans:
+    count = options.samples // 5
+    print(f"\nWriting {count:,} pictures as JPEG files of 1200x1200 pixels ...")
+    return Scans(first(pictures, count), Path(folder))
+
+
+def train_both(
+    torchs: Dataset[Any], ours: Dataset[Any], options: argparse.Namespace
+) -> tuple[Training, Training]:
+    """Train with both loaders, which have the same arguments, in alternating epochs."""
+
+    def arguments() -> dict[str, Any]:
+        return {
+            "batch_size": options.batch_size,
+            "shuffle": True,
+            "num_workers": NUM_WORKERS,
+            "persistent_workers": True,
+            "generator": torch.Generator().manual_seed(SEED),
+        }
+
+    both = (
+        Training("torch", torch.utils.data.DataLoader(torchs, **arguments())),
+        Training("dpex", dpex.DataLoader(ours, **arguments(), head_address="local")),
+    )
+    for _ in range(options.epochs + 1):
+        for training in both:
+            training.train_epoch()
+    return both
+
+
+def print_table(torchs: Training, ours: Training, test_set: Dataset[Any]) -> None:
+    """Print the results of both trainings, with separate rows for the start-up epoch."""
+    print(f"\n{'':22}{'torch':>12}{'dpex':>12}")
+    rows: list[tuple[str, Callable[[Training], str]]] = [
+        ("samples/s", lambda training: f"{rate(training.counted):,.0f}"),
+        ("waiting for data", lambda training: f"{waiting(training.counted):.1%}"),
+        ("start-up epoch", lambda training: f"{training.epochs[0].seconds:.1f} s"),
+        ("  its first batch", lambda training: f"{training.epochs[0].first_batch_s:.1f} s"),
+        ("test accuracy", lambda training: f"{training.accuracy(test_set):.1%}"),
+    ]
+    for title, figure in rows:
+        print(f"{title:22}{figure(torchs):>12}{figure(ours):>12}")
+
+
+def verdict(torchs: Training, ours: Training) -> str:
+    """Return a sentence about which loader fed its model faster, after the start-up epoch."""
+    ratios = sorted(
+        rate([one]) / rate([other]) for one, other in zip(ours.counted, torchs.counted, strict=True)
+    )
+    return (
+        f"dpex fed the model {in_words(rate(ours.counted) / rate(torchs.counted))}. The loop "
+        f"waited {waiting(ours.counted):.0%} instead of {waiting(torchs.counted):.0%} of its "
+        f"time. Single epochs: from {in_words(ratios[0])} to {in_words(ratios[-1])}."
+    )
+
+
+def in_words(ratio: float) -> str:
+    """Return the ratio of two rates as text, such as ``"38% faster"``."""
+    percent = round(100 * (ratio - 1))
+    if percent >= 100:
+        return f"{ratio:.1f} times as fast"
+    if percent == 0:
+        return "equally fast"
+    return f"{abs(percent)}% {'faster' if percent > 0 else 'slower'}"
+
+
+def rate(epochs: list[Epoch]) -> float:
+    """Return the samples per second of some epochs."""
+    return sum(epoch.samples for epoch in epochs) / sum(epoch.seconds for epoch in epochs)
+
+
+def waiting(epochs: list[Epoch]) -> float:
+    """Return the fraction of some epochs that the loop waited for data."""
+    return sum(epoch.waiting_s for epoch in epochs) / sum(epoch.seconds for epoch in epochs)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from cluster_programs import (
     ROOT,
     processes_in,
     run_program,
+    spawn,
     torchrun,
     wait_until,
     workplace,
@@ -29,8 +31,11 @@ pytestmark = [
 
 EXAMPLES = ROOT / "examples"
 GONE_SECONDS = 60
-# Modules that the programs import, and the demo, which .ci/run runs.
-NOT_HERE = {"mnist", "ranks", "vectors", "digits", "demo"}
+# Modules that the programs import.
+NOT_HERE = {
+    *("mnist", "ranks", "vectors", "digits"),
+    *("demo_cluster", "demo_data", "demo_training"),
+}
 
 
 @pytest.fixture
@@ -69,6 +74,57 @@ def test_quickstart(place: Path) -> None:
     assert [step.partition(":")[0] for step in steps] == [
         f"epoch {epoch}, step {step}" for epoch in range(3) for step in (0, 10)
     ]
+
+
+@pytest.mark.parametrize(
+    ("speed", "words"),
+    [
+        (0.7, "30% slower. The loop waited 40% instead of 20% of its time."),
+        (1.001, "equally fast."),
+        (1.38, "38% faster."),
+        (3.4, "3.4 times as fast."),
+    ],
+)
+def test_the_demo_s_verdict_is_honest_in_both_directions(
+    speed: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from demo import verdict
+    from demo_training import Epoch, Training
+
+    def training(seconds: float, waiting_s: float) -> Training:
+        result = Training("", None)
+        start_up = Epoch(9.0, 8.0, 8.0, 0.0, 100, [])
+        result.epochs = [start_up, Epoch(seconds, waiting_s, 0.0, 0.0, 100, [])]
+        return result
+
+    said = verdict(training(1.0, 0.2), training(1 / speed, 0.4 / speed))
+    assert said.startswith(f"dpex fed the model {words}")
+
+
+def test_the_demo_on_a_cluster_trains_on_when_a_node_dies(place: Path) -> None:
+    output = run("demo", "--cluster", "--quick", place=place)
+    assert output.index("Killing a node") < output.index("epoch 1 disturbed")
+    assert "All 60 losses are equal" in output
+    assert leftovers(place) == []
+
+
+def test_the_demo_s_cluster_ends_at_an_interrupt(place: Path) -> None:
+    with (place / "output").open("w+") as output:
+        demo = spawn([sys.executable, EXAMPLES / "demo.py", "--cluster"], place, stdout=output)
+        wait_until(
+            lambda: "epoch 0" in (place / "output").read_text(), PROGRAM_SECONDS, "first epoch"
+        )
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(GONE_SECONDS) != 0
+    wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the demo's cluster")
+    (place / "output").unlink()
+    assert leftovers(place) == []
+
+
+def leftovers(place: Path) -> list[str]:
+    """Return what a program has left in the folder for temporary files, Ray's folder included."""
+    return [path.name for path in place.iterdir() if path.name != "home"]
 
 
 def test_single_device_trains_to_the_same_model_as_with_torchs_loader(place: Path) -> None:
