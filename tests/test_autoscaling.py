@@ -11,7 +11,7 @@ import pytest
 import torch
 from cluster_programs import wait_until, workplace
 from cluster_programs.clusters import Cluster, free_port
-from cluster_programs.trainers import LENGTH, Trainer, drawn, nodes_in
+from cluster_programs.training_process import LENGTH, TrainingProcess, drawn, nodes_in
 from torch.utils.data import DataLoader
 
 pytestmark = [
@@ -91,7 +91,7 @@ def started(number: int) -> str:
 )
 def test_nodes_are_started_for_an_epoch_and_taken_away_in_it(variables: dict[str, str]) -> None:
     with workplace() as place:
-        undisturbed = drawn(Trainer(place, "local", seconds=0, **SAMPLES).finish())
+        undisturbed = drawn(TrainingProcess(place, "local", seconds=0, **SAMPLES).finish())
     torchs = DataLoader(
         range(LENGTH),  # type: ignore[arg-type]
         batch_size=10,
@@ -105,12 +105,12 @@ def test_nodes_are_started_for_an_epoch_and_taken_away_in_it(variables: dict[str
         cluster = start_autoscaling(place, variables)
         alone = {cluster.head: cluster.raylets()[cluster.head]}
         assert cluster.raylets() == alone
-        trainer = Trainer(place, cluster.address, seconds=0.1, **SAMPLES)
-        trainer.until_from(started(1))
-        trainer.until_from(started(2))  # four logical workers use the CPUs of two nodes
+        training = TrainingProcess(place, cluster.address, seconds=0.1, **SAMPLES)
+        training.until_from(started(1))
+        training.until_from(started(2))  # four logical workers use the CPUs of two nodes
         wait_until(lambda: cluster.raylets() == alone, GONE_SECONDS, "end of idle nodes")
-        trainer.go()
-        result = trainer.finish()
+        training.go()
+        result = training.finish()
         assert drawn(result) == undisturbed
         # The autoscaler may stop a new node before it has a task. Any node started later counts.
         assert {started(1), started(2)} < nodes_in(result)

@@ -18,7 +18,7 @@ from cluster_programs import (
     workplace,
 )
 from cluster_programs.clusters import Cluster
-from cluster_programs.trainers import LENGTH, Trainer
+from cluster_programs.training_process import LENGTH, TrainingProcess
 from ddp_program import CASES, EPOCHS
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
         # Start the ranks in turn, so that rank 0 starts the local Ray that both share.
         ranks = []
         for number in range(2):
-            ranks.append(Trainer(place, "auto", rank_variables(place, number)))
+            ranks.append(TrainingProcess(place, "auto", rank_variables(place, number)))
             ranks[number].until(5)
         assert len([c for c in processes_in(place).values() if "/gcs_server " in c]) == 1
         ranks[1 - dying].go()

@@ -20,8 +20,8 @@ from living import (
     DividesByZero,
     Draws,
     Hangs,
-    KillsHost,
     KillsOnce,
+    KillsPipelineActor,
     Plain,
     read_past_errors,
 )
@@ -82,7 +82,7 @@ class SlowlyKillsOnce(KillsOnce):
         return super().__getitem__(index)
 
 
-def test_a_worker_that_dies_goes_on_with_the_stages_in_its_task(
+def test_a_worker_that_dies_continues_with_the_stages_in_its_task(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mark = tmp_path / "mark"
@@ -106,7 +106,7 @@ def test_a_sample_that_always_kills_ends_in_an_error_that_names_it(worker_init_f
 
 
 @pytest.mark.extended
-def test_an_interrupt_while_lost_batches_are_sent_again_leaves_none_out(
+def test_an_interrupt_while_lost_batches_are_resent_leaves_none_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     iterator: Any = iter(loader_of(AlwaysKills()))
@@ -130,7 +130,9 @@ def test_an_interrupt_while_lost_batches_are_sent_again_leaves_none_out(
     ],
     ids=str,
 )
-def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bool) -> None:
+def test_a_pipeline_actor_that_dies_changes_nothing(
+    options: dict[str, Any], by_signal: bool
+) -> None:
     import ray
 
     def epochs(deaths: set[int]) -> list[Any]:
@@ -145,13 +147,13 @@ def test_a_host_that_dies_changes_nothing(options: dict[str, Any], by_signal: bo
             for step, batch in enumerate(loader):
                 batches.append(batch)
                 assert loader._cluster is not None
-                host = loader._cluster.session._actor.handle
-                if step in deaths and host not in killed:
-                    killed.append(host)
+                actor = loader._cluster.session._actor.handle
+                if step in deaths and actor not in killed:
+                    killed.append(actor)
                     if by_signal:
-                        os.kill(host_pid(), signal.SIGKILL)
+                        os.kill(pipeline_actor_pid(), signal.SIGKILL)
                     else:
-                        ray.kill(host)
+                        ray.kill(actor)
             streams.append(batches if options != {"in_order": False} else sorted(batches))
         assert len(killed) >= 2 * len(deaths) - 2
         return streams
@@ -175,18 +177,18 @@ class Told(Draws):
 
 
 @pytest.mark.extended
-def test_what_was_delivered_is_not_read_again_when_the_host_dies(tmp_path: Path) -> None:
+def test_what_was_delivered_is_not_read_again_when_the_pipeline_actor_dies(tmp_path: Path) -> None:
     log = tmp_path / "log"
     delivered = 210
     for step, _ in enumerate(loader_of(Told(500, log), prefetch_bytes=0), 1):
         if step == delivered // 10:
-            os.kill(host_pid(), signal.SIGKILL)
+            os.kill(pipeline_actor_pid(), signal.SIGKILL)
     times = Counter(map(int, log.read_text().split()))
     assert sorted(times) == list(range(500))
     assert {times[index] for index in range(delivered)} == {1}
 
 
-def host_pid() -> int:
+def pipeline_actor_pid() -> int:
     """Return the pid of this process's pipeline actor."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -207,8 +209,8 @@ def ancestors(pid: int) -> set[int]:
 
 
 @pytest.mark.extended
-def test_hosts_that_die_one_after_the_other_end_in_an_error_and_not_the_loader() -> None:
-    loader = loader_of(KillsHost(40))
+def test_pipeline_actors_that_die_one_after_the_other_end_in_an_error_and_not_the_loader() -> None:
+    loader = loader_of(KillsPipelineActor(40))
     iterator = iter(loader)
     for _ in range(2):
         with pytest.raises(BatchLostError, match="outstanding"):
@@ -235,7 +237,7 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     receiver = epoch._run.receiver
     wait_until(lambda: receiver.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
     full = Loss(LossCause.NO_ROOM, "a full disk")
-    ask_actor(loader, lambda host: [lane.note_loss(full) for lane in host._opened()])
+    ask_actor(loader, lambda actor: [pipeline.note_loss(full) for pipeline in actor._opened()])
     wait_until(lambda: receiver._losses == [full], 30, "reason")
     assert len(list(iterator)) == 3
 

@@ -109,12 +109,12 @@ def test_what_a_stage_draws_on_its_gpu_depends_on_its_place_alone(
 ) -> None:
     stage = Stage(noisy, batched=batched, num_gpus=1)
     first = two_epochs(stage, 5, 1)
-    assert not torch.equal(*first), "every epoch draws anew"
+    assert not torch.equal(*first), "every epoch draws new numbers"
     noise = first[0] - first[0].floor()
     assert len(noise.unique()) > noise.numel() // 2
     for epoch, again in zip(first, two_epochs(stage, batch_size, 3), strict=True):
         assert torch.equal(epoch, again)
 
 
-def test_cuda_is_not_begun_for_its_seeds() -> None:
+def test_seeds_do_not_initialize_cuda() -> None:
     assert not torch.cat(two_epochs(Stage(uses_cuda, num_gpus=1), 5, 1)).any()

@@ -183,15 +183,15 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
     iterators = [iter(loader) for _ in range(3)]
     [next(iterator) for iterator in iterators]
     session = loader._cluster.session
-    keys = [lane.key for lane in session._pipelines._pipelines]
+    keys = [pipeline.key for pipeline in session._pipelines._pipelines]
     assert len(keys) == 3
     drop, dropped = session._pipelines._drop, []
 
-    def drop_one(lane: Any) -> None:
-        dropped.append(lane)
+    def drop_one(pipeline: Any) -> None:
+        dropped.append(pipeline)
         if len(dropped) == 2:
             interrupted()
-        drop(lane)
+        drop(pipeline)
 
     with monkeypatch.context() as patch:
         patch.setattr(session._pipelines, "_drop", drop_one)
@@ -203,4 +203,4 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyP
 
 def pipelines(loader: Any) -> set[str]:
     """Return the keys of the pipelines in the loader's pipeline actor."""
-    return set(ask_actor(loader, lambda host: list(host._pipelines)))
+    return set(ask_actor(loader, lambda actor: list(actor._pipelines)))

@@ -224,7 +224,7 @@ assert "ray" not in sys.modules
     )
 
 
-def test_the_host_and_the_stage_that_starts_tasks_do_not_load_torch() -> None:
+def test_the_pipeline_actor_and_the_stage_that_starts_tasks_do_not_load_torch() -> None:
     run_python(
         """
 import sys

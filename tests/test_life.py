@@ -83,8 +83,8 @@ def test_two_hundred_breaks_and_epochs_leak_neither_threads_nor_files() -> None:
     threads, files = threads_and_files()
     # Ray keeps a connection to each worker process whose blocks this process has read.
     before = threads, files + 2
-    for turn in range(200):
-        if turn % 2:
+    for epoch in range(200):
+        if epoch % 2:
             next(iter(loader))
         else:
             assert len(indices(loader)) == 40
@@ -127,10 +127,10 @@ def test_many_executions_leave_ray_s_function_table_as_it_was() -> None:
     loader = loader_of(Plain(40))
     list(loader)
     before = exported()
-    for turn in range(20):
+    for epoch in range(20):
         iterator = iter(loader)
         next(iterator)
-        if turn % 2:
+        if epoch % 2:
             list(iterator)
         del iterator
     assert exported() == before

@@ -20,7 +20,14 @@ from cluster_programs.clusters import (
     spilled,
 )
 from cluster_programs.links import Network, network
-from cluster_programs.trainers import LENGTH, SMALL_STORE, Drawn, Trainer, drawn, nodes_in
+from cluster_programs.training_process import (
+    LENGTH,
+    SMALL_STORE,
+    Drawn,
+    TrainingProcess,
+    drawn,
+    nodes_in,
+)
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -51,7 +58,7 @@ def cluster(links: Network) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Drawn]:
-    return drawn(Trainer(cluster.place, cluster.address).finish())
+    return drawn(TrainingProcess(cluster.place, cluster.address).finish())
 
 
 @pytest.mark.parametrize("seconds", [5, 30, None], ids="for {} s".format)
@@ -60,14 +67,14 @@ def test_a_link_that_is_cut_changes_nothing(
 ) -> None:
     behind = cluster.add()
     # Slow samples, and no stops, so that some batch is always being made.
-    trainer = Trainer(cluster.place, cluster.address, seconds=0.05)
-    trainer.until_from(behind)
-    trainer.go()
+    training = TrainingProcess(cluster.place, cluster.address, seconds=0.05)
+    training.until_from(behind)
+    training.go()
     links.cut(cluster.links[behind])
     if seconds is not None:
         time.sleep(seconds)
-        links.mend(cluster.links[behind])
-    result = trainer.finish(250)
+        links.repair(cluster.links[behind])
+    result = training.finish(250)
     assert drawn(result) == undisturbed
     # The training process waited for the batches that were being made behind the link.
     assert max(result["waits"][1:]) > (seconds or 30) / 2
@@ -77,11 +84,11 @@ def test_a_slow_link_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn]
 ) -> None:
     behind = cluster.add()
-    trainer = Trainer(cluster.place, cluster.address)
-    trainer.until_from(behind)
+    training = TrainingProcess(cluster.place, cluster.address)
+    training.until_from(behind)
     # A batch of 200 kB takes half a second, including the nodes' other messages.
     links.slow(cluster.links[behind], megabits=4)
-    result = trainer.finish(200)
+    result = training.finish(200)
     assert drawn(result) == undisturbed
     assert behind in nodes_in({"samples": result["samples"][LENGTH // 2 :]})
 
@@ -97,14 +104,14 @@ def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
             cluster.add(*SMALL_STORE_NODE, f"--object-spilling-directory={place / 'disk'}")
         else:
             cluster.add(*SMALL_STORE_NODE)
-        trainer = Trainer(place, cluster.address, **SMALL_STORE)
-        trainer.until(2)
+        training = TrainingProcess(place, cluster.address, **SMALL_STORE)
+        training.until(2)
         # The stopped process takes no batches out of the object store, so the store fills up.
-        trainer.process.send_signal(signal.SIGSTOP)
+        training.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: spilled(place), 60, "full object store")
-        trainer.process.send_signal(signal.SIGCONT)
-        undisturbed = drawn(Trainer(quiet, "local", **SMALL_STORE).finish())
-        assert drawn(trainer.finish()) == undisturbed
+        training.process.send_signal(signal.SIGCONT)
+        undisturbed = drawn(TrainingProcess(quiet, "local", **SMALL_STORE).finish())
+        assert drawn(training.finish()) == undisturbed
 
 
 # This test is here because the training process needs a node whose memory is not short.
@@ -113,6 +120,6 @@ def test_memory_that_runs_short_costs_time_alone(links: Network, undisturbed: li
         cluster = Cluster(place, links)
         cluster.add(**little_memory())
         mark = place / "mark"
-        trainer = Trainer(place, cluster.address, hungry=(57, 2 * SPARE_BYTES, str(mark)))
-        assert drawn(trainer.finish()) == undisturbed
+        training = TrainingProcess(place, cluster.address, hungry=(57, 2 * SPARE_BYTES, str(mark)))
+        assert drawn(training.finish()) == undisturbed
         assert mark.exists()

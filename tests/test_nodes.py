@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cluster_programs import processes_in, workplace
 from cluster_programs.clusters import Cluster
-from cluster_programs.trainers import LENGTH, Drawn, Trainer, drawn, nodes_in
+from cluster_programs.training_process import LENGTH, Drawn, TrainingProcess, drawn, nodes_in
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -28,9 +28,9 @@ USED_SECONDS = 60
 RAYLET_LOST_SECONDS = 30
 HEAD_LOST_SECONDS = 100
 # A process that has lost its local Ray ends sooner.
-EMBEDDED_ENDS_SECONDS = 30
+LOCAL_RAY_ENDS_SECONDS = 30
 # An epoch this many times as long takes a logical worker several task leases.
-SEVERAL_TURNS = 4
+SEVERAL_LEASES = 4
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +49,22 @@ def cluster(place: Path) -> Cluster:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Drawn]:
-    result = Trainer(cluster.place, cluster.address).finish()
+    result = TrainingProcess(cluster.place, cluster.address).finish()
     stream = drawn(result)
     assert sorted(index for _, index, _ in stream) == list(range(LENGTH))
     assert len({draw for *_, draw in stream}) == LENGTH
-    assert cluster.head not in nodes_in(result), "the trainer's node has no CPU to give"
+    assert cluster.head not in nodes_in(result), "the training process's node has no CPU to give"
     return stream
 
 
 def test_a_node_that_is_killed_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     victim = cluster.add()
-    trainer = Trainer(cluster.place, cluster.address)
-    trainer.until_from(victim)
+    training = TrainingProcess(cluster.place, cluster.address)
+    training.until_from(victim)
     cluster.signal(victim, signal.SIGKILL)
     cluster.wait_until_gone(victim)
-    trainer.go()
-    assert drawn(trainer.finish()) == undisturbed
+    training.go()
+    assert drawn(training.finish()) == undisturbed
 
 
 @pytest.mark.parametrize("where", ["between two blocks", "collate", "transform"])
@@ -78,22 +78,22 @@ def test_a_worker_that_is_killed_changes_nothing(
         option = "deadly_read" if where == "between two blocks" else f"deadly_{where}"
         fault = {option: (index, signal.SIGKILL, str(mark)), "staged": where == "transform"}
         added = cluster.add("--num-cpus=2")
-        trainer = Trainer(cluster.place, cluster.address, **fault)
-        assert drawn(trainer.finish()) == undisturbed
+        training = TrainingProcess(cluster.place, cluster.address, **fault)
+        assert drawn(training.finish()) == undisturbed
         assert mark.exists()
         cluster.signal(added, signal.SIGTERM)
         cluster.wait_until_gone(added)
 
 
 def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
-    trainers = [Trainer(cluster.place, cluster.address, length=10 * LENGTH) for _ in range(2)]
-    trainers[0].until(10)
+    both = [TrainingProcess(cluster.place, cluster.address, length=10 * LENGTH) for _ in range(2)]
+    both[0].until(10)
     added = cluster.add("--num-cpus=2")
     joined = time.monotonic()
-    trainers[0].until_from(added)
+    both[0].until_from(added)
     # The node's first worker process must import torch.
     assert time.monotonic() - joined < USED_SECONDS
-    streams = [drawn(trainer.finish()) for trainer in trainers]
+    streams = [drawn(training.finish()) for training in both]
     assert streams[0] == streams[1]
     cluster.signal(added, signal.SIGTERM)
     cluster.wait_until_gone(added)
@@ -101,13 +101,13 @@ def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
 
 def test_a_node_that_is_drained_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     leaving = cluster.add()
-    trainer = Trainer(cluster.place, cluster.address)
-    trainer.until_from(leaving)
+    training = TrainingProcess(cluster.place, cluster.address)
+    training.until_from(leaving)
     cluster.drain(leaving, DRAIN_SECONDS)
     time.sleep(DRAIN_SECONDS)  # until the deadline of the drain
     if leaving in cluster.raylets():  # the node may have ended by itself
         cluster.signal(leaving, signal.SIGKILL)
-    assert drawn(trainer.finish()) == undisturbed
+    assert drawn(training.finish()) == undisturbed
     cluster.wait_until_gone(leaving)
 
 
@@ -123,7 +123,7 @@ def test_nodes_are_chosen_by_label_or_resource(
     cluster: Cluster, undisturbed: list[Drawn], options: dict[str, object]
 ) -> None:
     other = cluster.add("--num-cpus=4", "--num-gpus=1", "--labels=kind=training")
-    result = Trainer(cluster.place, cluster.address, worker_options=options).finish()
+    result = TrainingProcess(cluster.place, cluster.address, worker_options=options).finish()
     assert drawn(result) == undisturbed
     assert nodes_in(result).isdisjoint({other, cluster.head})
     cluster.signal(other, signal.SIGTERM)
@@ -132,8 +132,8 @@ def test_nodes_are_chosen_by_label_or_resource(
 
 def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
     """Return the node of each sample of an epoch of one logical worker, in several leases."""
-    length = SEVERAL_TURNS * LENGTH
-    alone = Trainer(
+    length = SEVERAL_LEASES * LENGTH
+    alone = TrainingProcess(
         cluster.place, cluster.address, num_workers=1, worker_options=options, length=length
     )
     return [node for *_, node in alone.finish()["samples"]]
@@ -149,7 +149,9 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Clu
     # Another process's task may still have the preferred CPU. Then the other node has one lease.
     assert nodes.count(other) < len(nodes) / 4
     # Long enough for the first worker process of a node to import torch.
-    several = Trainer(cluster.place, cluster.address, worker_options=options, length=50 * LENGTH)
+    several = TrainingProcess(
+        cluster.place, cluster.address, worker_options=options, length=50 * LENGTH
+    )
     several.until_from(other)
     several.process.kill()
     cluster.signal(other, signal.SIGTERM)
@@ -157,20 +159,22 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Clu
 
 
 @pytest.mark.parametrize("first", ["yes", "!yes"])
-def test_the_trainers_node_comes_first_or_last(first: str) -> None:
+def test_the_training_process_s_node_comes_first_or_last(first: str) -> None:
     then = {"yes": "!yes", "!yes": "yes"}[first]
     options = {
-        "label_selector": {"trainer": first},
-        "fallback_strategy": [{"label_selector": {"trainer": then}}],
+        "label_selector": {"training": first},
+        "fallback_strategy": [{"label_selector": {"training": then}}],
     }
     with workplace() as place:
-        cluster = Cluster(place, head_options=("--num-cpus=2", "--labels=trainer=yes"))
+        cluster = Cluster(place, head_options=("--num-cpus=2", "--labels=training=yes"))
         other = cluster.add("--num-cpus=2")
         nodes = nodes_of_one_worker(cluster, options)
         at_home = nodes.count(cluster.head)
         assert (at_home > len(nodes) / 2) == (first == "yes"), at_home
         # Long enough for the first worker process of a node to import torch.
-        several = Trainer(place, cluster.address, worker_options=options, length=50 * LENGTH)
+        several = TrainingProcess(
+            place, cluster.address, worker_options=options, length=50 * LENGTH
+        )
         several.until_from(cluster.head)
         several.until_from(other)
 
@@ -178,19 +182,19 @@ def test_the_trainers_node_comes_first_or_last(first: str) -> None:
 def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
     cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
-    trainers = [Trainer(cluster.place, cluster.address) for _ in range(2)]
-    for trainer in trainers:
-        trainer.until(0)
-    for trainer in trainers:
-        trainer.go()
-    for trainer in trainers:
-        assert drawn(trainer.finish()) == undisturbed
+    both = [TrainingProcess(cluster.place, cluster.address) for _ in range(2)]
+    for training in both:
+        training.until(0)
+    for training in both:
+        training.go()
+    for training in both:
+        assert drawn(training.finish()) == undisturbed
 
 
 @pytest.mark.parametrize(
     ("what", "seconds"), [("raylet", RAYLET_LOST_SECONDS), ("gcs_server", HEAD_LOST_SECONDS)]
 )
-def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
+def test_a_training_process_that_loses_its_ray_ends_and_resumes_with_another(
     what: str, seconds: float, cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
     with workplace() as place:
@@ -198,31 +202,31 @@ def test_a_trainer_that_loses_its_ray_ends_and_goes_on_with_another(
         with workplace() as lost:
             ray = Cluster(lost)
             ray.add()
-            trainer = Trainer(lost, ray.address, checkpoint=checkpoint)
-            trainer.until(20)
+            training = TrainingProcess(lost, ray.address, checkpoint=checkpoint)
+            training.until(20)
             ray.kill_head(what)
-            assert trainer.process.wait(seconds) != 0
-        again = Trainer(place, cluster.address, checkpoint=checkpoint).finish()
+            assert training.process.wait(seconds) != 0
+        again = TrainingProcess(place, cluster.address, checkpoint=checkpoint).finish()
     assert drawn(again) == undisturbed
     assert len(again["waits"]) == LENGTH // 10 - 21
 
 
 @pytest.mark.parametrize("what", ["raylet", "gcs_server"])
-def test_a_trainer_that_loses_its_local_ray_learns_of_it(what: str) -> None:
+def test_a_training_process_that_loses_its_local_ray_learns_of_it(what: str) -> None:
     with workplace() as place:
-        trainer = Trainer(place, "local", length=50 * LENGTH)
-        trainer.until(20)
+        training = TrainingProcess(place, "local", length=50 * LENGTH)
+        training.until(20)
         [pid] = [p for p, c in processes_in(place).items() if c.split()[0].endswith(f"/{what}")]
         os.kill(pid, signal.SIGKILL)
-        trainer.go()
-        assert trainer.process.wait(EMBEDDED_ENDS_SECONDS) != 0
+        training.go()
+        assert training.process.wait(LOCAL_RAY_ENDS_SECONDS) != 0
 
 
-def test_a_trainer_that_is_killed_takes_nothing_with_it(
+def test_a_training_process_that_is_killed_takes_nothing_with_it(
     cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:
-    killed, other = (Trainer(cluster.place, cluster.address) for _ in range(2))
-    for trainer in (killed, other):
-        trainer.until(20)
+    killed, other = (TrainingProcess(cluster.place, cluster.address) for _ in range(2))
+    for training in (killed, other):
+        training.until(20)
     killed.process.kill()
     assert drawn(other.finish()) == undisturbed

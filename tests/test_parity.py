@@ -462,7 +462,7 @@ def test_workers_and_prefetching(
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 1000, 1 << 30])
-def test_bytes_under_way(assert_same: Same, prefetch_bytes: int) -> None:
+def test_bytes_in_flight(assert_same: Same, prefetch_bytes: int) -> None:
     def make() -> Arguments:
         return {
             "dataset": samples.Valued("tensor-large", 20),

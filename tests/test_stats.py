@@ -103,7 +103,7 @@ def test_a_cache_s_hits_count() -> None:
         assert "100% of the samples from the cache" in repr(loader.stats())
 
 
-def test_what_was_made_again_counts(tmp_path: Path) -> None:
+def test_what_was_recomputed_counts(tmp_path: Path) -> None:
     with DpexDataLoader(Slow(mark=tmp_path / "killed"), batch_size=4, **OURS) as loader:
         assert len(list(loader)) == 10
         assert loader.stats().retries > 0

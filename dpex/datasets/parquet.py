@@ -95,11 +95,8 @@ class Parquet(Dataset[dict[str, Any]]):
     def _footer(self, file: str) -> tuple[list[str], list[int]]:
         import pyarrow.parquet as pq
 
-        def footer() -> Any:
-            with self._store.open(file) as source:
-                return pq.read_metadata(source)
-
-        found = self._store.insist(footer, file)
+        with self._store.reading(file), self._store.open(file) as source:
+            found = pq.read_metadata(source)
         rows = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
         return list(found.schema.to_arrow_schema().names), rows
 
@@ -139,12 +136,9 @@ class Parquet(Dataset[dict[str, Any]]):
         if number not in self._read:
             file, group = self._groups[number]
             path = self._files[file]
-
-            def whole() -> pa.Table:
-                with self._store.open(path) as source:
-                    return pq.ParquetFile(source).read_row_group(group, columns=self.columns)
-
-            self._read[number] = self._store.insist(whole, path)
+            with self._store.reading(path), self._store.open(path) as source:
+                parquet = pq.ParquetFile(source)
+                self._read[number] = parquet.read_row_group(group, columns=self.columns)
             while len(self._read) > self._kept_groups:
                 self._read.popitem(last=False)
         self._read.move_to_end(number)

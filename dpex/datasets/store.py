@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
-import random
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 if TYPE_CHECKING:
@@ -20,11 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
-T = TypeVar("T")
-
-# Delay before the first retry of a busy store; each further delay is twice as long.
-_FIRST_PAUSE_S = 0.1
-_TRIES = 6
+# Requests that Arrow sends for one answer of an S3 store, at growing random intervals.
+_ATTEMPTS = 6
 # Files that one process reads concurrently; the other worker processes read as many.
 _READ_AT_ONCE = 8
 # Files that may be read before their sample is made: a batch of large files must not fill memory.
@@ -34,11 +30,6 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0
 # By default, Arrow retries Google's store for 15 minutes, even without credentials.
 _GOOGLE_RETRIES = "retry_limit_seconds=10"
-# Messages of errors that a retry cannot fix. Arrow raises one class for all errors of a store.
-_FINAL = re.compile(
-    "ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|NO_SUCH_BUCKET"
-    "|status 301|status 40[013]|Bucket '.*' not found|Could not create a OAuth2 access token"
-)
 # Schemes whose name before "@" is not a secret: a container, or a user who logs in with a key.
 _NAMED = {"abfs", "abfss", "ftp", "hdfs", "sftp", "smb", "ssh", "wasb", "wasbs"}
 # Options of an S3 store in Arrow's URIs, and how to parse them.
@@ -48,10 +39,6 @@ _S3_OPTIONS: dict[str, Callable[[str], Any]] = {
     "region": str,
     "scheme": str,
 }
-
-
-# Not the global generator, which the samples use; a seeded one would be the same in all forks.
-_chance = random.SystemRandom()
 
 
 class Store:
@@ -116,17 +103,11 @@ class Store:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            OSError: The store refuses access, or does not answer after several tries.
+            OSError: The store refuses access, or does not answer.
         """
-
-        def whole() -> bytes:
-            with self.open(path) as file:
-                content: bytes = file.read()
-                if len(content) != file.size():
-                    raise OSError(f"only {len(content):,} of {file.size():,} bytes were read")
-                return content
-
-        return self.insist(whole, path)
+        with self.reading(path), self.open(path) as file:
+            content: bytes = file.read()
+            return content
 
     def read_all(self, paths: Iterable[str]) -> Iterator[bytes]:
         """Yield the contents of files in order, reading several concurrently.
@@ -136,9 +117,10 @@ class Store:
 
         Raises:
             FileNotFoundError: A file does not exist.
-            OSError: The store refuses access, or does not answer after several tries.
+            OSError: The store refuses access, or does not answer.
         """
-        self.insist(self._client, "")  # create one client for all threads
+        with self.reading(""):
+            self._client()  # create one client for all threads
         readers = _readers(os.getpid())
         reading: deque[Future[bytes]] = deque()
         for path in paths:
@@ -182,46 +164,40 @@ class Store:
 
         Raises:
             FileNotFoundError: The store's folder does not exist.
-            OSError: The store refuses access, or does not answer after several tries.
+            OSError: The store refuses access, or does not answer.
         """
+        import pyarrow.fs as pafs
 
-        def listed() -> tuple[list[str], list[str]]:
-            import pyarrow.fs as pafs
-
+        with self.reading(""):
             filesystem, base = self._client()
             if isinstance(filesystem, pafs.LocalFileSystem):
                 return _below(base)
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
-            strange = next((f.path for f in found if not f.path.startswith(base)), None)
-            if strange is not None:
-                raise ValueError(
-                    f"a listing of {base!r} returned the path {strange!r}, which does not begin "
-                    "with it. Pass the folder as the listing spells it"
-                )
-            paths = [(f.path[len(base) :].removeprefix("/"), f.is_file) for f in found]
-            for path, _ in paths:
-                if not {"", ".", ".."}.isdisjoint(path.removesuffix("/").split("/")):
-                    raise ValueError(
-                        f"{self.uri} contains {path!r}, which cannot be read as a path: a part of "
-                        "it is empty, '.' or '..'. Copy the object to another key"
-                    )
-            return sorted(p for p, is_file in paths if is_file), sorted(
-                p for p, is_file in paths if not is_file
+        strange = next((f.path for f in found if not f.path.startswith(base)), None)
+        if strange is not None:
+            raise ValueError(
+                f"a listing of {base!r} returned the path {strange!r}, which does not begin with "
+                "it. Pass the folder as the listing spells it"
             )
-
-        return self.insist(listed, "")
+        paths = [(f.path[len(base) :].removeprefix("/"), f.is_file) for f in found]
+        for path, _ in paths:
+            if not {"", ".", ".."}.isdisjoint(path.removesuffix("/").split("/")):
+                raise ValueError(
+                    f"{self.uri} contains {path!r}, which cannot be read as a path: a part of it "
+                    "is empty, '.' or '..'. Copy the object to another key"
+                )
+        return sorted(p for p, is_file in paths if is_file), sorted(
+            p for p, is_file in paths if not is_file
+        )
 
     def is_file(self) -> bool:
         """Return whether the store's path is a file."""
-
-        def asked() -> bool:
+        with self.reading(""):
             filesystem, base = self._client()
             return bool(filesystem.get_file_info(base).is_file)
 
-        return self.insist(asked, "")
-
     def open(self, path: str) -> Any:
-        """Open a file for random access, without retries; errors are Arrow's own."""
+        """Open a file for random access; errors are the client's own, see ``reading``."""
         filesystem, base = self._client()
         whole = f"{base}/{path}" if path else base
         if _is_utf8(whole):
@@ -230,39 +206,32 @@ class Store:
 
         return pa.PythonFile(Path(whole).open("rb"))
 
-    def insist(self, read: Callable[[], T], path: str) -> T:
-        """Call ``read`` and return its result; retry if the store is busy.
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """Name the file in the errors of the ``with`` block, and hide secrets in their texts.
 
         Args:
-            read: Function that reads from the store.
-            path: Path that it reads, for error messages.
+            path: Path of the file that the block reads, relative to the store's.
 
         Raises:
             FileNotFoundError: The file does not exist.
-            OSError: The store refuses access, or does not answer after several tries.
+            OSError: The store refuses access, or does not answer.
         """
         where = f"{self.uri}/{path}" if path else self.uri
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                return read()
-            except FileNotFoundError:
-                raise FileNotFoundError(f"{where} does not exist") from None
-            except OSError as error:
-                text = self._without_secrets(str(error))
-                if _FINAL.search(text) or isinstance(error, PermissionError):
-                    raise type(error)(f"{where} cannot be read: {text}") from None
-                if not tries_left:
-                    raise OSError(f"{where} cannot be read in {_TRIES} tries: {text}") from None
-            except Exception as error:
-                text = self._without_secrets(str(error))
-                if text != str(error):
-                    raise OSError(f"{where}: {type(error).__name__}: {text}") from None
-                error.add_note(f"{where} was being read")
-                raise
-            # Jitter: the worker processes must not all retry at the same time.
-            pause_s = _FIRST_PAUSE_S * 2 ** (_TRIES - 1 - tries_left)
-            time.sleep(pause_s * _chance.uniform(0.5, 1.5))
-        raise AssertionError
+        try:
+            yield
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{where} does not exist") from None
+        except OSError as error:
+            kind = PermissionError if isinstance(error, PermissionError) else OSError
+            text = self._without_secrets(str(error))
+            raise kind(f"{where} cannot be read: {text}") from None
+        except Exception as error:
+            text = self._without_secrets(str(error))
+            if text != str(error):
+                raise OSError(f"{where}: {type(error).__name__}: {text}") from None
+            error.add_note(f"{where} was being read")
+            raise
 
     def _without_secrets(self, text: str) -> str:
         query = self._whole.removeprefix(_without_query(self._whole)).removeprefix("?")
@@ -373,7 +342,7 @@ def _client_of(options: dict[str, Any]) -> pafs.FileSystem:
     import pyarrow.fs as pafs
 
     return pafs.S3FileSystem(
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=3),
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
         connect_timeout=_CONNECT_S,
         request_timeout=_ANSWER_S,
         **options,

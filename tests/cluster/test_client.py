@@ -27,7 +27,7 @@ from cluster_programs import (
     workplace,
 )
 from cluster_programs.clusters import Cluster, free_port
-from cluster_programs.trainers import LENGTH, Trainer
+from cluster_programs.training_process import LENGTH, TrainingProcess
 
 pytestmark = [
     pytest.mark.extended,
@@ -122,7 +122,7 @@ def test_workers_are_on_the_cluster_and_a_break_leaves_them_usable(report: dict[
     assert report["again"] == 50
 
 
-def test_a_host_that_dies_changes_nothing(report: dict[str, Any]) -> None:
+def test_a_pipeline_actor_that_dies_changes_nothing(report: dict[str, Any]) -> None:
     assert report["survived"] == report["expected"]
 
 
@@ -153,12 +153,12 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
 
 def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with workplace() as head, workplace() as laptop:
-        trainer = Trainer(laptop, start_server(head), length=50 * LENGTH)
-        trainer.until(5)
+        training = TrainingProcess(laptop, start_server(head), length=50 * LENGTH)
+        training.until(5)
         servers = [p for p, c in processes_in(head).items() if "/gcs_server " in c]
         os.kill(*servers, signal.SIGKILL)
-        trainer.go()
-        assert trainer.process.wait(LOST_SECONDS) == 1
+        training.go()
+        assert training.process.wait(LOST_SECONDS) == 1
     assert "dpex.errors.BatchLostError" in capfd.readouterr().err
 
 
@@ -187,9 +187,9 @@ def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> Non
             with pytest.raises(DriverError, match="RAY_AUTH_MODE=token with the cluster's token"):
                 stranger.receive(seconds=90)
             assert stranger.end() == 0
-        trainer = Trainer(laptop, server, token)
-        trainer.go()
-        indices = [index for _, index, *_ in trainer.finish()["samples"]]
+        training = TrainingProcess(laptop, server, token)
+        training.go()
+        indices = [index for _, index, *_ in training.finish()["samples"]]
         assert sorted(indices) == list(range(LENGTH))
         for path in [*head.rglob("*"), *laptop.rglob("*")]:
             if path.is_file():

@@ -63,7 +63,7 @@ def logged(driver: Driver, text: str) -> bool:
     return any(text in line for line in driver.ask("logged"))
 
 
-def test_auto_finds_the_cluster_of_this_host(place: Path) -> None:
+def test_auto_finds_the_cluster_of_this_machine(place: Path) -> None:
     driver = Driver(place)
     connection = driver.ask("connect", head_address="auto")
     assert connection["kind"] == "cluster"
@@ -263,7 +263,7 @@ def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_p
     assert driver.end() == 0
 
 
-def test_no_node_on_this_host_is_said_at_once(place: Path) -> None:
+def test_no_node_on_this_machine_is_said_at_once(place: Path) -> None:
     # In a new PID namespace, the cluster's node is not a process of this machine.
     elsewhere = Driver(place, under=namespace("--fork", "--kill-child", "--pid", "--mount-proc"))
     elsewhere.send("connect", head_address=address_of(place))

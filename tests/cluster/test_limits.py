@@ -10,7 +10,7 @@ import pytest
 from dpex.cluster import limits
 
 GIB = 1 << 30
-HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def write(file: Path, text: str | int) -> None:
 
 
 @pytest.mark.parametrize("own", ["", "/job/step", "/../elsewhere"])
-def test_where_nothing_is_limited_the_host_is(kernel: Path, own: str) -> None:
+def test_where_nothing_is_limited_the_machine_is(kernel: Path, own: str) -> None:
     if own:
         write(kernel / "proc/self/cgroup", f"1:net:/\n0::{own}\n")
         write(kernel / "groups/job/step/memory.max", "max\n")
         write(kernel / "groups/job/step/cpu.max", "max 100000\n")
-    assert limits.usable_memory() == HOST_BYTES
-    assert limits.free_memory() == min(HOST_BYTES, 8 * GIB)
+    assert limits.usable_memory() == MACHINE_BYTES
+    assert limits.free_memory() == min(MACHINE_BYTES, 8 * GIB)
     assert limits.usable_cores() == len(os.sched_getaffinity(0))
 
 
@@ -57,4 +57,4 @@ def test_older_kernels_limit_memory_elsewhere(kernel: Path) -> None:
 
 def test_what_cannot_be_read_does_not_matter(kernel: Path) -> None:
     (kernel / "proc/meminfo").unlink()
-    assert limits.free_memory() == HOST_BYTES
+    assert limits.free_memory() == MACHINE_BYTES

@@ -543,7 +543,7 @@ def test_writers_that_are_killed_leave_no_torn_sample() -> None:
         assert wrong == 0
 
 
-def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_recomputed(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     with workplace() as elsewhere:
 
@@ -635,7 +635,7 @@ def test_a_full_cache_drops_what_nobody_uses(
     assert store.size()[1] <= 1_000_000
 
 
-def test_a_sample_larger_than_the_cache_is_made_anew_and_drives_nothing_out(
+def test_a_sample_larger_than_the_cache_is_recomputed_and_drives_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_store, "_STALE_S", -1.0)

@@ -306,7 +306,7 @@ def test_mixing_is_a_batched_stage(mix: Any, assert_same: Same) -> None:
             # Pictures and labels are mixed in the same ratio.
             torch.testing.assert_close(images.mean((1, 2, 3)), labels @ torch.arange(24.0))
             shares.append(float(share))
-        assert len(set(shares)) > 1, "every batch draws anew"
+        assert len(set(shares)) > 1, "every batch draws new numbers"
     assert type(once[0]) is type(torchs[0])
 
 

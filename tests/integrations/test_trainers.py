@@ -59,7 +59,7 @@ def test_one_process_takes_the_same_steps(framework: str, tmp_path: Path) -> Non
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("shared_ray")
-def test_lightning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole = trainer_runs.lightning_checkpoints(trainer_runs.make_torchs, tmp_path, None)
     ours = trainer_runs.lightning_checkpoints(trainer_runs.make_ours, tmp_path / "ours", None)
     assert ours == whole
@@ -152,7 +152,7 @@ def test_what_accelerate_makes_a_plain_loader_of_is_warned_of_once(
         accelerator.prepare(make_loader())
 
 
-def test_a_loader_whose_indices_are_dealt_out_already_is_warned_of(
+def test_a_loader_whose_indices_are_divided_already_is_warned_of(
     accelerator: accelerate.Accelerator,
 ) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(Points(), num_replicas=2, rank=0)
@@ -232,7 +232,7 @@ def test_torch_s_arguments_are_all_taken_over() -> None:
 
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_prepared_loader_goes_on_where_it_was(
+def test_a_prepared_loader_resumes_where_it_was(
     accelerator: accelerate.Accelerator, stateful: bool
 ) -> None:
     accelerator.dataloader_config.use_stateful_dataloader = stateful

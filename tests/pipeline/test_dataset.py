@@ -36,5 +36,5 @@ def test_ray_warns_of_no_deprecated_option(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for stages in ((), later):
-            spec = PipelineSpec([], "key", "host", options=options, later=stages)
+            spec = PipelineSpec([], "key", "actor", options=options, later=stages)
             build(spec, first=first, further=further)

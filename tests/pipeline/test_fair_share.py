@@ -30,8 +30,8 @@ def test_trainers_that_share_cpus_come_on_evenly() -> None:
     with workplace() as place:
         cluster = Cluster(place)
         cluster.add("--num-cpus=2")
-        trainers = [start(cluster, place, rank, ranks, "samples") for rank in range(ranks)]
-        assert [trainer.wait(PROGRAM_SECONDS) for trainer in trainers] == [0] * ranks
+        processes = [start(cluster, place, rank, ranks, "samples") for rank in range(ranks)]
+        assert [process.wait(PROGRAM_SECONDS) for process in processes] == [0] * ranks
         ended = [json.loads((place / f"ended{rank}.json").read_text()) for rank in range(ranks)]
     # The counts at the time when the first training process ended.
     batches = min((end["batches"] for end in ended), key=sum)
@@ -53,10 +53,10 @@ def test_streams_begin_beside_those_that_have_the_cpus() -> None:
             lambda: progress.exists() and progress.stat().st_size >= at_speed, 150, "first batches"
         )
         second = start(cluster, place, 1, 2, "streams")
-        assert [trainer.wait(200) for trainer in (first, second)] == [0, 0]
+        assert [process.wait(200) for process in (first, second)] == [0, 0]
         done, others = json.loads((place / "ended0.json").read_text())["batches"]
         begun = [path.read_text() for path in place.glob("streams*/*")]
     assert done == BATCHES["streams"]
-    assert others >= at_speed, "the second one's streams have begun, all of them"
+    assert others >= at_speed, "all streams of the second job have started"
     # Each stream has started once: after it releases its CPU, it continues where it was.
     assert begun == ["."] * 2 * WORKERS["streams"]

@@ -397,7 +397,7 @@ def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
     play(scenario)
 
 
-def test_a_turn_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_lease_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "WAITED_FOR_LEASE_S", 0.0)
 
     async def scenario(scheduler: Scheduler) -> None:
@@ -421,7 +421,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNamespace) -> None:
+def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
+    clock: SimpleNamespace,
+) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.note_others(OtherJobs(wait=True, room=0))
         for worker in (0, 0, 0, 1):
@@ -448,7 +450,7 @@ def test_a_stream_s_turn_ends_for_nobody_but_it_waits_for_others(clock: SimpleNa
     play(scenario, **BOUND)
 
 
-def test_a_stream_that_is_held_back_from_now_on_keeps_its_turn(
+def test_a_stream_that_is_held_back_from_now_on_keeps_its_task_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The period without chunks may begin while the scheduler hands out a chunk."""
@@ -522,7 +524,7 @@ def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
     play(scenario, **BOUND)
 
 
-def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_actors_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "POLL_S", 0.0)
     free = 9.0
 
@@ -549,10 +551,10 @@ def test_hosts_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-def test_many_hosts_ask_more_rarely() -> None:
+def test_many_pipeline_actors_ask_more_rarely() -> None:
     async def scenario() -> None:
         notes = FairShare(lambda: 0.0)
-        pauses = [(await notes.others(str(host), waits=False))[1] for host in range(256)]
+        pauses = [(await notes.others(str(actor), waits=False))[1] for actor in range(256)]
         assert pauses[:16] == [0.25] * 16
         assert 256 / pauses[-1] == 64
 
@@ -685,7 +687,7 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
 
 
 @pytest.mark.parametrize("unchanged", [True, False])
-def test_a_batch_under_way_at_the_release_is_reported_before_its_worker_s_next(
+def test_a_batch_in_flight_at_the_release_is_reported_before_its_worker_s_next(
     unchanged: bool,
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:

@@ -49,10 +49,10 @@ def after_breaks(loader_type: Any, **ours: Any) -> list[Any]:
     sampler = DistributedSampler(dataset, shuffle=False)
     loader = loader_type(dataset, 4, sampler=sampler, num_workers=2, **ours)
     batches = []
-    for turn in range(dist.get_world_size()):
-        if turn == dist.get_rank():
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
             for number, _ in enumerate(loader):
-                if number == turn:
+                if number == rank:
                     break
             batches = [indices.tolist() for (indices,) in loader]
         dist.barrier()

@@ -138,7 +138,7 @@ def told_of_timeouts(loader: DpexDataLoader[Any], out: Path) -> Iterator[Any]:
         raise
 
 
-def node_of_host(loader: Any) -> str:
+def node_of_pipeline_actor(loader: Any) -> str:
     """Return the node of the loader's pipeline actor."""
     import ray
 
@@ -205,7 +205,7 @@ def main() -> None:
         asked = time.monotonic()
     import ray
 
-    assert node_of_host(loader) == ray.get_runtime_context().get_node_id()
+    assert node_of_pipeline_actor(loader) == ray.get_runtime_context().get_node_id()
     Path(given["out"]).write_text(json.dumps({"samples": samples, "waits": waits}))
     loader.close()
 

@@ -61,9 +61,9 @@ class BusyStreams(IterableDataset[torch.Tensor]):
 def open_questions(loader: Any) -> int:
     """Return how many calls the loader's pipeline actor has not answered yet."""
 
-    def count(host: Any) -> int:
-        (lane,) = host._pipelines.values()
-        return len(asyncio.all_tasks(lane.get_loop()))
+    def count(actor: Any) -> int:
+        (opening,) = actor._pipelines.values()
+        return len(asyncio.all_tasks(opening.get_loop()))
 
     return int(ask_actor(loader, count))
 

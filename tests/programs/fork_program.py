@@ -34,7 +34,7 @@ class Tells:
 
     def __getitem__(self, index: int) -> Any:
         own = sys.argv == self.arguments
-        return index, os.getpid(), os.getppid(), getattr(sys, "of_the_trainer", 0), own
+        return index, os.getpid(), os.getppid(), getattr(sys, "of_the_training_process", 0), own
 
 
 def loader_of(**arguments: Any) -> DpexDataLoader[Any]:
@@ -150,7 +150,7 @@ def shared_memory() -> Any:
 def groups() -> Any:
     """Return whether worker processes share the group of the server or the training process."""
     loader = DpexDataLoader(Groups(), num_workers=2, distribute_mode=True, batch_size=None)
-    return sorted({(own == server, own == trainer) for own, server, trainer in loader})
+    return sorted({(own == server, own == training) for own, server, training in loader})
 
 
 class Groups:
@@ -160,7 +160,7 @@ class Groups:
         return 40
 
     def __getitem__(self, index: int) -> Any:
-        return os.getpgid(0), os.getpgid(os.getppid()), os.getpgid(sys.of_the_trainer)  # type: ignore[attr-defined]
+        return os.getpgid(0), os.getpgid(os.getppid()), os.getpgid(sys.of_the_training_process)  # type: ignore[attr-defined]
 
 
 def spawned_beside_forked() -> Any:
@@ -259,7 +259,7 @@ def killed() -> Any:
 
 
 if __name__ == "__main__":
-    sys.of_the_trainer = os.getpid()  # type: ignore[attr-defined]
+    sys.of_the_training_process = os.getpid()  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork")  # not the default since Python 3.14
     replies = take_stdout()
     print(json.dumps([globals()[scenario]() for scenario in sys.argv[1:]]), file=replies)

@@ -124,7 +124,7 @@ class AlwaysKills(Plain):
         return super().__getitem__(index)
 
 
-class KillsHost(Plain):
+class KillsPipelineActor(Plain):
     """Every sample kills all pipeline actors of the cluster."""
 
     def __getitem__(self, index: int) -> Any:

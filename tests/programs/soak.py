@@ -31,7 +31,7 @@ from cluster_programs.clusters import (
     spilled,
 )
 from cluster_programs.links import network
-from cluster_programs.trainers import LENGTH, SMALL_STORE, Trainer, drawn
+from cluster_programs.training_process import LENGTH, SMALL_STORE, TrainingProcess, drawn
 
 STOPPED_S = 20
 # The training process stops for this time, so the object stores fill up.
@@ -70,48 +70,48 @@ class Outcome:
     error: str = ""
 
 
-Disturb = Callable[[Cluster, Trainer, random.Random], None]
+Disturb = Callable[[Cluster, TrainingProcess, random.Random], None]
 
 
 def kill_process(title: str) -> Disturb:
     """Return a fault that kills a random process whose command line starts with ``title``."""
 
-    def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
-        trainer.go()
+    def disturb(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
+        training.go()
         found = [p for p, c in processes_in(cluster.place).items() if c.startswith(title)]
         os.kill(chance.choice(sorted(found)), signal.SIGKILL)
 
     return disturb
 
 
-def working_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> str:
+def working_node(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> str:
     """Choose a node, and let the training process continue to a batch from this node."""
     node = chance.choice(sorted(cluster.raylets().keys() - {cluster.head}))
-    trainer.until_from(node)
+    training.until_from(node)
     return node
 
 
-def kill_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def kill_node(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Kill a node's raylet, and with it all processes of the node."""
-    node = working_node(cluster, trainer, chance)
-    trainer.go()
+    node = working_node(cluster, training, chance)
+    training.go()
     cluster.signal(node, signal.SIGKILL)
 
 
-def stop_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def stop_node(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Stop a node's raylet for some seconds."""
-    node = working_node(cluster, trainer, chance)
-    trainer.go()
+    node = working_node(cluster, training, chance)
+    training.go()
     cluster.signal(node, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     cluster.signal(node, signal.SIGCONT)
 
 
-def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def drain_node(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Announce that a node will be removed, as a cloud does, and remove it."""
-    node = working_node(cluster, trainer, chance)
+    node = working_node(cluster, training, chance)
     cluster.drain(node, DRAIN_S)
-    trainer.go()
+    training.go()
     time.sleep(DRAIN_S)
     if node in cluster.raylets():  # it may have left by itself
         cluster.signal(node, signal.SIGKILL)
@@ -120,63 +120,63 @@ def drain_node(cluster: Cluster, trainer: Trainer, chance: random.Random) -> Non
 def cut_link(seconds: float | None) -> Disturb:
     """Return a fault that cuts a node's link, for some seconds or for good."""
 
-    def disturb(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+    def disturb(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
         assert cluster.network is not None
-        link = cluster.links[working_node(cluster, trainer, chance)]
+        link = cluster.links[working_node(cluster, training, chance)]
         cluster.network.cut(link)
-        trainer.go()
+        training.go()
         if seconds is not None:
             time.sleep(seconds)
-            cluster.network.mend(link)
+            cluster.network.repair(link)
 
     return disturb
 
 
-def slow_link(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def slow_link(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Limit a node's link for good, so that a batch takes about half a second."""
     assert cluster.network is not None
-    link = cluster.links[working_node(cluster, trainer, chance)]
+    link = cluster.links[working_node(cluster, training, chance)]
     cluster.network.slow(link, megabits=4)
-    trainer.go()
+    training.go()
 
 
-def stop_trainer(seconds: float) -> Disturb:
+def stop_training_process(seconds: float) -> Disturb:
     """Return a fault that stops the training process for some seconds."""
 
-    def disturb(_: Cluster, trainer: Trainer, __: random.Random) -> None:
-        trainer.go()
-        trainer.process.send_signal(signal.SIGSTOP)
+    def disturb(_: Cluster, training: TrainingProcess, __: random.Random) -> None:
+        training.go()
+        training.process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
-        trainer.process.send_signal(signal.SIGCONT)
+        training.process.send_signal(signal.SIGCONT)
 
     return disturb
 
 
-def run_another_job(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def run_another_job(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Run an epoch of another training process on the same nodes."""
-    other = Trainer(cluster.place, cluster.address, seed=chance.randrange(1000))
+    other = TrainingProcess(cluster.place, cluster.address, seed=chance.randrange(1000))
     other.until(0)
-    trainer.go()
+    training.go()
     other.finish(300)
 
 
-def kill_head(cluster: Cluster, trainer: Trainer, chance: random.Random) -> None:
+def kill_head(cluster: Cluster, training: TrainingProcess, chance: random.Random) -> None:
     """Kill the raylet of the head's node, or its GCS server: either ends the training process."""
     cluster.kill_head(chance.choice(["raylet", "gcs_server"]))
-    trainer.go()
-    assert trainer.process.wait(RAY_ENDS_S) != 0, "the epoch was over before"
+    training.go()
+    assert training.process.wait(RAY_ENDS_S) != 0, "the epoch was over before"
 
 
-def wait_in_vain(_: Cluster, trainer: Trainer, __: random.Random) -> None:
+def wait_in_vain(_: Cluster, training: TrainingProcess, __: random.Random) -> None:
     """Wait for a sample that never arrives: the training loop gets an error that names it."""
-    trainer.go()
-    assert trainer.process.wait(3 * TIMEOUT_S) != 0, "the epoch was over before"
-    message = trainer.said()["timed_out"]
+    training.go()
+    assert training.process.wait(3 * TIMEOUT_S) != 0, "the epoch was over before"
+    message = training.said()["timed_out"]
     named = {int(number) for number in re.findall(r"\d+", message.partition("[")[2])}
-    assert trainer.options["endless"][0] in named, message
+    assert training.options["endless"][0] in named, message
 
 
-def nothing(_: Cluster, __: Trainer, ___: random.Random) -> None:
+def nothing(_: Cluster, __: TrainingProcess, ___: random.Random) -> None:
     """Do nothing: the options of the training process cause the fault."""
 
 
@@ -275,21 +275,21 @@ FAULTS = (
     ),
     Fault("another job on the cluster", run_another_job),
     Fault("head killed, resumed on another cluster", kill_head, resumes=True),
-    Fault(f"training process stopped for {STOPPED_S} s", stop_trainer(STOPPED_S)),
-    Fault("training process stopped for 10 min", stop_trainer(600), once=True),
+    Fault(f"training process stopped for {STOPPED_S} s", stop_training_process(STOPPED_S)),
+    Fault("training process stopped for 10 min", stop_training_process(600), once=True),
     Fault(
         "worker killed by Ray for its memory", options=hungry, variables=little_memory, linked=True
     ),
     Fault(
         "object store of 80 MB, batches of 38 MB",
-        stop_trainer(FILLING_S),
+        stop_training_process(FILLING_S),
         both=SMALL_STORE,
         node=SMALL_STORE_NODE,
         spills=True,
     ),
     Fault(
         "object store of 80 MB, batches of 38 MB, disk full",
-        stop_trainer(FILLING_S),
+        stop_training_process(FILLING_S),
         both=SMALL_STORE,
         node=SMALL_STORE_NODE,
         full_disk=True,
@@ -330,19 +330,19 @@ def run(fault: Fault, seed: int) -> Outcome:
         # The undisturbed run must not use the nodes with small object stores.
         quiet = stack.enter_context(workplace()) if fault.spills else place
         address = "local" if fault.spills else cluster.address
-        expected = Trainer(quiet, address, **both).finish()
+        expected = TrainingProcess(quiet, address, **both).finish()
         order = [index for _, index, _ in drawn(expected)]
         given = {**both, **fault.options(chance, place, order)}
         if fault.resumes:
             given["checkpoint"] = str(place / "checkpoint")
-        trainer = Trainer(place, cluster.address, **given)
+        training = TrainingProcess(place, cluster.address, **given)
         if fault.disturb is not nothing:
-            trainer.until(chance.randrange(1, len(order) * 3 // 40))
-            fault.disturb(cluster, trainer, chance)
+            training.until(chance.randrange(1, len(order) * 3 // 40))
+            fault.disturb(cluster, training, chance)
         if fault.resumes:
             another = new_cluster(stack.enter_context(workplace()))
-            trainer = Trainer(another.place, another.address, **given)
-        found = trainer.finish(300)
+            training = TrainingProcess(another.place, another.address, **given)
+        found = training.finish(300)
         marks = [Path(value[-1]) for name, value in given.items() if name in MARKING]
         assert all(mark.exists() for mark in marks), "nothing befell it"
         assert not fault.spills or spilled(place), "the object stores had room for everything"

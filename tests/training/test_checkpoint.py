@@ -223,7 +223,7 @@ def gone_on(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(kind: str, mode: str) -> None:
+def test_an_interrupted_run_resumes_as_if_it_had_not_been(kind: str, mode: str) -> None:
     def arguments(seed: int) -> dict[str, Any]:
         return {**SAMPLERS[kind](seed), **MODES[mode]}
 
@@ -267,7 +267,7 @@ def test_after_an_epoch_s_last_batch_nothing_is_left_of_it_as_in_torchdata(ours:
 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("second", MODES)
-def test_it_goes_on_in_another_mode(first: str, second: str) -> None:
+def test_it_resumes_in_another_mode(first: str, second: str) -> None:
     whole = whole_run({**SAMPLERS["shuffle"](1), **MODES[first]})[0]
     before, state, generators = interrupted({**SAMPLERS["shuffle"](1), **MODES[first]}, 0, 2)
     after = gone_on({**SAMPLERS["shuffle"](2), **MODES[second]}, state, generators, 0)
@@ -278,7 +278,7 @@ def test_it_goes_on_in_another_mode(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     "changed", [{"num_workers": 5}, {"prefetch_factor": 7}, {"prefetch_bytes": 0}], ids=str
 )
-def test_draws_do_not_depend_on_the_workers_that_go_on(changed: dict[str, Any]) -> None:
+def test_draws_do_not_depend_on_the_workers_that_resume(changed: dict[str, Any]) -> None:
     arguments = {**SAMPLERS["shuffle"](1), **MODES["dpex"]}
     whole = whole_run(arguments)[0]
     before, state, generators = interrupted(arguments, 0, 2)
@@ -287,7 +287,7 @@ def test_draws_do_not_depend_on_the_workers_that_go_on(changed: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_goes_on_with_another_batch_size(mode: str) -> None:
+def test_it_resumes_with_another_batch_size(mode: str) -> None:
     arguments = {**SAMPLERS["shuffle"](1), **MODES[mode]}
     whole = whole_run(arguments)[0]
     before, state, generators = interrupted(arguments, 0, 2)
@@ -315,7 +315,7 @@ def test_a_run_may_be_interrupted_again_and_again() -> None:
     assert list(map(content, got)) == list(map(content, whole[0]))
 
 
-def test_batches_under_way_do_not_count() -> None:
+def test_batches_in_flight_do_not_count() -> None:
     with DpexDataLoader(DATASET, **SAMPLERS["shuffle"](1), **MODES["dpex"]) as loader:
         iterator = iter(loader)
         for number in range(BATCHES):
@@ -588,7 +588,7 @@ def test_a_state_survives_torch_save_with_weights_only(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mode", ["fresh", "persistent"])
-def test_a_killed_trainer_goes_on_where_its_last_state_was_saved(mode: str) -> None:
+def test_a_killed_training_process_resumes_where_its_last_state_was_saved(mode: str) -> None:
     with workplace() as place:
 
         def run(name: str, kill_at: int) -> list[str]:

@@ -126,7 +126,7 @@ def test_tasks_that_compute_stay_on_the_cores() -> None:
     assert p.parallel == 2
 
 
-def test_tasks_that_wait_widen_to_num_workers() -> None:
+def test_tasks_that_wait_scale_up_to_num_workers() -> None:
     p = planner(num_workers=32)
     observe(p, ms=10, kilobytes=1, share=0.01)
     assert p.parallel == 32
@@ -139,7 +139,7 @@ def test_where_ray_counts_cpus_all_workers_tasks_are_left_to_it_once_warm() -> N
     assert p.parallel == 8
 
 
-def test_free_cores_are_looked_at_anew_for_every_iteration() -> None:
+def test_free_cores_are_counted_again_for_every_iteration() -> None:
     p = planner(num_workers=8, free_cores=1)
     p.begin(free_cores=4)
     assert p.parallel == 4

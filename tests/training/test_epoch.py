@@ -218,7 +218,7 @@ def test_a_batch_that_kills_every_worker_is_an_error_and_the_others_come() -> No
     assert list(outcomes) == list(range(12))
 
 
-def test_lost_blocks_are_made_again_and_end_the_epoch_if_no_block_comes() -> None:
+def test_lost_blocks_are_recomputed_and_end_the_epoch_if_no_block_comes() -> None:
     lost = iter([True, True, False])
 
     def fate(chunk: Chunk, _: bool) -> Fate:

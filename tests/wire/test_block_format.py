@@ -160,7 +160,7 @@ def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
         second.value.reraise()
 
 
-def test_a_writer_begins_anew_after_each_block() -> None:
+def test_a_writer_is_empty_after_each_block() -> None:
     writer = BlockWriter("run", 0)
     writer.add(Entry(0, dump(torch.ones(5000), "batch")), Costs())
     assert writer.size_bytes > 20_000

@@ -53,7 +53,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
         def put(self, table: Any) -> list[Any]:
             return [ray.put(table)]
 
-    class Host:
+    class FakePipelineActor:
         def __init__(self, replies: list[Any]) -> None:
             self.replies = replies
             self.released: list[Any] = []
@@ -74,12 +74,12 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     ray.kill(dies)
     wait_until(lambda: is_lost(blocks[1]), 60, "loss of the block")
     replies = [Reply([(block, 1)], quiet_at=number + 1) for number, block in enumerate(blocks)]
-    host_class: Any = ray.remote(num_cpus=0)(Host)
-    host = host_class.remote([*replies, Reply(ended=True)])
+    actor_class: Any = ray.remote(num_cpus=0)(FakePipelineActor)
+    actor = actor_class.remote([*replies, Reply(ended=True)])
     context = ray.get_runtime_context()
-    handle = PipelineActor(host, "host", (context.gcs_address, context.get_job_id()))
+    handle = PipelineActor(actor, "actor", (context.gcs_address, context.get_job_id()))
     receiver = Receiver(
-        handle, "lane", "run", MemoryPool(), pin_memory=False, through_client=through_client
+        handle, "pipeline", "run", MemoryPool(), pin_memory=False, through_client=through_client
     )
     wait_until(lambda: receiver._ended, 60, "end of the replies")
     read = []
@@ -90,7 +90,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     [loss] = receiver.take_losses()
     assert loss.cause is LossCause.BLOCK
     assert loss.text.startswith("a block was lost: ")
-    assert ray.get(host.calls.remote()) == [("lane", "run")]
+    assert ray.get(actor.calls.remote()) == [("pipeline", "run")]
     assert receiver.quiet_at == 0, "of the last reply, which has ended the run"
 
 

@@ -28,7 +28,7 @@ class Answer:
         return self._future
 
 
-class FakeHost:
+class FakePipelineActor:
     """A pipeline actor that answers each call with the next error, and then without error."""
 
     def __init__(self, *errors: Exception | None) -> None:
@@ -45,61 +45,63 @@ def away() -> ActorUnavailableError:
     return ActorUnavailableError("connection reset", None)
 
 
-def messages_to(monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> Messages:
-    monkeypatch.setattr(actor_calls, "pipeline_actor", {"host": host}.__getitem__)
+def messages_to(monkeypatch: pytest.MonkeyPatch, actor: FakePipelineActor) -> Messages:
+    monkeypatch.setattr(actor_calls, "pipeline_actor", {"actor": actor}.__getitem__)
     monkeypatch.setattr(tuning, "ACTOR_PAUSE_S", 0.0)
-    return Messages("host", "lane")
+    return Messages("actor", "pipeline")
 
 
-def test_a_message_is_sent_again_until_the_host_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = FakeHost(away(), None, away(), away())
-    messages = messages_to(monkeypatch, host)
+def test_a_message_is_resent_until_the_pipeline_actor_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = FakePipelineActor(away(), None, away(), away())
+    messages = messages_to(monkeypatch, actor)
     for block in "ab":
         messages.send("deliver", block)
     messages.confirm()
-    assert [block for *_, block in host.calls] == ["a", "b", "a", "a", "a"]
+    assert [block for *_, block in actor.calls] == ["a", "b", "a", "a", "a"]
     # The pipeline actor recognizes a repeated message by its sender and number.
-    assert len({call[1] for call in host.calls}) == 2
+    assert len({call[1] for call in actor.calls}) == 2
 
 
 def test_a_chunk_waits_for_the_messages_of_earlier_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    host = FakeHost(away(), away())
-    messages = messages_to(monkeypatch, host)
+    actor = FakePipelineActor(away(), away())
+    messages = messages_to(monkeypatch, actor)
     messages.send("deliver", "earlier")
     messages.begin_chunk()
     messages.send("deliver", "latest")
     messages.confirm_earlier()
-    assert [block for *_, block in host.calls] == ["earlier", "latest", "earlier"]
+    assert [block for *_, block in actor.calls] == ["earlier", "latest", "earlier"]
     messages.confirm()
-    assert [block for *_, block in host.calls][3:] == ["latest"]
+    assert [block for *_, block in actor.calls][3:] == ["latest"]
 
 
-def test_no_more_messages_are_under_way_than_the_host_remembers(
+def test_no_more_messages_are_in_flight_than_the_pipeline_actor_remembers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    host = FakeHost(away())
-    messages = messages_to(monkeypatch, host)
+    actor = FakePipelineActor(away())
+    messages = messages_to(monkeypatch, actor)
     for number in range(100):
         messages.send("deliver", number)
-    again = [block for *_, block in host.calls].index(0, 1)
+    again = [block for *_, block in actor.calls].index(0, 1)
     assert again == tuning.MOST_UNANSWERED + 1
     arrived = Arrived()
-    assert all(arrived.add(message) for _, message, _ in host.calls[:again])
-    assert not arrived.add(host.calls[again][1])
+    assert all(arrived.add(message) for _, message, _ in actor.calls[:again])
+    assert not arrived.add(actor.calls[again][1])
 
 
-def test_a_host_that_has_died_needs_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = FakeHost(away(), ActorDiedError())
-    messages = messages_to(monkeypatch, host)
+def test_a_pipeline_actor_that_has_died_needs_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = FakePipelineActor(away(), ActorDiedError())
+    messages = messages_to(monkeypatch, actor)
     messages.send("deliver", "a")
     messages.confirm()
-    assert len(host.calls) == 2
+    assert len(actor.calls) == 2
 
 
-def test_a_host_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = messages_to(monkeypatch, FakeHost(*(away() for _ in range(1000))))
+def test_a_pipeline_actor_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = messages_to(monkeypatch, FakePipelineActor(*(away() for _ in range(1000))))
     times = iter(range(1000))
     monkeypatch.setattr(actor_calls.time, "monotonic", lambda: float(next(times)))
     messages.send("deliver", "a")

@@ -109,7 +109,7 @@ def test_large_tensors_are_copied_once_and_others_not() -> None:
         assert small[i].data_ptr() != given[i][1].data_ptr()
 
 
-def test_one_tensor_filled_anew_is_every_samples(assert_same: Same) -> None:
+def test_one_refilled_tensor_is_every_samples(assert_same: Same) -> None:
     memory = BatchMemory(default_collate, 3)
     tensor = picture(0)
     batch = memory.collate([memory.take(tensor.copy_(picture(i))) for i in range(3)])

@@ -190,7 +190,7 @@ def check(assert_same: Same, dataset: Any, epochs: int = 1, **arguments: Any) ->
     [Everything(), Everything(0), Everything(300), Shard(), Shard(3), Uneven(), Drawing()],
     ids=["all", "none", "many", "shard", "few", "uneven", "drawing"],
 )
-def test_batches_come_in_torch_s_round(
+def test_batches_come_in_torch_s_round_robin(
     assert_same: Same, dataset: Any, num_workers: int, batching: dict[str, Any]
 ) -> None:
     check(assert_same, dataset, num_workers=num_workers, **batching)
@@ -224,7 +224,7 @@ def test_draws_of_further_epochs() -> None:
     assert lasting[0] == str(torchs[0])
 
 
-def test_a_later_epoch_of_persistent_workers_goes_on() -> None:
+def test_a_later_epoch_of_persistent_workers_continues() -> None:
     arguments: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
     seed_everything()
     with DpexDataLoader(Drawing(20), **arguments, **OURS) as loader:
@@ -318,7 +318,7 @@ def outcomes(loader: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
-def test_errors_come_in_their_place_and_the_stream_goes_on(batch_size: int | None) -> None:
+def test_errors_come_in_their_place_and_the_stream_continues(batch_size: int | None) -> None:
     loader = DpexDataLoader(Failing(), batch_size, num_workers=2, **OURS)
     got = outcomes(loader)
     assert got == outcomes(DataLoader(Failing(), batch_size, num_workers=2))
@@ -414,7 +414,7 @@ def test_statistics_count_a_stream_s_samples() -> None:
     [(Drawing(9), "dpex"), (Uneven(), "dpex"), (Uneven(), "torch")],
     ids=["drawing", "uneven", "in torch's workers"],
 )
-def test_a_stream_goes_on_where_it_was(dataset: Any, second: str) -> None:
+def test_a_stream_resumes_where_it_was(dataset: Any, second: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 2, "num_workers": 3}
     seed_everything()
     with DpexDataLoader(dataset, **arguments, **OURS) as loader:
@@ -433,7 +433,7 @@ def test_a_stream_goes_on_where_it_was(dataset: Any, second: str) -> None:
 
 @pytest.mark.parametrize("ours", [{}, OURS], ids=["torch", "dpex"])
 @pytest.mark.parametrize("change", [{"num_workers": 0}, {"num_workers": 3}, {"batch_size": 3}])
-def test_a_stream_goes_on_in_the_same_batches_only(change: Any, ours: Any) -> None:
+def test_a_stream_resumes_in_the_same_batches_only(change: Any, ours: Any) -> None:
     arguments: dict[str, Any] = {"batch_size": 2, "num_workers": 2, **ours}
     with DpexDataLoader(Shard(), **arguments) as loader:
         list(loader)
@@ -447,7 +447,7 @@ def test_a_stream_goes_on_in_the_same_batches_only(change: Any, ours: Any) -> No
         loader.load_state_dict(between)
 
 
-def test_an_epoch_of_torch_s_workers_does_not_go_on_in_ours() -> None:
+def test_an_epoch_of_torch_s_workers_does_not_resume_in_dpex_s() -> None:
     plain = DpexDataLoader(Shard(), 2, num_workers=2)
     next(iter(plain))
     with DpexDataLoader(Shard(), 2, num_workers=2, **OURS) as loader:
@@ -456,7 +456,7 @@ def test_an_epoch_of_torch_s_workers_does_not_go_on_in_ours() -> None:
             iter(loader)
 
 
-def test_a_stream_does_not_go_on_as_a_map_nor_a_map_as_a_stream() -> None:
+def test_a_stream_does_not_resume_as_a_map_nor_a_map_as_a_stream() -> None:
     loaders = DpexDataLoader(Shard(), 2), DpexDataLoader(TensorDataset(torch.arange(9)), 2)
     for one, other in itertools.permutations(loaders):
         next(iter(one))
@@ -486,7 +486,7 @@ def test_without_the_cluster_errors_are_read_over() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_without_the_cluster_a_stream_goes_on_too(num_workers: int) -> None:
+def test_without_the_cluster_a_stream_resumes_too(num_workers: int) -> None:
     whole = [batch.tolist() for batch in DataLoader(Shard(), 2, num_workers=num_workers)]
     loader = DpexDataLoader(Shard(), 2, num_workers=num_workers)
     before = [batch.tolist() for batch in itertools.islice(loader, 3)]

@@ -118,7 +118,7 @@ def test_datasets_set_epoch(lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("place", [1, 5, 13])
-def test_datasets_go_on_from_their_state(lines: list[str], place: int) -> None:
+def test_datasets_resume_from_their_state(lines: list[str], place: int) -> None:
     """This stream is not shuffled, because ``datasets`` does not restore a shuffle buffer."""
     dataset = datasets.load_dataset("json", data_files=lines, split="train", streaming=True)
     with DpexDataLoader(dataset, 4, num_workers=2, **OURS) as loader:

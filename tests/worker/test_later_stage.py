@@ -225,7 +225,7 @@ def draws(chain: list[Any], source: Any = None, **options: Any) -> list[torch.Te
 @pytest.mark.parametrize("source", [Plain(48), AtOnce(48)], ids=["one", "at once"])
 def test_what_a_sample_draws_depends_on_its_place_alone(chain: list[Any], source: Any) -> None:
     once = draws(chain, source)
-    assert not torch.equal(*once), "every epoch draws anew"
+    assert not torch.equal(*once), "every epoch draws new numbers"
     noise = once[0] - once[0].round()
     assert len(noise[31:].unique()) == noise[31:].numel(), "every sample draws for itself"
     for other in ({"num_workers": 1}, {"num_workers": 5}, {"batch_size": 4}, {"batch_size": 48}):
@@ -362,7 +362,7 @@ def test_a_sample_that_kills_a_stage_every_time_is_an_error() -> None:
     assert [int(values[0, 0]) for values, _ in iterator] == [50, 60, 70, 80, 90]
 
 
-def test_an_epoch_may_be_left_and_another_begun() -> None:
+def test_an_epoch_may_be_left_and_another_started() -> None:
     dataset = MappedDataset(Plain(300), [Stage(double, num_cpus=2)])
     loader: Any = DpexDataLoader(dataset, 3, num_workers=2, **OURS)
     for _ in range(5):

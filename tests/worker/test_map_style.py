@@ -157,7 +157,7 @@ def test_default_collate_does_not_use_shared_memory() -> None:
     assert not batch.is_shared()
 
 
-def test_copies_live_as_long_as_their_generation() -> None:
+def test_copies_live_as_long_as_their_dataset_version() -> None:
     first, second = (make_run(num_workers=1, generation=generation) for generation in range(2))
     assert read(Counts(), [[0], [0]], run=first, **BOUND) == [[(1, None)], [(2, None)]]
     assert read(Counts(), [[0]], run=first, **BOUND) == [[(3, None)]]

@@ -120,7 +120,7 @@ def test_with_every_sample_broken_nothing_comes() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_too_many_end_the_epoch_and_the_next_one_begins_anew(most: int) -> None:
+def test_too_many_end_the_epoch_and_the_next_epoch_is_whole(most: int) -> None:
     with loader_of(Broken(), max_skipped=most) as loader:
         for _ in range(2):
             seen = []

@@ -106,7 +106,7 @@ def indices_in(batches: list[Batch]) -> set[int]:
 
 @pytest.mark.parametrize("place", [0, 1, 4, 6, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_is_begun_where_it_says_it_stood(kind: Any, place: int, tmp_path: Path) -> None:
+def test_a_stream_begins_where_its_state_says(kind: Any, place: int, tmp_path: Path) -> None:
     """A resumed stream reads no sample twice, and draws the same numbers."""
 
     def loader(part: str) -> DpexDataLoader[Any]:
@@ -139,7 +139,7 @@ def test_states_follow_what_was_handed_out_not_what_was_read(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_after_one_that_went_on_are_whole(
+def test_epochs_after_a_resumed_epoch_are_whole(
     persistent: bool, place: int, tmp_path: Path
 ) -> None:
     def loader(part: str) -> DpexDataLoader[Any]:
@@ -186,7 +186,7 @@ class ItsDatasetHolds(Generating):
 
 @pytest.mark.parametrize("place", [0, 1, 10, LENGTH])
 @pytest.mark.parametrize("kind", [*KINDS, Goes, HoldsGenerator, ItsDatasetHolds])
-def test_without_workers_a_stream_goes_on_as_a_stateful_data_loader_s(
+def test_without_workers_a_stream_resumes_as_a_stateful_data_loader_s(
     kind: Any, place: int, tmp_path: Path
 ) -> None:
     found = {}

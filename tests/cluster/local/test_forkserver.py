@@ -67,13 +67,13 @@ def outcomes_of(*scenarios: str) -> list[Any]:
         return json.loads(done.stdout)
 
 
-def test_workers_are_forks_of_the_trainer() -> None:
+def test_workers_are_forks_of_the_training_process() -> None:
     forked, ids, groups, beside_spawned, after_shutdown = outcomes_of(
         "forked", "random_ids", "groups", "spawned_beside_forked", "after_shutdown"
     )
     assert forked == [True, 1]
     assert ids == [40, 40], "no two draw the same"
-    assert groups == [[False, False]], "in a group with neither the server nor the trainer"
+    assert groups == [[False, False]], "in a group with neither the server nor the training process"
     assert beside_spawned == [True, False], "each loader's start method counts"
     assert after_shutdown == [True, True, False], "they end with their Ray, a new one forks again"
 
@@ -93,7 +93,9 @@ def test_workers_write_to_memory_that_the_training_process_shares() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", ["spawned", "with_ray_loaded"])
-def test_workers_that_are_no_forks_of_the_trainer_are_those_of_a_new_process(scenario: str) -> None:
+def test_workers_that_are_no_forks_of_the_training_process_are_those_of_a_new_process(
+    scenario: str,
+) -> None:
     [parent] = outcomes_of(scenario)
     assert parent.startswith("python")
 
@@ -126,29 +128,29 @@ def test_a_server_that_never_answers_is_told_of_and_ray_starts_the_workers() -> 
 def test_a_wait_for_a_worker_that_never_starts_is_told_again_and_again() -> None:
     with workplace() as place:
         command = [sys.executable, str(PROGRAM), "no_worker_program"]
-        trainer = spawn(command, place, stderr=subprocess.PIPE)
-        assert trainer.stderr is not None
+        process = spawn(command, place, stderr=subprocess.PIPE)
+        assert process.stderr is not None
         told = 0
         while told < 2:
-            line = trainer.stderr.readline()
+            line = process.stderr.readline()
             assert line, "the program has ended"
             told += "waiting for the process that runs the pipeline" in line
-        trainer.kill()
-        trainer.wait()
+        process.kill()
+        process.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
 
 
-def test_workers_end_with_a_trainer_that_is_killed() -> None:
+def test_workers_end_with_a_training_process_that_is_killed() -> None:
     with workplace() as place:
-        trainer = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "[true]\n"
-        trainer.kill()
-        trainer.wait()
+        process = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[true]\n"
+        process.kill()
+        process.wait()
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
 
 
-def test_the_server_ends_with_its_trainer_also_where_ray_cannot_be_loaded() -> None:
+def test_the_server_ends_with_its_training_process_also_where_ray_cannot_be_loaded() -> None:
     with workplace() as place:
         (place / "ray.py").write_text(STALLED)
         program = place / "impatient.py"

@@ -411,9 +411,9 @@ class Forked:
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        return sys.of_the_trainer
+        return sys.of_the_training_process
 
-sys.of_the_trainer = 1
+sys.of_the_training_process = 1
 loader = DpexDataLoader(Forked(), num_workers=2, distribute_mode=True, head_address="local")
 assert [int(forked) for forked in loader] == [1] * 8
 Path(sys.argv[1]).write_text(forkserver.address(None))

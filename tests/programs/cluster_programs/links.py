@@ -45,7 +45,7 @@ class Network:
         """Take a namespace's link down."""
         _ip("link", "set", name, "down")
 
-    def mend(self, name: str) -> None:
+    def repair(self, name: str) -> None:
         """Bring a namespace's link up again."""
         _ip("link", "set", name, "up")
 

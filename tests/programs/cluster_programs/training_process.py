@@ -19,7 +19,7 @@ LENGTH = 600
 SMALL_STORE = {"batch_size": 10, "length": 200, "floats": 950_000, "seconds": 0.001}
 
 
-class Trainer:
+class TrainingProcess:
     """A training process of ``epoch_program.py``, which waits for a command after each batch.
 
     Args:
@@ -68,7 +68,7 @@ class Trainer:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             assert selector.select(seconds), f"no batch within {seconds} s"
         line = self.process.stdout.readline()
-        assert line, f"the trainer ended with {self.process.wait()}"
+        assert line, f"the training process ended with {self.process.wait()}"
         self._stopped = True
         number, *nodes = line.split()
         return int(number), nodes
