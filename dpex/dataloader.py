@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import time
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from dpex import tuning, user_code
+from dpex import tuning
 from dpex.cluster.connect import connect, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
 from dpex.errors import SerializationError
-from dpex.log import announce
+from dpex.log import announce, warn
 from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
@@ -512,7 +511,7 @@ _warned: set[str] = set()
 def _warn_once(key: str, text: str) -> None:
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=user_code.stacklevel())
+        warn(text)
 
 
 @functools.cache

@@ -1,11 +1,14 @@
-"""The logger ``dpex``, whose messages are visible in a program that configures no logging."""
+"""Messages to the user: the logger ``dpex``, and warnings at the user's line."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
-__all__ = ["announce", "show_messages"]
+from dpex import user_code
+
+__all__ = ["announce", "show_messages", "warn"]
 
 logger = logging.getLogger("dpex")
 
@@ -38,3 +41,8 @@ def announce(text: str) -> None:
         logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
     else:
         logger.info("%s", text)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that names the user's line."""
+    warnings.warn(f"dpex: {text}", category, stacklevel=user_code.stacklevel())

@@ -140,7 +140,7 @@ class Shortcut:
             f"A newer dpex may support this version of {self.package}"
         )
         if threading.current_thread() is threading.main_thread():
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warnings.warn(f"dpex: {message}", RuntimeWarning, stacklevel=3)
         else:  # if a filter turned the warning into an error, no user code would see the error
             logger.warning("%s", message)
 

@@ -7,16 +7,15 @@ Accelerate's: it places batches on devices, synchronises generators and counts.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import accelerate
 from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import IterableDataset
 
-from dpex import user_code
 from dpex.dataloader import DpexDataLoader
 from dpex.integrations.remaking import own_options, remake
+from dpex.log import warn
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -47,11 +46,10 @@ def prepare(
     loaders = [each for each in objects if _is_ours(each)]
     for loader in loaders:
         if ranks > 1 and loader._source.distributed is not None:
-            warnings.warn(
+            warn(
                 f"the loader has a DistributedSampler, and Accelerate divides its indices among "
                 f"the {ranks} ranks once more. Together the ranks read only 1/{ranks} of the "
                 "samples. Pass shuffle=True or a sampler of the whole dataset instead",
-                stacklevel=user_code.stacklevel(),
             )
         loader._is_accelerate_prepared = False  # the property warns only while this is None
     try:

@@ -8,7 +8,6 @@ import importlib
 import itertools
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex import tuning, user_code
+from dpex import tuning
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError
+from dpex.log import warn
 from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
@@ -230,11 +230,10 @@ class Session:
         large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
         if large and not (self._connection.single_host or Session.warned_of_size):
             Session.warned_of_size = True
-            warnings.warn(
+            warn(
                 f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
-                stacklevel=user_code.stacklevel(),
             )
         return _StoredJob(key, [store_job(pickled)], None)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, TypedDict
 
-from dpex import user_code
+from dpex.log import warn
 
 __all__ = ["WorkerOptions", "check", "unmet"]
 
@@ -109,11 +108,10 @@ def _warn_of_strategy(strategy: Any) -> None:
         instead = "Pass the same labels as label_selector, and soft ones as fallback_strategy"
     else:
         instead = "Give the nodes a label, and pass it as label_selector"
-    warnings.warn(
+    warn(
         f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray Data no longer "
         f"accepts it for one stage from Ray 2.64 on. {instead}",
         DeprecationWarning,
-        stacklevel=user_code.stacklevel(),
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from dpex import tuning, user_code
+from dpex import tuning
 from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
+from dpex.log import warn
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
@@ -83,13 +83,12 @@ class StateNotes:
             )
         if costs.late_changes and not self._versions.change_noted:
             self._versions.change_noted = True
-            warnings.warn(
+            warn(
                 f"a batch (number {max(numbers)} or an earlier one) changed its worker's dataset "
                 "or collate_fn, but the first batches did not. Until then any process made any "
                 "batch, so the workers' state differs from torch's in this epoch. Pass a "
                 "worker_init_fn, which may do nothing: it keeps every logical worker in one "
                 "process from the first batch on",
-                stacklevel=user_code.stacklevel(),
             )
 
 
@@ -368,8 +367,8 @@ class Epoch:
         while (arrival := receiver.take()) is not None:
             self._losses_in_a_row = 0
             if arrival.block.run == self._run_spec.key:
-                self._notes.note(arrival, self._run_spec.num_workers)
                 self._take_block(arrival)
+                self._notes.note(arrival, self._run_spec.num_workers)  # may raise a warning
         self._in_flight.note_losses(receiver.take_losses())
         if self._in_flight.lost(quiet_at):
             self._resend_lost(self._recover)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex import user_code
+from dpex.log import warn
 from dpex.training.checkpoint import DrawnBatch, EpochProgress, Progress, State
 from dpex.worker.rng_state import Draws
 from dpex.worker.seeding import generators_kept
@@ -223,11 +222,10 @@ class Source:
         known = state.stream_states
         if known is None or state.batches or len(known) == self.workers:
             return state
-        warnings.warn(
+        warn(
             f"the state contains the datasets' states of {len(known)} persistent workers, but "
             f"num_workers is {self.num_workers}. The datasets start without these states. To keep "
             f"them, pass num_workers={len(known)}",
-            stacklevel=user_code.stacklevel(),
         )
         return replace(state, stream_states=None)
 
@@ -396,11 +394,10 @@ class IndexIterator:
             return next(self._inner)
         known, told = self.epoch.begin.sampler_epoch, self._source.epoch
         if told != known:
-            warnings.warn(
+            warn(
                 f"load_state_dict resumes epoch {known} in its middle, but the sampler's epoch is "
                 f"{told}. Some samples will come twice, and others not at all. Call "
                 f"set_epoch({known})",
-                stacklevel=user_code.stacklevel(),
             )
         with self._draws.repeated(own):
             skipped = 0

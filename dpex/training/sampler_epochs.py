@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex import user_code
+from dpex.log import warn
 
 __all__ = ["SamplerEpochs"]
 
@@ -54,11 +53,10 @@ class SamplerEpochs:
             if isinstance(sampler, DistributedSampler) and sampler.shuffle:
                 self._warned = True
                 if sampler.rank == 0:
-                    warnings.warn(
+                    warn(
                         f"a second epoch starts with DistributedSampler.epoch={sampler.epoch}, so "
                         "every rank gets the same samples in the same order again. Call "
                         "sampler.set_epoch(epoch) before each epoch",
-                        stacklevel=user_code.stacklevel(),
                     )
                 return
 

@@ -13,7 +13,6 @@ import io
 import pickle
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
@@ -26,6 +25,7 @@ import xxhash
 
 from dpex import tuning, user_code
 from dpex.errors import SerializationError
+from dpex.log import warn
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
 
@@ -311,10 +311,9 @@ def _dump_or_explain(
         ) from (error.with_traceback(trace) if trace is not None else None)
     for copied in mappings.copied if mappings is not None else ():
         path = _path_to(copied, obj, what) or f"{what} (a {type(copied).__qualname__} in it)"
-        warnings.warn(
+        warn(
             f"{path} is in memory that this process shares with others, but workers read a copy, "
             "which iter() makes",
-            stacklevel=user_code.stacklevel(),
         )
     return pickled
 
