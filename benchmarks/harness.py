@@ -76,6 +76,7 @@ class Case:
         dataset: Dataset that every peer reads.
         batch_size: Samples in a batch.
         shuffle: Whether the order is random; every peer gets the same permutations.
+        persistent_workers: Whether workers outlive an epoch.
         collate_fn: ``collate_fn`` of every peer that collates; None for torch's default.
         worker_init_fn: ``worker_init_fn`` of every peer that takes torch's arguments.
         inline_batches: Number of batches that the single process reads to determine the limit. It
@@ -93,6 +94,7 @@ class Case:
     dataset: Dataset[Any]
     batch_size: int
     shuffle: bool = True
+    persistent_workers: bool = True
     collate_fn: Callable[[list[Any]], Any] | None = None
     worker_init_fn: Callable[[int], None] | None = None
     inline_batches: int = 0
@@ -133,6 +135,7 @@ def make_loader(
     num_workers: int,
     sampler: Iterable[int] | None = None,
     shuffle: bool = False,
+    persistent_workers: bool = True,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> DataLoader[Any]:
@@ -143,9 +146,10 @@ def make_loader(
             with spawned workers), ``"stateful"`` (torchdata's) or ``"dpex"``.
         dataset: Dataset that the loader reads.
         batch_size: Samples in a batch.
-        num_workers: Number of workers, which outlive an epoch; ``"inline"`` has none.
+        num_workers: Number of workers; ``"inline"`` has none.
         sampler: Order of the indices, instead of ``shuffle``.
         shuffle: Whether the order is random. The generator has the same seed for every peer.
+        persistent_workers: Whether workers outlive an epoch.
         collate_fn: torch's default if None.
         worker_init_fn: Called in each worker; ``"inline"`` has none.
 
@@ -166,7 +170,7 @@ def make_loader(
         return DataLoader(dataset, **options)
     options |= {
         "num_workers": num_workers,
-        "persistent_workers": True,
+        "persistent_workers": persistent_workers,
         "worker_init_fn": worker_init_fn,
     }
     if peer == "torch":

@@ -121,6 +121,7 @@ class Loader:
             batch_size=case.batch_size,
             num_workers=num_workers,
             sampler=sampler(case),
+            persistent_workers=case.persistent_workers,
             collate_fn=case.collate_fn,
             worker_init_fn=case.worker_init_fn,
         )

@@ -48,9 +48,6 @@ SHORT_HEADS = {
 
 # Figures that a user may want, and that no benchmark or no record has.
 NOT_MEASURED = (
-    "Epochs of a large dataset without `persistent_workers`.",
-    "The speed of DDP on one machine.",
-    "Short epochs with 32 workers.",
     "The time that a GPU is idle: `make bench-gpu` needs a CUDA device, and has no record yet.",
 )
 

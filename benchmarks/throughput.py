@@ -170,17 +170,30 @@ def ratios(runs: Runs) -> dict[str, list[float]]:
 
 
 def summary(field: Field, runs: Runs, over: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Summarise the measurements of a field; see ``summarised``."""
+    record = summarised(field.case, field.num_workers, field.cold, runs, over)
+    return record | {"peers_absent": field.absent}
+
+
+def summarised(
+    case: Case,
+    num_workers: int,
+    cold: Mapping[str, Epoch],
+    runs: Runs,
+    over: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
     """Summarise the measurements of a workload.
 
     Args:
-        field: The workload and its peers.
+        case: The workload.
+        num_workers: Number of workers of every peer.
+        cold: The first epoch of each peer.
         runs: The counted epochs of each peer.
         over: dpex's rate over that of each other peer, round by round.
 
     Returns:
         The measured part of the record.
     """
-    case = field.case
     rates = {
         peer: summarise([run.samples_per_s for run in epochs]) for peer, epochs in runs.items()
     }
@@ -192,12 +205,12 @@ def summary(field: Field, runs: Runs, over: Mapping[str, Sequence[float]]) -> di
         "title": case.title,
         "settings": {
             "batch_size": case.batch_size,
-            "num_workers": field.num_workers,
+            "num_workers": num_workers,
             "samples": length(case),
             "shuffle": case.shuffle,
         },
-        "peers_absent": field.absent,
-        "cold": {peer: asdict(epoch) for peer, epoch in field.cold.items()},
+        "peers_absent": {},
+        "cold": {peer: asdict(epoch) for peer, epoch in cold.items()},
         "runs": {peer: [asdict(epoch) for epoch in epochs] for peer, epochs in runs.items()},
         "samples_per_s": rates,
         "first_batch_s": firsts,
