@@ -7,8 +7,6 @@ import json
 import random
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,8 @@ import numpy as np
 import pytest
 import torch
 from cluster_programs import PROGRAMS, environment, spawn, workplace
+from samplers import LENGTH, SAMPLERS
 from samples import seed_everything
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -30,7 +23,6 @@ from dpex import DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
-LENGTH = 23
 BATCHES = 6
 EPOCHS = 3
 OURS = {"distribute_mode": True, "head_address": "local"}
@@ -47,117 +39,16 @@ class Drawing:
         return index, torch.rand(2), random.random()
 
 
-class Eager:
-    """A sampler that draws from numpy's and Python's generators when its iterator is created."""
-
-    def __iter__(self) -> Iterator[int]:
-        indices = np.random.permutation(LENGTH).tolist()
-        random.shuffle(indices)
-        return iter(indices)
-
-    def __len__(self) -> int:
-        return LENGTH
-
-
-class Ragged:
-    """A batch sampler of one to four indices a batch, in a new order in each epoch."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = iter(torch.randperm(LENGTH).tolist())
-        for size in itertools.cycle([1, 4, 2]):
-            batch = list(itertools.islice(order, size))
-            if not batch:
-                return
-            yield batch
-
-
-class Stateful:
-    """A sampler whose state is the number of yielded indices, as in torchdata's samplers."""
-
-    def __init__(self) -> None:
-        self.yielded = self.begin = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.yielded, self.begin = self.begin, 0
-        while self.yielded < LENGTH:
-            self.yielded += 1
-            yield self.yielded * 5 % LENGTH
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"yielded": self.yielded}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin = state["yielded"]
-
-
-class StatefulIterator(Iterator[list[int]]):
-    """An iterator with a state, like the iterators of torchdata's samplers."""
-
-    def __init__(self, seed: int) -> None:
-        self.order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed)).tolist()
-        self.place = 0
-
-    def __next__(self) -> list[int]:
-        batch = self.order[self.place : self.place + 4]
-        if not batch:
-            raise StopIteration
-        self.place += 4
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place = state["order"], state["place"]
-
-
-class IteratesStatefully:
-    def __iter__(self) -> StatefulIterator:
-        return StatefulIterator(int(torch.randint(1 << 30, ())))
-
-
-def own(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 DATASET = Drawing()
-SAMPLERS: dict[str, Any] = {
-    "sequential": lambda seed: {"batch_size": 4},
-    "shuffle": lambda seed: {"batch_size": 4, "shuffle": True},
-    "drop_last": lambda seed: {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "generator": lambda seed: {"batch_size": 4, "shuffle": True, "generator": own(seed)},
-    "sampler's generator": lambda seed: {
-        "batch_size": 4,
-        "sampler": RandomSampler(DATASET, generator=own(seed)),
-        "generator": own(seed + 1),
-    },
-    "replacement": lambda seed: {
-        "batch_size": 4,
-        "sampler": RandomSampler(DATASET, replacement=True, num_samples=23, generator=own(seed)),
-    },
-    "subset": lambda seed: {"batch_size": 4, "sampler": SubsetRandomSampler(range(3, 20))},
-    "weighted": lambda seed: {
-        "batch_size": 4,
-        "sampler": WeightedRandomSampler([1.0] * LENGTH, 23, generator=own(seed)),
-    },
-    "eager": lambda seed: {"batch_size": 4, "sampler": Eager()},
-    "unbatched": lambda seed: {"batch_size": None, "sampler": SubsetRandomSampler(range(9))},
-    "batch_sampler": lambda seed: {
-        "batch_sampler": BatchSampler(RandomSampler(DATASET, generator=own(seed)), 4, False)
-    },
-    "ragged": lambda seed: {"batch_sampler": Ragged()},
-    "distributed": lambda seed: {
-        "batch_size": 4,
-        "sampler": DistributedSampler(DATASET, num_replicas=2, rank=1),
-    },
-    "stateful": lambda seed: {"batch_size": 4, "sampler": Stateful()},
-    "stateful iterator": lambda seed: {"batch_sampler": IteratesStatefully()},
-}
 MODES: dict[str, Any] = {
     "dpex": {**OURS, "num_workers": 2},
     "dpex, persistent": {**OURS, "num_workers": 2, "persistent_workers": True},
     "in this process": {},
 }
+
+
+# Samplers that draw before the first batch, from their own generator, or keep a state.
+DRAWN = ["shuffle", "generator", "ragged", "stateful iterator"]
 
 
 def global_states() -> tuple[Any, ...]:
@@ -221,8 +112,14 @@ def gone_on(
         return [list(told(loader, number)) for number in range(epoch, EPOCHS)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", SAMPLERS)
+# test_index_iterator.py compares the indices of all samplers. Here, samples also draw.
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *itertools.product(DRAWN, MODES),
+        *((kind, "in this process") for kind in SAMPLERS if kind not in DRAWN),
+    ],
+)
 def test_an_interrupted_run_resumes_as_if_it_had_not_been(kind: str, mode: str) -> None:
     def arguments(seed: int) -> dict[str, Any]:
         return {**SAMPLERS[kind](seed), **MODES[mode]}
@@ -265,8 +162,7 @@ def test_after_an_epoch_s_last_batch_nothing_is_left_of_it_as_in_torchdata(ours:
     assert [len(list(loader)) for _ in range(2)] == [0, len(loader)]
 
 
-@pytest.mark.parametrize("first", MODES)
-@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(MODES, 2)))
 def test_it_resumes_in_another_mode(first: str, second: str) -> None:
     whole = whole_run({**SAMPLERS["shuffle"](1), **MODES[first]})[0]
     before, state, generators = interrupted({**SAMPLERS["shuffle"](1), **MODES[first]}, 0, 2)
@@ -286,33 +182,14 @@ def test_draws_do_not_depend_on_the_workers_that_resume(changed: dict[str, Any])
     assert list(map(content, before[0] + after[0])) == list(map(content, whole))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_it_resumes_with_another_batch_size(mode: str) -> None:
-    arguments = {**SAMPLERS["shuffle"](1), **MODES[mode]}
+def test_it_resumes_with_another_batch_size() -> None:
+    arguments = {**SAMPLERS["shuffle"](1), **MODES["dpex"]}
     whole = whole_run(arguments)[0]
     before, state, generators = interrupted(arguments, 0, 2)
     after = gone_on({**arguments, "batch_size": 5}, state, generators, 0)
     assert [len(content(batch, draws=False)) for batch in after[0]] == [5, 5, 5]
     got = [index for batch in before[0] + after[0] for index in content(batch, draws=False)]
     assert got == [index for batch in whole for index in content(batch, draws=False)]
-
-
-def test_a_run_may_be_interrupted_again_and_again() -> None:
-    arguments = {**SAMPLERS["shuffle"](1), **MODES["dpex"]}
-    whole = whole_run(arguments)
-    _, state, generators = interrupted(arguments, 0, 0)
-    got = []
-    for number in range(len(whole[0])):
-        seed_everything(number)
-        with DpexDataLoader(DATASET, **arguments) as loader:
-            loader.load_state_dict(state)
-            assert loader.state_dict() == state
-            restore(generators)
-            iterator = iter(loader)
-            assert loader.state_dict() == state
-            got.append(next(iterator))
-            state, generators = json.loads(json.dumps(loader.state_dict())), global_states()
-    assert list(map(content, got)) == list(map(content, whole[0]))
 
 
 def test_batches_in_flight_do_not_count() -> None:
@@ -327,26 +204,6 @@ def test_batches_in_flight_do_not_count() -> None:
         assert not loader.state_dict()["under_way"]
 
 
-def test_the_newest_iterator_s_epoch_is_the_loader_s() -> None:
-    with DpexDataLoader(DATASET, **SAMPLERS["shuffle"](1), **MODES["dpex"]) as loader:
-        old, new = iter(loader), iter(loader)
-        next(new)
-        for _ in range(3):
-            next(old)
-        assert loader.state_dict()["batches"] == 1
-
-
-def test_a_state_is_for_one_epoch_and_an_empty_one_for_none() -> None:
-    arguments = {**SAMPLERS["sequential"](1), **MODES["dpex"]}
-    _, state, _ = interrupted(arguments, 0, 4)
-    with DpexDataLoader(DATASET, **arguments) as loader:
-        loader.load_state_dict(state)
-        assert [len(list(loader)) for _ in range(2)] == [2, 6]
-        loader.load_state_dict(state)
-        loader.load_state_dict({})
-        assert len(list(loader)) == 6
-
-
 def test_any_order_gives_every_sample_once() -> None:
     arguments = {**SAMPLERS["shuffle"](1), **MODES["dpex"], "in_order": False, "num_workers": 4}
     for batches in range(BATCHES + 1):
@@ -354,22 +211,6 @@ def test_any_order_gives_every_sample_once() -> None:
         after = gone_on(arguments, state, generators, 0)
         got = [index for batch in before[0] + after[0] for index in content(batch, draws=False)]
         assert sorted(got) == list(range(LENGTH))
-
-
-def test_batches_that_came_early_do_not_come_again() -> None:
-    arguments = {**SAMPLERS["sequential"](1), **MODES["dpex"], "in_order": False}
-    _, state, _ = interrupted(arguments, 0, 1)
-    state = {**state, "batches": 1, "samples": 4, "ahead": [2, 4]}
-    with DpexDataLoader(DATASET, **arguments) as loader:
-        loader.load_state_dict(state)
-        assert loader.state_dict() == state
-        got = sorted(content(batch, draws=False) for batch in loader)
-        assert got == [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22]]
-    with (
-        DpexDataLoader(DATASET, **{**arguments, "batch_size": 3}) as loader,
-        pytest.raises(ValueError, match=r"batch_size=4, but .* batch_size=3"),
-    ):
-        loader.load_state_dict(state)
 
 
 def test_an_error_s_batch_counts_as_delivered() -> None:
@@ -398,89 +239,27 @@ class Failing(Drawing):
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def shards(
-    ranks: int, *, state: Any = None, batches: int | None = None, **options: Any
-) -> tuple[list[list[int]], list[Any]]:
-    """Return the indices that each rank reads, and each rank's state afterwards."""
-    shuffle, drop_last = options.pop("shuffle", True), options.pop("drop_last", False)
-    read, states = [], []
-    for rank in range(ranks):
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            DATASET, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last
-        )
-        sampler.set_epoch(3)
-        with DpexDataLoader(DATASET, sampler=sampler, **options) as loader:
-            if state is not None:
-                sampler.set_epoch(0)  # load_state_dict restores the epoch
+def test_another_number_of_ranks_reads_every_sample_once() -> None:
+    """``test_index_iterator.py`` has further numbers of ranks."""
+
+    def read(ranks: int, state: Any, batches: int | None) -> tuple[list[int], Any]:
+        indices: list[int] = []
+        for rank in range(ranks):
+            sampler: DistributedSampler[Any] = DistributedSampler(DATASET, ranks, rank)
+            with DpexDataLoader(DATASET, 2, sampler=sampler, **MODES["dpex"]) as loader:
                 loader.load_state_dict(state)
-            found = itertools.islice(loader, batches)
-            read.append([index for batch in found for index in content(batch, draws=False)])
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    return read, states
+                for batch in itertools.islice(loader, batches):
+                    indices += content(batch, draws=False)
+                state_after = json.loads(json.dumps(loader.state_dict()))
+        return indices, state_after
 
-
-@pytest.mark.parametrize("mode", ["dpex", "in this process"])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("before", "after", "last"), [(2, 3, 1), (3, 2, 4), (4, 1, 2), (1, 4, 3)])
-def test_another_number_of_ranks_reads_every_sample_once(
-    before: int, after: int, last: int, shuffle: bool, mode: str
-) -> None:
-    options = {**MODES[mode], "shuffle": shuffle, "batch_size": 2}
-    first, states = shards(before, batches=2, **options)
-    assert all(state["samples"] == 4 for state in states)
-    second, states = shards(after, state=states[0], batches=1, **{**options, "batch_size": 1})
-    third, _ = shards(last, state=states[-1], **options)
-    got = Counter(index for part in (first, second, third) for rank in part for index in rank)
-    assert set(got) == set(range(LENGTH))
-    padding = -(LENGTH - 4 * before - after) % last
-    assert sum(got.values()) == LENGTH + padding, "the sampler pads to equal shares, that is all"
-    assert len({len(rank) for rank in third}) == 1
-
-
-def test_with_drop_last_the_sampler_drops_fewer_than_there_are_ranks() -> None:
-    options = {**MODES["in this process"], "drop_last": True, "batch_size": 2}
-    first, states = shards(2, batches=2, **options)
-    second, _ = shards(4, state=states[0], **options)
-    got = Counter(index for part in (first, second) for rank in part for index in rank)
-    assert max(got.values()) == 1
-    assert LENGTH - len(got) == (LENGTH - 8) % 4
-
-
-def test_a_rank_that_is_told_another_epoch_hears_of_it() -> None:
-    _, states = shards(2, batches=2, **MODES["dpex"], batch_size=2)
-    sampler: DistributedSampler[Any] = DistributedSampler(DATASET, num_replicas=2, rank=0)
-    with DpexDataLoader(DATASET, 2, sampler=sampler, **MODES["dpex"]) as loader:
-        loader.load_state_dict(states[0])
-        sampler.set_epoch(1)
-        with pytest.warns(
-            UserWarning, match=r"epoch 3 in its middle, .* epoch is 1\. .*set_epoch\(3\)"
-        ):
-            list(loader)
+    first, state = read(2, {}, 2)
+    rest, _ = read(3, state, None)
+    assert set(first + rest) == set(range(LENGTH))
+    assert len(first + rest) == LENGTH, "15 samples are left for 3 ranks"
 
 
 # --- states that are refused ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, "version 2, but this dpex reads version 1"),
-        ({"snapshot": 1}, "damaged"),
-        ({"before_iter": None}, "damaged"),
-        ({"before_iter": {"torch": "%"}}, "damaged"),
-        ({"length": 24}, "length 24, but this dataset has length 23"),
-        ({"world_size": 2}, "world size 2, and this loader has no DistributedSampler"),
-    ],
-    ids=str,
-)
-def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
-    arguments = {**SAMPLERS["shuffle"](1), **MODES["dpex"]}
-    _, state, _ = interrupted(arguments, 0, 1)
-    with (
-        DpexDataLoader(DATASET, **arguments) as loader,
-        pytest.raises(ValueError, match=message),
-    ):
-        loader.load_state_dict({**state, **change})
 
 
 def test_torchdata_s_state_is_refused_with_its_keys() -> None:
@@ -489,35 +268,10 @@ def test_torchdata_s_state_is_refused_with_its_keys() -> None:
         DpexDataLoader(DATASET, 4).load_state_dict(state)
 
 
-def test_another_number_of_ranks_needs_torch_s_batches() -> None:
-    _, states = shards(2, batches=2, batch_size=2)
-    sampler: DistributedSampler[Any] = DistributedSampler(DATASET, num_replicas=3, rank=0)
-
-    class Batches(BatchSampler):
-        pass
-
-    loader = DpexDataLoader(DATASET, batch_sampler=Batches(sampler, 2, False))
-    with pytest.raises(ValueError, match="world size 2, and this loader has world size 3"):
-        loader.load_state_dict(states[0])
-
-
 def test_torch_s_workers_out_of_order_have_no_state() -> None:
     loader = DpexDataLoader(DATASET, 4, num_workers=2, in_order=False)
     with pytest.raises(RuntimeError, match="in_order=True, or distribute_mode=True"):
         loader.state_dict()
-
-
-def test_another_batch_sampler_is_noticed() -> None:
-    def loader(sizes: list[int]) -> DpexDataLoader[Any]:
-        batches = [[index] * size for index, size in enumerate(sizes)]
-        return DpexDataLoader(DATASET, batch_sampler=batches, **MODES["dpex"])
-
-    first = loader([2, 2, 2, 2])
-    list(itertools.islice(first, 2))
-    second = loader([4, 4, 4])
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"first 2 batches .* 8 indices, .* had 4"):
-        iter(second)
 
 
 def test_a_timeout_of_torch_s_workers_is_no_batch() -> None:
@@ -536,14 +290,6 @@ class Stuck(Drawing):
         return index
 
 
-def test_ranks_that_become_more_draw_other_numbers() -> None:
-    _, states = shards(2, batches=2, batch_size=4, **MODES["dpex"])
-    sampler: DistributedSampler[Any] = DistributedSampler(DATASET, num_replicas=4, rank=0)
-    with DpexDataLoader(DATASET, 4, sampler=sampler, **MODES["dpex"]) as loader:
-        loader.load_state_dict(states[0])
-        assert iter(loader)._sampler_iter.epoch.begin.place == 8
-
-
 # --- torchdata's protocol -------------------------------------------------------------------------
 
 
@@ -551,27 +297,6 @@ def test_it_is_torchdata_s_protocol() -> None:
     from torchdata.stateful_dataloader import Stateful
 
     assert isinstance(DpexDataLoader(DATASET, 4), Stateful)
-
-
-@pytest.mark.parametrize("kind", ["random", "distributed"])
-def test_torchdata_s_samplers_keep_their_state(kind: str) -> None:
-    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandom
-    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-
-    def arguments() -> dict[str, Any]:
-        sampler: Any = (
-            StatefulRandom(DATASET, generator=own(4))
-            if kind == "random"
-            else StatefulDistributedSampler(DATASET, num_replicas=2, rank=0)
-        )
-        return {"sampler": sampler, "batch_size": 4, **MODES["dpex"]}
-
-    whole = whole_run(arguments())
-    for batches in range(3):
-        before, state, generators = interrupted(arguments(), 1, batches)
-        after = gone_on(arguments(), state, generators, 1)
-        got = before[1] + after[0]
-        assert list(map(content, got)) == list(map(content, whole[1])), batches
 
 
 def test_a_state_survives_torch_save_with_weights_only(tmp_path: Path) -> None:

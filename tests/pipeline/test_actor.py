@@ -1,0 +1,304 @@
+"""Tests of the pipeline actor: which run gets which news, in whatever order the calls arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dpex import tuning
+from dpex.pipeline import actor as actor_module
+from dpex.pipeline.actor import Reply, _PipelineActor
+from dpex.pipeline.dataset import LaterStage, PipelineSpec
+from dpex.wire.loss_causes import Loss, LossCause
+from dpex.worker.binding import Binding
+
+SPEC = PipelineSpec([], "job", "actor", claims_cpus=False, num_workers=2)
+STAGE = LaterStage([], "stage", {}, 1, capped=False, keeps_processes=False)
+ORIGIN = ("lease", "process")
+BLOCK = ("stage", 0, 0)
+LOST = Loss(LossCause.TASK, "died")
+
+OnEnd = Callable[[BaseException | None], None]
+Scenario = Callable[[_PipelineActor, list["FakeExecution"]], Awaitable[None]]
+
+
+class FakeExecution:
+    """An execution without Ray Data; it ends when a test says so."""
+
+    def __init__(self, build: Any, on_end: OnEnd) -> None:
+        self.end = on_end
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
+    """Return a function that plays a scenario with an actor and its executions."""
+    executions: list[FakeExecution] = []
+
+    def execution(build: Any, on_end: OnEnd) -> FakeExecution:
+        executions.append(FakeExecution(build, on_end))
+        return executions[-1]
+
+    monkeypatch.setattr(actor_module, "Execution", execution)
+
+    async def run(scenario: Scenario) -> None:
+        await scenario(_PipelineActor(), executions)
+
+    return lambda scenario: asyncio.run(asyncio.wait_for(run(scenario), 30))
+
+
+async def feed(actor: _PipelineActor, number: int, *payloads: bytes, run: str = "first") -> None:
+    await actor.feed(
+        "pipeline",
+        run,
+        number,
+        list(payloads),
+        workers=[0] * len(payloads),
+        alone=False,
+        parallel=4,
+        starting=4,
+        one_by_one=False,
+    )
+
+
+async def ask(actor: _PipelineActor, place: int = 0, made: int = 0) -> bytes | None:
+    """Return the payload of the next chunk of a task."""
+    found = await actor.next_chunk("pipeline", ORIGIN, place, made, unchanged=None)
+    return None if found is None else found.payload
+
+
+async def deliver(
+    actor: _PipelineActor, number: int, *blocks: str, loss: Loss | None = None
+) -> None:
+    """Deliver a message of a worker process."""
+    await actor.deliver("pipeline", ("sender", number), ORIGIN, list(blocks), 9, loss)
+
+
+async def started(call: Awaitable[Any]) -> asyncio.Future[Any]:
+    """Start a call, and return it once it waits."""
+    future = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    return future
+
+
+def test_calls_that_arrive_before_open_wait_for_it(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        calls = [await started(call) for call in (feed(actor, 0, b"0"), ask(actor))]
+        assert not any(call.done() for call in calls)
+        await actor.open("pipeline", SPEC, "first")
+        assert await asyncio.gather(*calls) == [None, b"0"]
+
+    play(scenario)
+
+
+def test_chunks_stay_in_order_though_their_calls_do_not(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await feed(actor, 2, b"2")
+        await feed(actor, 0, b"0", b"1")
+        assert [await ask(actor, place, place) for place in range(3)] == [b"0", b"1", b"2"]
+
+    play(scenario)
+
+
+def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await feed(actor, 0, b"0", b"1")
+        await ask(actor)
+        await deliver(actor, 0, "block 0")
+        assert await actor.take("pipeline", "first") == Reply([("block 0", 9)])
+        taking = await started(actor.take("pipeline", "first"))
+        assert not taking.done()
+        await ask(actor, 1, 1)
+        await deliver(actor, 1, "block 1")
+        assert await taking == Reply([("block 1", 9)])
+        last = await started(ask(actor, 2, 2))
+        assert await actor.take("pipeline", "first") == Reply(quiet_at=2)
+        await actor.release("pipeline", "first")
+        assert await last is None
+
+    play(scenario)
+
+
+def test_a_repeated_message_is_ignored(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        for _ in range(2):
+            await deliver(actor, 0, "block")
+        assert await actor.take("pipeline", "first") == Reply([("block", 9)])
+
+    play(scenario)
+
+
+def test_a_loss_is_told_and_ends_the_waiting_leases(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        waiting = await started(ask(actor))
+        await deliver(actor, 0, loss=LOST)
+        assert await actor.take("pipeline", "first") == Reply(losses=[LOST])
+        assert await waiting is None
+
+    play(scenario)
+
+
+def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await feed(actor, 0, b"0")
+        over = await started(actor.over("pipeline", "first"))
+        await actor.cancel("pipeline", "first")
+        await over
+        await feed(actor, 1, b"1")  # the call is late
+        assert await actor.take("pipeline", "first") == Reply(ended=True)
+
+        assert await actor.begin("pipeline", "second")
+        await actor.cancel("pipeline", "first")  # so is this one
+        asking = await started(ask(actor))
+        assert not asking.done()
+        await feed(actor, 0, b"another", run="second")
+        assert await asking == b"another"
+
+    play(scenario)
+
+
+def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await feed(actor, 0, b"0", b"1")
+        assert await ask(actor) == b"0"
+        await actor.cancel("pipeline", "first")
+        begins = await started(actor.begin("pipeline", "second"))
+        assert not begins.done()
+        asking = await started(ask(actor, 1, 1))  # the task has made its chunk
+        assert await begins
+        await feed(actor, 0, b"2", run="second")
+        assert await asking == b"2"
+        monkeypatch.setattr(tuning, "QUIET_S", 0.0)
+        await actor.cancel("pipeline", "second")
+        assert not await actor.begin("pipeline", "third")
+
+    play(scenario)
+
+
+def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        taking = await started(actor.take("pipeline", "first"))
+        await asyncio.to_thread(executions[0].end, OSError("no disk"))
+        reply = await taking
+        assert (reply.ended, reply.replaceable) == (True, False)
+        [loss] = reply.losses
+        assert "no disk" in loss.text
+        assert not await actor.begin("pipeline", "second")
+
+    play(scenario)
+
+
+def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None:
+    """The first task may end before, because it has an execution to itself."""
+
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", replace(SPEC, binding=Binding.RELEASED), "first")
+        await feed(actor, 0, *[b"chunk"] * 4)
+        while len(executions) < 2:
+            await asyncio.sleep(0)
+        executions[0].end(None)
+        assert not (await started(actor.take("pipeline", "first"))).done()
+        executions[1].end(None)
+        assert (await actor.take("pipeline", "first")).ended
+
+    play(scenario)
+
+
+def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
+        assert len(executions) == 1
+        may = [await actor.may_begin("pipeline", BLOCK, ORIGIN) for _ in range(5)]
+        assert may == [True] * tuning.MAX_DEATHS + [False]
+        assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN)
+        [loss] = (await actor.take("pipeline", "first")).losses
+        assert loss.cause == LossCause.TASK
+        await actor.cancel("pipeline", "first")
+        await actor.begin("pipeline", "second")
+        assert await actor.may_begin("pipeline", BLOCK, ORIGIN), "each run counts again"
+
+    play(scenario)
+
+
+def test_close_ends_every_call(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        calls = [
+            await started(call)
+            for call in (
+                ask(actor),
+                actor.take("pipeline", "first"),
+                actor.over("pipeline", "first"),
+                actor.closed("pipeline"),
+                actor.more_tasks("pipeline", 9),
+            )
+        ]
+        assert not any(call.done() for call in calls)
+        await actor.close("pipeline")
+        assert await asyncio.gather(*calls) == [None, Reply(ended=True), None, None, None]
+        assert executions[0].closed
+        # Later calls do not wait.
+        assert await ask(actor) is None
+        assert await actor.take("pipeline", "first") == Reply(ended=True)
+        assert await actor.more_tasks("pipeline", 0) is None
+        assert not await actor.begin("pipeline", "second")
+        await actor.closed("pipeline")
+
+    play(scenario)
+
+
+def test_close_may_arrive_before_open(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.close("pipeline")
+        await actor.open("pipeline", SPEC, "first")
+        assert executions == []
+        assert await ask(actor) is None
+
+    play(scenario)
+
+
+def test_a_pipeline_that_cannot_open_raises_in_every_call(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("no thread")
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        taking = await started(actor.take("pipeline", "first"))
+        monkeypatch.setattr(actor_module, "Execution", refuse)
+        await actor.open("pipeline", SPEC, "first")
+        for call in (taking, actor.begin("pipeline", "second")):
+            with pytest.raises(OSError, match="no thread"):
+                await call
+        await actor.close("pipeline")
+
+    play(scenario)
+
+
+def test_only_the_latest_closed_pipelines_are_remembered(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "MAX_CLOSED_PIPELINES", 2)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        for key in "abc":
+            await actor.close(key)
+        assert list(actor._closed) == ["b", "c"]
+
+    play(scenario)
