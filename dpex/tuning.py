@@ -253,6 +253,8 @@ CORES_SPAN_S = 0.3
 
 LARGE_DATASET_BYTES = 100 << 20
 """dpex warns about a larger dataset, which is better built on the nodes that read it."""
+LEAST_STORE_BYTES = 75 << 20
+"""Ray does not start with a smaller object store."""
 LARGE_PICKLE_BYTES = 16 << 20
 """dpex warns about a larger pickle, buffers apart: that of a list of a million small objects."""
 SLOW_PICKLING_S = 1.0

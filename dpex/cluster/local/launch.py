@@ -44,8 +44,6 @@ T = TypeVar("T")
 
 _GIB = 1 << 30
 _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
-# The least that ray.init accepts.
-_LEAST_STORE_BYTES = 75 << 20
 # A socket's path has at most 107 characters, and Ray adds about 70 to RAY_TMPDIR.
 _MOST_CHARACTERS = 37
 # Modules whose warnings do not concern the user.
@@ -345,10 +343,10 @@ def _object_store_bytes() -> int:
         ClusterError: The variable is not a number of bytes, or less than Ray accepts.
     """
     if given := os.environ.get(_STORE_VARIABLE):
-        if not given.isdecimal() or int(given) < _LEAST_STORE_BYTES:
+        if not given.isdecimal() or int(given) < tuning.LEAST_STORE_BYTES:
             raise ClusterError(
                 f"{_STORE_VARIABLE}={given!r} must be the size of the local Ray's object store in "
-                f"bytes, at least {_LEAST_STORE_BYTES:,}"
+                f"bytes, at least {tuning.LEAST_STORE_BYTES:,}"
             )
         return int(given)
     wanted = max(_GIB // 8, min(int(0.3 * usable_memory()), free_memory() // 2, 200 * _GIB))
