@@ -91,7 +91,12 @@ def test_a_scheduling_strategy_warns_and_names_the_label_selector(
     strategy: Any, instead: str
 ) -> None:
     with pytest.warns(DeprecationWarning, match=re.escape(instead)) as caught:
-        DpexDataLoader(Plain(), worker_options={"scheduling_strategy": strategy})
+        DpexDataLoader(
+            Plain(),
+            num_workers=1,
+            distribute_mode=True,
+            worker_options={"scheduling_strategy": strategy},
+        )
     assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
 
 
