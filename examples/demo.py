@@ -48,7 +48,7 @@ def main() -> None:
             change_the_loader(first(make_set(True, AUGMENT), options.samples), test_set, options)
         scans = make_scans(make_set(True, None), folder, options)
         if options.cluster:
-            train_on_cluster(MappedDataset(scans, AUGMENT), options.batch_size, options.epochs)
+            train_on_cluster(MappedDataset(scans, AUGMENT), options.batch_size)
         else:
             keep_decoded_pictures(scans, test_set, options)
 
@@ -102,7 +102,8 @@ def change_the_loader(
         verdict(torchs, ours),
         f"a sample takes {1e3 * sample_s:.2f} ms of CPU time, and a step {1e3 * step_s:.1f} ms. "
         f"So {what} about {limit:,.0f} samples/s. torch reached "
-        f"{rate(torchs.counted) / limit:.0%} of that, and dpex {rate(ours.counted) / limit:.0%}.",
+        f"{rate(torchs.counted) / limit:.0%} of that, and dpex {rate(ours.counted) / limit:.0%}. "
+        "The rest is the overhead of the loaders, and what other programs take.",
         advice,
     )
 

@@ -120,7 +120,7 @@ class Cached(Dataset[Any]):
         self._max_bytes = max_bytes
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
-            _forget_at_exit(self._job)
+            _jobs.add(self._job)
         else:
             _keep_at_exit(self._directory)
         self._begin()
@@ -220,12 +220,15 @@ class Cached(Dataset[Any]):
         return CacheInfo(self._hits, self._misses, *self._store.size())
 
 
-@functools.cache
-def _forget_at_exit(job: str) -> None:
-    """Remove a job's cache from this node's memory at exit, unless another process uses it."""
+# Jobs whose caches this process removes from its node's memory at exit.
+_jobs: set[str] = set()
 
-    @atexit.register
-    def forget() -> None:
+
+# Exit handlers run in reverse order. This one is registered at import, usually before Ray's, and so
+# runs when Ray's worker processes have ended and no longer have the cache open.
+@atexit.register
+def _forget_jobs() -> None:
+    for job in _jobs:
         from dpex.datasets.sample_store import forget_memory
 
         forget_memory(job)

@@ -76,13 +76,16 @@ def train(directory: str) -> None:
 
 
 def epochs() -> None:
-    """Read a sample here, and two epochs with worker processes; print the epochs' lengths."""
+    """Read a sample here, and two epochs with worker processes; print the epochs' lengths.
+
+    Ray starts before the cache exists.
+    """
     replies = take_stdout()
+    options: Any = {"num_workers": 2, "distribute_mode": True, "head_address": "local"}
+    list(DpexDataLoader(Arrays(), 10, **options))
     dataset = cached(Arrays())
     dataset[0]
-    loader: Any = DpexDataLoader(
-        dataset, 10, num_workers=2, distribute_mode=True, head_address="local"
-    )
+    loader: Any = DpexDataLoader(dataset, 10, **options)
     for _ in range(2):
         print(sum(len(batch) for batch in loader), file=replies)
 
