@@ -20,9 +20,12 @@ PAGES = {
     for path in sorted(ROOT.glob(pattern))
 }
 
-GUIDES = [f"docs/{page}.md" for page in ("datasets", "running", "scaling", "stages", "trainers")]
-# Pages whose code uses a dataset of the reader.
-SKETCHES = ["README.md", "README.zh-CN.md", "docs/cluster.md"]
+# Pages whose code uses a dataset of the reader. The code of the other pages is complete.
+SKETCHES = {
+    "README.md",
+    "README.zh-CN.md",
+    *(f"docs/{page}.md" for page in ("cluster", "debugging", "do_i_need_it", "memory")),
+}
 WHAT_THE_READER_HAS = """
 import torch
 from dpex import DataLoader, DpexDataLoader
@@ -38,13 +41,9 @@ def code_of(page: str) -> list[str]:
     return [code for _, language, code in FENCE.findall(PAGES[page]) if language == "python"]
 
 
-def test_the_code_of_every_page_is_run() -> None:
-    assert {page for page in PAGES if code_of(page)} == {*GUIDES, *SKETCHES}
-
-
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("page", [*GUIDES, *SKETCHES])
+@pytest.mark.parametrize("page", filter(code_of, PAGES))
 def test_the_code_of_a_page_runs(page: str) -> None:
     given = [WHAT_THE_READER_HAS] if page in SKETCHES else []
     with workplace() as place:
@@ -104,7 +103,7 @@ ERRORS = {
 # The page may omit errors about a single argument, which are ValueError or TypeError.
 EXPLAINED = {
     *(name for name in dpex.__all__ if name.endswith("Error")),
-    *("_warn_once", "logger.warning", "warnings.warn"),
+    *("_announce_once", "_warn_once", "logger.warning", "warn", "warnings.warn"),
 }
 
 
@@ -150,6 +149,7 @@ def test_what_dpex_warns_of_and_its_own_errors_are_explained() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in EXPLAINED:
             text = " ".join(map(text_of, node.args))
             # A variable has no text to compare.
-            if re.search("[a-z]", text) and not any(message in text for message in MESSAGES):
+            own = re.search("[a-z]", text.removeprefix("dpex: "))
+            if own and not any(message in text for message in MESSAGES):
                 unexplained.append(text)
     assert unexplained == []
