@@ -43,7 +43,7 @@ def code_of(page: str) -> list[str]:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("page", filter(code_of, PAGES))
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)])
 def test_the_code_of_a_page_runs(page: str) -> None:
     given = [WHAT_THE_READER_HAS] if page in SKETCHES else []
     with workplace() as place:
