@@ -156,11 +156,11 @@ def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
         over = await started(actor.over("pipeline", "first"))
         await actor.cancel("pipeline", "first")
         await over
-        await feed(actor, 1, b"1")  # the call is late
         assert await actor.take("pipeline", "first") == Reply(ended=True)
 
         assert await actor.begin("pipeline", "second")
-        await actor.cancel("pipeline", "first")  # so is this one
+        await feed(actor, 0, b"late")
+        await actor.cancel("pipeline", "first")  # late too
         asking = await started(ask(actor))
         assert not asking.done()
         await feed(actor, 0, b"another", run="second")
@@ -223,7 +223,6 @@ def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None
 def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
-        assert len(executions) == 1
         may = [await actor.may_begin("pipeline", BLOCK, ORIGIN) for _ in range(5)]
         assert may == [True] * tuning.MAX_DEATHS + [False]
         assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN)
@@ -232,6 +231,9 @@ def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
         assert await actor.may_begin("pipeline", BLOCK, ORIGIN), "each run counts again"
+
+        executions[0].end(None)
+        assert (await actor.take("pipeline", "second")).ended, "one execution has all tasks"
 
     play(scenario)
 
