@@ -371,7 +371,7 @@ class Session:
             ray_text, free = str(self._connection), None
             if self.claims_cpus:
                 free = ray.available_resources().get("CPU", 0.0)
-                ray_text += f", {free:g} CPUs free"
+                ray_text += f", of which {free:g} free"
             cause = likely_cause(
                 tasks=tasks,
                 cpus=cpus,

@@ -47,5 +47,6 @@ def likely_cause(
     if tasks is None:
         return "The process that runs the pipeline does not answer"
     if free_cpus is not None and free_cpus < 1:
-        return f"Other tasks and actors claim the CPUs: {users or 'Ray does not say which'}"
+        seen = users or "no task or actor on this node"
+        return f"No CPU is free: worker processes are starting, or others use the CPUs ({seen})"
     return "The worker processes are starting: they import the modules of the dataset"

@@ -124,7 +124,7 @@ def test_a_cluster_whose_cpus_others_hold(place: Path) -> None:
     status, lines, output = doctor(place, "--timeout", "40")
     assert status == 1, output
     assert "timed out after 20.0 seconds" in lines["verdict"]
-    assert "1 node, 2 CPUs, 0 CPUs free" in lines["verdict"]
+    assert "2 CPUs, of which 0 free" in lines["verdict"]
     assert "placement group 'reserved' reserves 1" in lines["verdict"]
     assert other.end() == 0
 

@@ -189,7 +189,7 @@ def test_a_cluster_is_given_time_to_get_such_a_node() -> None:
         )
     assert "worker_options asks for {'decoder': 1, 'CPU': 1}" in done.stderr
     assert "The loader waits until such a node joins" in done.stderr
-    assert re.search(r"^dpex: no batch for 5 s\. Ray at .*: 1 node, 2 CPUs", done.stderr, re.M)
+    assert re.search(r"^dpex: no batch for 5 s\. Ray at .*: 2 nodes, 2 CPUs", done.stderr, re.M)
     assert "given up: worker_options asks for {'decoder': 1, 'CPU': 1}" in done.stdout
     assert "the cluster has no autoscaler" in done.stdout
 

@@ -29,7 +29,7 @@ class Release(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record, and kill the hog if the record says that no CPU is free."""
         print(record.getMessage(), flush=True)
-        if "2 CPUs, 0 CPUs free" in record.getMessage():
+        if "2 CPUs, of which 0 free" in record.getMessage():
             threading.Thread(target=ray.kill, args=(self.hog,)).start()
 
 

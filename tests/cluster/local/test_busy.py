@@ -17,5 +17,5 @@ def test_a_loader_without_cpus_says_who_holds_them_and_waits() -> None:
         )
         lines = done.stdout.splitlines()
         assert done.returncode == 0, done.stdout + done.stderr
-        assert any("2 CPUs, 0 CPUs free" in line and "Hog" in line for line in lines), done.stdout
+        assert any("2 CPUs, of which 0 free" in line and "Hog" in line for line in lines), done.stdout
         assert lines[-1] == "complete"
