@@ -92,7 +92,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
-        prefetch_bytes: Bytes of batches that may be in flight; 512 MiB by default. At least
+        prefetch_bytes: Total bytes of batches that may be in flight; 512 MiB by default. At least
             ``prefetch_factor`` batches per logical worker are in flight, whatever their size.
         on_error: ``"raise"`` raises the error of a sample in the training loop. ``"skip"`` leaves
             the sample out of its batch and logs the sample's index. A batch that has no sample left

@@ -39,8 +39,8 @@ class LoaderStats:
             training process.
         decode_s: Time to unpack blocks into the batches' memory, in a background thread too. The
             memory is page-locked with ``pin_memory``.
-        retries: Chunks that a restarted Ray task computed again, plus batches that dpex resent,
-            because worker processes died.
+        retries: Batches that dpex or a restarted Ray task had to make again, because worker
+            processes died.
         skipped: Samples that ``on_error="skip"`` left out.
         cache_hits: Samples that workers found in the cache of a ``cached`` dataset.
         cache_misses: Samples that workers computed because that cache did not have them.

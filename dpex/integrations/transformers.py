@@ -55,7 +55,7 @@ class DpexTrainingArguments(TrainingArguments):
     )
     dataloader_prefetch_bytes: int = field(
         default=DEFAULT_PREFETCH_BYTES,
-        metadata={"help": "Bytes of batches in flight beyond the prefetch factor."},
+        metadata={"help": "Total bytes of the batches that may be in flight."},
     )
     dataloader_on_error: str = field(
         default="raise", metadata={"help": '"raise" an error of a sample, or "skip" the sample.'}

@@ -28,7 +28,7 @@ class Costs:
         samples: Number of samples read from a stream.
         cache_hits: Number of samples found in a cache.
         cache_misses: Number of samples computed for a cache.
-        retries: Number of chunks given to a second process because the first process died.
+        retries: Number of batches given to a second process because the first process died.
         after_restart: Number of batches of logical workers whose first process has ended.
         late_changes: Number of dataset copies that a batch changed under ``Binding.RELEASED``.
     """

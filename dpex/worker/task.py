@@ -302,7 +302,7 @@ def _make_chunk(
     from dpex.worker.map_style import fetch_chunk
 
     again, binding = assigned.again, assigned.binding
-    costs_before = Costs(retries=int(again))
+    costs_before = Costs(retries=len(chunk.numbers) if again else 0)
     writer = BlockWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
     opened = time.monotonic()
     # Invariant: when `ask` is called, only the block with the last batch is still to be made.
