@@ -39,7 +39,7 @@ class LoaderStats:
             training process.
         decode_s: Time to unpack blocks into the batches' memory, in a background thread too. The
             memory is page-locked with ``pin_memory``.
-        retries: Batches that dpex or a restarted Ray task had to make again, because worker
+        retries: Batches that dpex resent or that a restarted Ray task recomputed, because worker
             processes died.
         skipped: Samples that ``on_error="skip"`` left out.
         cache_hits: Samples that workers found in the cache of a ``cached`` dataset.
