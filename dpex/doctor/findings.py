@@ -144,7 +144,7 @@ def describe_sample(costs: SampleCosts) -> Fact:
         f"{', '.join(notes)} of the time ({costs.samples:,} samples)"
     )
     if costs.skipped:
-        text += f"; {costs.skipped:,} samples skipped"
+        text += f"; {costs.skipped:,} skipped"
     return Fact(
         "sample",
         text,
@@ -189,9 +189,9 @@ def describe_speed(name: str, speed: Speed, *, num_workers: int) -> Fact:
 
 def _busy(costs: SampleCosts) -> Fact:
     text = (
-        f"other programs use the cores: a worker process alone has no core for "
-        f"{share(costs.queued_s, costs.wall_s)} of its time. The rates are too low: repeat this on "
-        "an idle machine"
+        "other programs use the cores: a worker process alone has no core for "
+        f"{share(costs.queued_s, costs.wall_s)} of its time. The times are too long, and the rates "
+        "too low: repeat this on an idle machine"
     )
     return Fact("busy", text, "busy", {"queued_share": costs.queued_s / costs.wall_s})
 

@@ -127,15 +127,11 @@ def take_turns(
 
 
 def _turn(loader: DpexDataLoader[Any], turn_s: float) -> list[Epoch]:
-    epochs: list[Epoch] = []
-    until: float | None = None
-    while until is None or time.perf_counter() < until:
-        epoch = _read(loader, turn_s if until is None else until - time.perf_counter())
-        if until is None:
-            until = time.perf_counter() - epoch.seconds + epoch.first_batch_s + turn_s
-        epochs.append(epoch)
-        if not epoch.samples:
-            break
+    started = time.perf_counter()
+    epochs = [_read(loader, turn_s)]
+    until = started + epochs[0].first_batch_s + turn_s
+    while epochs[-1].samples and time.perf_counter() < until:
+        epochs.append(_read(loader, until - time.perf_counter()))
     return epochs
 
 

@@ -108,7 +108,7 @@ def examine(
     if target is None:
         problems = warned.texts + problems
     elif warned.texts:
-        texts = warned.texts[:_MOST_WARNINGS]
+        texts = list(dict.fromkeys(warned.texts))[:_MOST_WARNINGS]
         output.write(Fact("warning", "\n".join(texts), "warnings", texts))
     output.finish(problems or [ok], ok=not problems)
     return not problems

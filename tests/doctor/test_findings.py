@@ -212,7 +212,7 @@ def test_costs_that_no_sample_has_are_not_named() -> None:
     assert "waits" not in text
     text = describe_sample(dataclasses.replace(WAITS, skipped=3)).text
     assert "waits 90%" in text
-    assert "3 samples skipped" in text
+    assert "; 3 skipped" in text
 
 
 def test_a_speed_says_how_it_was_counted() -> None:
