@@ -387,9 +387,9 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
         raylets, node = launch.within(tuning.CLUSTER_ANSWER_S, lambda: _answering(address))
     except OSError as error:
         raise ClusterError(
-            f"no Ray cluster answers at {name}={address!r} within {tuning.CLUSTER_ANSWER_S:g} s "
-            f"({error}). Check the address, or start the cluster: `ray start "
-            f"--head --port={port}` on {host}, then {command} on this host if it is another"
+            f"no Ray cluster answers at {name}={address!r} ({error}). Check the address, or start "
+            f"the cluster: `ray start --head --port={port}` on {host}, then {command} on this host "
+            "if it is another"
         ) from error
     if raylets is not None and node is None:
         others = ", ".join(sorted({raylet.address for raylet in raylets}))

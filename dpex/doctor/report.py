@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.metadata
+import importlib.util
 import logging
 import multiprocessing
 import os
 import platform
 import shutil
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 import dpex
 from dpex.cluster.connect import choose, cluster_size
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
+from dpex.doctor.facts import Fact, Output, Problem
 from dpex.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -27,35 +30,54 @@ if TYPE_CHECKING:
 
 __all__ = ["examine"]
 
+# Part of the trial's time for the costs of samples; the loaders have the rest.
+_SAMPLE_SHARE = 0.25
 _PACKAGES = ("torch", "torchvision", "ray", "pyarrow", "numpy")
-_WIDTH = 16
+# Warnings about a user's loader that the report shows.
+_MOST_WARNINGS = 10
+# Packages without which dpex makes no batch, and how to install them.
+_INSTALLED_BY = {"torch": 'pip install "torch"', "ray": 'pip install "ray[data]"'}
 
-Line = tuple[str, str]
 
-
-def examine(head_address: str, *, timeout_s: float, out: TextIO) -> bool:
+def examine(
+    head_address: str | None,
+    *,
+    timeout_s: float,
+    out: TextIO,
+    as_json: bool = False,
+    target: str | None = None,
+    trial_s: float = 20.0,
+    step_s: float | None = None,
+) -> bool:
     """Write the report, each line as soon as it is known.
 
     Args:
-        head_address: The Ray to test; see ``DpexDataLoader``.
+        head_address: The Ray to test; see ``DpexDataLoader``. If None, the loader's own, or
+            ``"auto"``.
         timeout_s: Seconds after which this process exits with status 1, whatever it waits for.
         out: The file to write to.
+        as_json: Whether to write one JSON object in place of the lines.
+        target: The function that returns the loader to time; see ``target.make_loader``. If None,
+            the report compares the batches of loaders of its own.
+        trial_s: Seconds for which the user's loader is timed, without the start of Ray.
+        step_s: Time of a training step of the user.
 
     Returns:
-        Whether dpex's batches equal torch's and dpex has logged no warning.
+        Whether all loaders work. Without ``target``, dpex's batches must also equal torch's, and
+        dpex must log no warning.
     """
-
-    def write(name: str, text: str) -> None:
-        out.write(f"{name:<{_WIDTH}}{text}\n")
-        out.flush()
+    output = Output(out, sys.stderr if as_json else out, as_json=as_json)
 
     def cut_off() -> None:
-        write(
-            "verdict",
-            f"cut off after {timeout_s:g} s, in what comes after the last line above. Where every "
-            "thread stands follows, for the report; --timeout gives a slow cluster more time",
+        output.finish(
+            [
+                f"cut off after {timeout_s:g} s, in what comes after the last line above. Where "
+                "every thread stands follows, for the report; --timeout gives a slow cluster more "
+                "time"
+            ],
+            ok=False,
         )
-        faulthandler.dump_traceback(out)
+        faulthandler.dump_traceback(output.details)
         os._exit(1)
 
     # The timer is never cancelled: shutting Ray down at exit may hang too.
@@ -63,33 +85,44 @@ def examine(head_address: str, *, timeout_s: float, out: TextIO) -> bool:
     watchdog.daemon = True
     watchdog.start()
     faulthandler.enable()  # shows a crash in native code too
-    problems = _Problems()
-    logging.getLogger("dpex").addHandler(problems)
+    warned = _Warnings()
+    logging.getLogger("dpex").addHandler(warned)
+    problems: list[str] = []
+    if target is None:
+        facts = chain(_host(), _self_test(head_address or "auto", timeout_s / 2))
+        ok = "ok: the same batches as torch's loader, to the bit"
+    else:
+        facts = chain([_cores()], _trial(target, head_address, trial_s, step_s))
+        ok = "ok: the loader delivers its batches"
     try:
-        for name, text in chain(_host(), _trial(head_address, timeout_s / 2)):
-            write(name, text)
-    except (ClusterError, _Wrong) as error:
-        problems.texts.append(str(error))
+        # The user's code may print: that is no part of the JSON object.
+        with contextlib.redirect_stdout(output.details):
+            for fact in facts:
+                output.write(fact)
+    except (ClusterError, Problem) as error:
+        output.details.write(getattr(error, "details", ""))
+        problems.append(str(error))
     except Exception as error:
-        out.write(traceback.format_exc())
-        problems.texts.append(f"{type(error).__name__}: {error}")
-    for problem in problems.texts or ["ok: the same batches as torch's loader, to the bit"]:
-        write("verdict", problem)
-    return not problems.texts
+        output.details.write(traceback.format_exc())
+        problems.append(f"{type(error).__name__}: {error}")
+    if target is None:
+        problems = warned.texts + problems
+    elif warned.texts:
+        texts = list(dict.fromkeys(warned.texts))[:_MOST_WARNINGS]
+        output.write(Fact("warning", "\n".join(texts), "warnings", texts))
+    output.finish(problems or [ok], ok=not problems)
+    return not problems
 
 
-class _Wrong(Exception):
-    """A problem whose message needs no traceback."""
+class _Warnings(logging.Handler):
+    """A log handler that collects the warnings of dpex.
 
-
-class _Problems(logging.Handler):
-    """A log handler that collects problems.
-
-    Every warning of dpex is a problem. Examples are an object store on disk, and nodes with another
-    version of torch.
+    Each of them is a problem of the self-test. Examples are an object store on disk, and nodes with
+    another version of torch. A user's loader may also warn of what the user wants, such as a
+    skipped sample.
 
     Attributes:
-        texts: A text for each problem.
+        texts: A text for each warning.
     """
 
     def __init__(self) -> None:
@@ -97,27 +130,76 @@ class _Problems(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a warning to the problems."""
+        """Add the text of a warning."""
         self.texts.append(record.getMessage())
 
 
-def _host() -> Iterator[Line]:
-    """Yield the versions of packages and the properties of the machine."""
-    yield "dpex", dpex.__version__
-    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+def _host() -> Iterator[Fact]:
+    """Yield the versions of packages and the properties of the machine.
+
+    Raises:
+        Problem: A package is missing without which dpex makes no batch.
+    """
+    yield _line("dpex", dpex.__version__)
+    yield _line("python", f"{platform.python_version()} ({platform.python_implementation()})")
     for package in _PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed"
-    yield "platform", platform.platform()
-    yield "cores", f"{usable_cores()} for this process, of {os.cpu_count()}"
-    yield "memory", f"{_gib(usable_memory())} for this process, {_gib(free_memory())} of it free"
+        yield _line(package, _version(package))
+    yield _line("platform", platform.platform())
+    yield _cores()
+    usable, free = usable_memory(), free_memory()
+    yield Fact(
+        "memory",
+        f"{_gib(usable)} for this process, {_gib(free)} of it free",
+        "memory",
+        {"usable_bytes": usable, "free_bytes": free},
+    )
     with contextlib.suppress(OSError):  # macOS has no /dev/shm
         shared = shutil.disk_usage("/dev/shm")
-        yield "/dev/shm", f"{_gib(shared.total)}, {_gib(shared.free)} of it free"
-    yield "start method", multiprocessing.get_start_method()
-    yield "GPUs", _gpus()
+        yield Fact(
+            "/dev/shm",
+            f"{_gib(shared.total)}, {_gib(shared.free)} of it free",
+            "shared_memory",
+            {"total_bytes": shared.total, "free_bytes": shared.free},
+        )
+    yield _line("start method", multiprocessing.get_start_method())
+    _require("torch")
+    yield _line("GPUs", _gpus())
+
+
+def _line(label: str, text: str) -> Fact:
+    return Fact(label, text, label.lower().replace(" ", "_"))
+
+
+def _cores() -> Fact:
+    usable, total = usable_cores(), os.cpu_count()
+    value = {"usable": usable, "total": total}
+    return Fact("cores", f"{usable} for this process, of {total}", "cores", value)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it.
+
+    Ray must not be loaded before dpex has forked the workers of a local Ray.
+    """
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+def _require(package: str) -> None:
+    if not _is_installed(package):
+        raise Problem(
+            f"{package} is not installed, and dpex makes no batch without it. Install it: "
+            f"{_INSTALLED_BY[package]}"
+        )
 
 
 def _gib(size_bytes: int) -> str:
@@ -133,37 +215,35 @@ def _gpus() -> str:
     return f"{found or 'none'} (torch for CUDA {torch.version.cuda})"
 
 
-def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
+def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
     """Yield which Ray is used, its size, and the speed of two epochs of torch and of dpex.
 
     Raises:
         ClusterError: There is no such Ray.
-        _Wrong: The cluster has no CPU, a loader does not deliver its batches, or the batches
-            differ.
+        Problem: Ray is missing, the cluster has no CPU, a loader does not deliver its batches, or
+            the batches differ.
     """
+    _require("ray")
     from dpex.doctor.self_test import difference, make_loader, read
 
-    address, why = _chosen(head_address)
-    local = address == "local"
-    yield "Ray", f"{'one of its own' if local else address} ({why})"
-
+    chosen = _chosen(head_address)
+    yield chosen
     loader = make_loader(distribute_mode=False, head_address=head_address, timeout_s=timeout_s)
     try:
         expected = [read(loader, iter(loader)) for _ in range(2)]
     except RuntimeError as error:
-        raise _Wrong(f"torch's own loader does not work here: {error}") from error
+        raise Problem(f"torch's own loader does not work here: {error}") from error
     finally:
         loader.close()
-    yield "torch's loader", _speed(expected)
+    yield _speed("torch's loader", "torch_loader", expected)
 
     loader = make_loader(distribute_mode=True, head_address=head_address, timeout_s=timeout_s)
     try:
         batches = iter(loader)  # connects to Ray
-        nodes, cpus, gpus = cluster_size()
-        note = " (logical ones: the tasks share the cores)" if local else ""
-        yield "cluster", f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs{note}"
-        if not cpus:
-            raise _Wrong(
+        cluster = _cluster(local=chosen.value["address"] == "local")
+        yield cluster
+        if not cluster.value["cpus"]:
+            raise Problem(
                 "the cluster has no CPU to make batches with. Start a node that has some: "
                 "`ray start --address=HEAD:PORT` on another host, without --num-cpus=0. "
                 "A training waits where an autoscaler is to start one; this does not"
@@ -171,29 +251,131 @@ def _trial(head_address: str, timeout_s: float) -> Iterator[Line]:
         try:
             got = [read(loader, batches), read(loader, iter(loader))]
         except RuntimeError as error:  # a timeout, or dead workers
-            raise _Wrong(str(error)) from error
+            raise Problem(str(error)) from error
     finally:
         loader.close()
-    yield "dpex's loader", _speed(got)
+    yield _speed("dpex's loader", "dpex_loader", got)
     for ours, torchs in zip(got, expected, strict=True):
         where = difference(ours, torchs)
         if where is not None:
-            raise _Wrong(f"dpex gives other batches: {where}. Please report this")
+            raise Problem(f"dpex gives other batches: {where}. Please report this")
 
 
-def _chosen(head_address: str) -> tuple[str, str]:
-    """Return an address, and the reason for the choice."""
+def _chosen(head_address: str) -> Fact:
+    """Return the line that names the Ray, and the reason for the choice."""
     try:
-        return choose(head_address)
+        address, why = choose(head_address)
     except ValueError as error:
-        raise _Wrong(str(error)) from error
+        raise Problem(str(error)) from error
+    text = f"{'a local Ray' if address == 'local' else address} ({why})"
+    return Fact("Ray", text, "ray_address", {"address": address, "reason": why})
 
 
-def _speed(epochs: list[Epoch]) -> str:
+def _cluster(*, local: bool) -> Fact:
+    """Return the line about the cluster to which this process is connected."""
+    nodes, cpus, gpus = cluster_size()
+    note = " (logical ones: the tasks share the cores)" if local else ""
+    return Fact(
+        "cluster",
+        f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs{note}",
+        "cluster",
+        {"nodes": nodes, "gpus": gpus, "cpus": cpus},
+    )
+
+
+def _speed(label: str, key: str, epochs: list[Epoch]) -> Fact:
     cold, warm = (epoch.stats for epoch in epochs)
     makers = {maker for epoch in epochs for maker in epoch.makers}
-    hosts = ", ".join(sorted({host for host, _ in makers}))
-    return (
+    hosts = sorted({host for host, _ in makers})
+    return Fact(
+        label,
         f"first batch after {cold.first_batch_s:.2f} s; second epoch {warm.samples_per_s:,.0f} "
-        f"samples/s; {len(makers)} process(es) on {hosts}"
+        f"samples/s; {len(makers)} process(es) on {', '.join(hosts)}",
+        key,
+        {
+            "first_batch_seconds": cold.first_batch_s,
+            "samples_per_s": warm.samples_per_s,
+            "processes": len(makers),
+            "hosts": hosts,
+        },
     )
+
+
+def _trial(
+    target: str, head_address: str | None, trial_s: float, step_s: float | None
+) -> Iterator[Fact]:
+    """Yield the costs of the samples of the user's loader, its speed, and what limits it.
+
+    Raises:
+        Problem: Ray is missing, or the loader does not deliver its batches. The lines before that
+            are about what does work.
+    """
+    _require("torch")
+    from dpex.doctor.findings import Measurements, conclude, describe_sample, describe_speed
+    from dpex.doctor.loader_trial import loaders_like, speeds, take_turns
+    from dpex.doctor.sample_costs import measure
+    from dpex.doctor.target import describe_loader, length_of, make_loader
+
+    given = make_loader(target)
+    yield describe_loader(given, target)
+    costs = measure(given, budget_s=_SAMPLE_SHARE * trial_s)
+    yield describe_sample(costs)
+
+    with_ray = _is_installed("ray")
+    num_workers = given.num_workers or usable_cores()
+    loaders = loaders_like(
+        given, num_workers=num_workers, with_ray=with_ray, head_address=head_address
+    )
+    no_ray: dict[str, Exception] = {}
+    local = False
+    if with_ray:
+        try:
+            chosen = _chosen(loaders["dpex"].head_address)
+            yield chosen
+            local = chosen.value["address"] == "local"
+        except (ClusterError, Problem) as error:
+            no_ray["dpex"] = error
+            del loaders["dpex"]
+    cluster: Fact | None = None
+    try:
+        turns, errors = take_turns(loaders, total_s=(1 - _SAMPLE_SHARE) * trial_s)
+        if turns.get("dpex"):
+            cluster = _cluster(local=local)
+            yield cluster
+    finally:
+        for loader in loaders.values():
+            loader.close()
+    found = speeds({name: own for name, own in turns.items() if name not in errors})
+    for name, speed in found.items():
+        yield describe_speed(name, speed, num_workers=loaders[name].num_workers)
+    size = {"nodes": 1, "cpus": usable_cores()} if cluster is None else cluster.value
+    yield from conclude(
+        Measurements(
+            num_workers=num_workers,
+            given_workers=given.num_workers,
+            persistent_workers=given.persistent_workers,
+            length=length_of(given.dataset),
+            cpus=size["cpus"] if size["nodes"] > 1 else usable_cores(),
+            nodes=size["nodes"],
+            costs=costs,
+            torch=found.get("torch"),
+            dpex=found.get("dpex"),
+            step_s=step_s,
+        )
+    )
+    if getattr(given, "on_error", "raise") == "skip":
+        errors.pop("torch", None)  # torch's loader leaves no sample out
+    for name, raised in {**errors, **no_ray}.items():
+        raise _failure(name, raised)
+    _require("ray")
+
+
+def _failure(name: str, error: Exception) -> Problem:
+    """Return the problem that a loader raised an exception, with its traceback if that helps."""
+    if isinstance(error, ClusterError | Problem):
+        return Problem(str(error))
+    # torch's message is the worker's traceback, whose last line is the exception.
+    *_, last = ["", *str(error).strip().splitlines()]
+    kind = type(error).__name__
+    text = f"{name}'s loader raised {kind}: {last.removeprefix(f'{kind}: ')}"
+    return Problem(text, "".join(traceback.format_exception(error)))

@@ -14,8 +14,8 @@ from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import IterableDataset
 
 from dpex.dataloader import DpexDataLoader
-from dpex.integrations.remaking import own_options, remake
 from dpex.log import warn
+from dpex.remaking import own_options, remake
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex.dataloader import DpexDataLoader
-from dpex.integrations.remaking import own_options, remake
+from dpex.remaking import own_options, remake
 
 __all__ = ["add_distributed_sampler"]
 

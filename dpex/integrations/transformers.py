@@ -13,7 +13,7 @@ from transformers.trainer_utils import has_length
 
 from dpex.dataloader import DEFAULT_MAX_SKIPPED, DEFAULT_PREFETCH_BYTES
 from dpex.integrations.accelerate import distribute, skip_first_batches
-from dpex.integrations.remaking import OWN_OPTIONS
+from dpex.remaking import OWN_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import TrainerState

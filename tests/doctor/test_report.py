@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_programs import (
@@ -70,7 +72,7 @@ def test_all_is_well_where_nothing_is_wrong(place: Path) -> None:
         assert lines[package] == importlib.metadata.version(package)
     assert lines["cores"].startswith(f"{len(os.sched_getaffinity(0))} for this process")
     assert lines["start method"] == "fork"
-    assert lines["Ray"] == "one of its own (no cluster found)"
+    assert lines["Ray"] == "a local Ray (no cluster found)"
     assert lines["cluster"].startswith("1 node(s)")
     for loader in ("torch's loader", "dpex's loader"):
         assert socket.gethostname() in lines[loader]
@@ -101,7 +103,8 @@ def test_no_ray_where_there_should_be_one(place: Path) -> None:
     status, lines, output = doctor(place, "--head-address", address)
     assert status == 1, output
     assert lines["Ray"] == f"{address} (head_address)"
-    assert f"no Ray cluster answers at head_address='{address}'" in lines["verdict"]
+    assert f"no Ray cluster answers at head_address='{address}' (" in lines["verdict"]
+    assert " 15 s" not in lines["verdict"], "a refused connection takes no time"
     assert f"`ray start --address={address} --num-cpus=0`" in lines["verdict"]
     status, lines, output = doctor(place, "--head-address", "nowhere")
     assert status == 1, output
@@ -145,6 +148,84 @@ def test_little_shared_memory(place: Path) -> None:
     assert status == 1, output
     assert lines["/dev/shm"].startswith("0.1 GiB")
     assert "docker run --shm-size=" in lines["verdict"]
+
+
+LOADER = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from dpex import DpexDataLoader
+
+class Remote(Dataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        print("sample", index)
+        if index == self.broken:
+            raise ValueError("a broken file")
+        time.sleep(0.01)
+        return torch.tensor(index)
+
+    broken = -1
+
+class Broken(Remote):
+    broken = 50
+
+def remote():
+    return DataLoader(Remote(), batch_size=4, num_workers=2)
+
+def in_the_loop():
+    return DataLoader(Remote(), batch_size=4)
+
+def skips():
+    options = {"distribute_mode": True, "head_address": "local", "on_error": "skip"}
+    return DpexDataLoader(Broken(), batch_size=4, num_workers=2, **options)
+"""
+
+
+def timed(place: Path, function: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Time a loader of ``LOADER``; return the exit status and the JSON object."""
+    (place / "loaders.py").write_text(LOADER)
+    given = ("--loader", f"loaders.py:{function}", "--seconds", "4", "--json", *arguments)
+    status, _, output = doctor(place, *given)
+    _, brace, report = output.partition("{\n")  # the samples' lines come from standard error
+    return status, json.JSONDecoder().raw_decode(brace + report)[0]
+
+
+def test_a_loader_of_the_user_is_timed_beside_torch_s(place: Path) -> None:
+    status, report = timed(place, "remote", "--step-ms", "1")
+    assert status == 0, report
+    assert report["ok"]
+    assert report["ray_address"]["address"] == "local"
+    assert report["cluster"]["nodes"] == 1
+    for name in ("torch_loader", "dpex_loader"):
+        assert report[name]["counts"] == "steady"
+        assert 0 < report[name]["samples_per_s"] <= 1.5 * 2 / 0.01
+    assert report["sample"]["waiting_seconds"] >= 0.009
+    assert report["bound"]["by"] in {"num_workers", "neither"}
+    assert report["step"]["needed_samples_per_s"] == 4000
+    assert any("keep all cores busy" in line for line in report["advice"])
+    wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the doctor's Ray")
+
+
+def test_a_loader_without_workers_is_timed_as_given_and_with_workers(place: Path) -> None:
+    status, report = timed(place, "in_the_loop")
+    assert status == 0, report
+    assert report["given_loader"]["num_workers"] == 0
+    assert report["dpex_loader"]["num_workers"] == len(os.sched_getaffinity(0))
+    assert "with 0, the training loop makes every batch itself" in report["advice"][0]
+
+
+def test_a_loader_that_skips_samples_is_no_problem(place: Path) -> None:
+    status, report = timed(place, "skips")
+    assert report["loader"]["class"] == "DpexDataLoader"
+    assert "torch_loader" not in report
+    assert report["dpex_loader"]["samples"] > 50
+    assert report["sample"]["skipped"] == 1
+    assert status == 0, report
+    [skipped] = [line for line in report["warnings"] if "sample 50" in line]
+    assert "a broken file" in skipped
 
 
 def test_what_never_ends_is_cut_off(place: Path) -> None:

@@ -32,7 +32,7 @@ from trainer_runs import OURS, Points
 from dpex import DpexDataLoader, dataloader
 from dpex.integrations.accelerate import distribute, prepare, skip_first_batches
 from dpex.integrations.ray_train import add_distributed_sampler
-from dpex.integrations.remaking import own_options, remake
+from dpex.remaking import own_options, remake
 
 GONE_SECONDS = 60
 RANKS = 2

@@ -39,7 +39,8 @@ def remake(
 
     Args:
         like: Any torch ``DataLoader``, which gives the arguments that dpex shares with torch.
-        own: dpex's own options, as ``own_options`` returns them.
+        own: dpex's own options, as ``own_options`` returns them, and values that replace those of
+            ``like``.
         sampling: Values for ``batch_size``, ``sampler``, ``batch_sampler`` and ``drop_last``, in
             place of those of ``like``. If None, ``like`` gives them.
         kind: Class of the result: ``DpexDataLoader``, or a subclass with the same arguments.
@@ -62,4 +63,4 @@ def remake(
             sampling = {"batch_size": None, "sampler": like.sampler}
         else:
             sampling = {"batch_sampler": like.batch_sampler}
-    return kind(**{name: getattr(like, name) for name in _SHARED}, **sampling, **own)
+    return kind(**{**{name: getattr(like, name) for name in _SHARED}, **sampling, **own})
