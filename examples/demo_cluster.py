@@ -56,9 +56,8 @@ def train_on_cluster(dataset: Dataset[Any], batch_size: int) -> None:
     conclude(
         f"one of {NODES} nodes died in the middle of an epoch, and the training continued. All "
         f"{len(losses)} losses are equal to those of the undisturbed training.",
-        "the other nodes recomputed what the dead node had not delivered, with the same random "
-        f"numbers (retries: {retries}). The longest wait for a batch of this epoch was {wait:.1f} "
-        f"s instead of {usual:.1f} s.",
+        f"the other nodes recomputed the lost batches ({retries}), with the same random numbers. "
+        f"The longest wait for a batch of this epoch was {wait:.1f} s instead of {usual:.1f} s.",
         "docs/plain_machines.md connects your machines. docs/faults.md lists the failures that a "
         "run survives.",
     )
