@@ -43,10 +43,13 @@ def likely_cause(
     if lacking is not None:
         return f"worker_options asks for {lacking}"
     if tasks:
-        return "The samples may be slow: read one in this process, and measure the time"
+        return (
+            "The samples may be slow, or the worker processes still import their modules. Read a "
+            "sample in this process, and measure the time"
+        )
     if tasks is None:
         return "The process that runs the pipeline does not answer"
     if free_cpus is not None and free_cpus < 1:
         seen = users or "no task or actor on this node"
         return f"No CPU is free: worker processes are starting, or others use the CPUs ({seen})"
-    return "The worker processes are starting: they import the modules of the dataset"
+    return "The worker processes are starting"
