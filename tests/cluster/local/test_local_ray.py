@@ -61,6 +61,11 @@ def all_gone(place: Path) -> bool:
     return not processes_in(place)
 
 
+def without_dpex(errors: str) -> str:
+    """Return what stderr has beside dpex's lines, of which a busy machine has some."""
+    return "".join(li for li in errors.splitlines(keepends=True) if not li.startswith("dpex: "))
+
+
 def titles(place: Path, title: str) -> list[int]:
     return [pid for pid, command in processes_in(place).items() if title in command]
 
@@ -86,11 +91,12 @@ def test_prints_one_line_and_is_gone_at_the_end(place: Path) -> None:
         for ending in ("", "raise RuntimeError('a bug')")
     )
     line = f"dpex: local Ray on {usable_cores()} cores\n"
-    assert well.communicate(timeout=100) == ("", line)
+    output, errors = well.communicate(timeout=100)
+    assert (output, errors.startswith(line), without_dpex(errors)) == ("", True, "")
     assert well.returncode == 0
     output, errors = badly.communicate(timeout=100)
-    assert output == ""
-    assert errors.startswith(f"{line}Traceback")
+    assert (output, errors.startswith(line)) == ("", True)
+    assert without_dpex(errors).startswith("Traceback")
     assert errors.endswith("RuntimeError: a bug\n")
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
 
@@ -668,4 +674,4 @@ def test_a_reader_that_starts_when_ray_has_gone_starts_no_other(place: Path, end
     program = place / "program.py"
     program.write_text(LATE_READER_PROGRAM + end)
     done = run_program(program, place=place, seconds=100)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_dpex(done.stderr)) == (0, "")
