@@ -14,7 +14,8 @@ def die_by_interrupt() -> None:
     """Make an unhandled Ctrl-C end this process by SIGINT; call it after Ray is imported.
 
     A shell ends its loop only if SIGINT has killed the process. A further Ctrl-C at exit kills the
-    process at once. The call after the last ``atexit.register`` is the one that counts.
+    process at once. The call after the last ``atexit.register`` is the one that counts. A fork
+    server must not call it: the import draws ids of Ray, which all forks would share.
     """
     # Python forgets the unhandled KeyboardInterrupt if code at exit calls exec(), as dataclasses
     # do. Ray's exit handler imports this module, which defines some.

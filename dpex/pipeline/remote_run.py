@@ -46,9 +46,6 @@ def _end_open_runs() -> None:
         receiver.join(max(0.0, deadline - time.monotonic()))
 
 
-die_by_interrupt()  # registered last, so its handler runs first
-
-
 class RemoteRun:
     """One iteration, as the training process sees it."""
 
@@ -92,6 +89,8 @@ class RemoteRun:
                 through_client=self._through_client,
             )
             _receivers.add(self._receiver)
+            # Its import takes some 50 ms, and the first chunk has been sent.
+            die_by_interrupt()
         return self._receiver
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:

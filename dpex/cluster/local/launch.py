@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex import tuning
-from dpex.cluster.interrupted_exit import die_by_interrupt
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory
@@ -276,7 +275,6 @@ def load_ray() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for example by tqdm, which Ray imports
         import ray  # noqa: F401
-    die_by_interrupt()
 
 
 def make_no_errors_of_rays_warnings() -> None:
