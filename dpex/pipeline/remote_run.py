@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
-from dpex.cluster.interrupted_exit import die_by_interrupt
+from dpex.cluster.interrupted_exit import die_at_once
 from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
@@ -44,6 +44,9 @@ def _end_open_runs() -> None:
     deadline = time.monotonic() + tuning.EXIT_S
     for receiver in list(_receivers):
         receiver.join(max(0.0, deadline - time.monotonic()))
+
+
+die_at_once()  # registered last, so its handler runs first
 
 
 class RemoteRun:
@@ -89,8 +92,6 @@ class RemoteRun:
                 through_client=self._through_client,
             )
             _receivers.add(self._receiver)
-            # Its import takes some 50 ms, and the first chunk has been sent.
-            die_by_interrupt()
         return self._receiver
 
     def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
