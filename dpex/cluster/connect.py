@@ -255,9 +255,10 @@ def choose(head_address: str) -> tuple[str, str]:
         return found, "found on this machine"
     if head_address == "cluster":
         raise ClusterError(
-            "head_address='cluster' found no cluster: RAY_ADDRESS is not set, and no Ray node of "
-            "this user runs on this machine. Set RAY_ADDRESS, pass the head's 'host:port', or "
-            "start a node here: `ray start --address=HOST:PORT --num-cpus=0`"
+            "head_address='cluster' found no cluster: RAY_ADDRESS is not set, and no node that "
+            f"this user started on this machine has its files in {_temporary_directory()}/ray. Set "
+            "RAY_ADDRESS, pass the head's 'host:port', set RAY_TMPDIR as for `ray start`, or start "
+            "a node here: `ray start --address=HOST:PORT --num-cpus=0`"
         )
     return "local", "no cluster found"
 
@@ -338,6 +339,10 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
     )
 
 
+def _temporary_directory() -> str:
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+
+
 def _running_cluster() -> str | None:
     """Return the address of a live cluster that this user started here with ``ray start``, if any.
 
@@ -345,8 +350,7 @@ def _running_cluster() -> str | None:
         Ray writes the address of the last ``ray start`` to this file, and leaves it there when the
         cluster has ended. ``ray.init`` does not write it, so the file never names a local Ray.
     """
-    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    file = Path(temporary) / "ray" / "ray_current_cluster"
+    file = Path(_temporary_directory()) / "ray" / "ray_current_cluster"
     try:
         address = file.read_text().strip()
         foreign = file.stat().st_uid != os.getuid()

@@ -324,6 +324,13 @@ class Epoch:
                 if wait_s <= 0:
                     raise RuntimeError(f"{self._timeout_text()}. {self._waiting_text()}")
             assert self._run is not None
+            if time.monotonic() >= note_at:  # also if later batches arrive
+                note_s = min(2 * note_s, tuning.MOST_NOTE_S)
+                note_at = time.monotonic() + note_s
+                waited_s = time.monotonic() - began
+                logger.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
+                self._session.name_dead_nodes()
+                self._session.check_still_possible(waited_s)
             if self._in_flight and self._run.receiver.ended:
                 self._replace_pipeline()
             prompt_s = min(wait_s, tuning.PROMPT_S)
@@ -336,12 +343,6 @@ class Epoch:
                 # ``forsaken`` reports a node's death only once, so this loss need not count.
                 self._losses_in_a_row -= 1
                 self._replace_pipeline()
-            if not arrived and time.monotonic() >= note_at:
-                note_s = min(2 * note_s, tuning.MOST_NOTE_S)
-                note_at = time.monotonic() + note_s
-                waited_s = time.monotonic() - began
-                logger.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
-                self._session.check_still_possible(waited_s)
 
     def _waiting_text(self) -> str:
         assert self._run is not None
@@ -384,6 +385,8 @@ class Epoch:
                 self._demand.end_stream(entry.batch, entry.state)
             else:
                 self._ready[entry.batch] = entry
+        if block.costs.retries:
+            self._session.name_dead_nodes()
         self._planner.observe(
             batches=len(arrival.batches),
             seconds=block.costs.seconds,

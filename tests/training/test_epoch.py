@@ -191,6 +191,20 @@ def test_batches_come_in_order_and_the_run_ends() -> None:
     assert reader.pipeline.runs[0].closed
 
 
+def test_a_late_batch_is_reported_although_later_ones_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tuning, "SLOW_WAIT_S", 0.0)
+    monkeypatch.setattr(tuning, "MOST_NOTE_S", 0.0)
+    reader = Reader(lambda chunk, _: made(chunk), late=0)
+    looked: list[None] = []
+    reader.pipeline.name_dead_nodes = lambda: looked.append(None)
+    reader.pipeline.check_still_possible = lambda _: None
+    assert [entry.batch for entry in reader] == list(range(12))
+    assert "no batch for 0 s. busy" in caplog.text
+    assert looked
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_in_order_decides_whether_a_batch_waits_for_those_before_it(in_order: bool) -> None:
     reader = Reader(lambda chunk, _: made(chunk), in_order=in_order, late=0)
