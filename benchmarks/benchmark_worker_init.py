@@ -12,7 +12,6 @@ copies. torch's memory is a lower bound. Its workers read only 8,192 of the stri
 copied when a worker reads an object in it.
 """
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -45,7 +44,6 @@ PEERS = ("torch", "dpex")
 PARTS = {"without": False, "with": True}  # whether there is a worker_init_fn
 MEMORY_ROUNDS = 3
 GOAL_OVER_TORCH = 1.0
-GOAL_MEMORY_WITH_OVER_WITHOUT = 1.2
 
 
 def case(*, worker_init: bool = True, dataset: SeededTexts | None = None) -> Case:
@@ -86,8 +84,7 @@ def main() -> None:
     }
     for part in record["parts"].values():
         del part["goals"]  # the record has them
-    goals = [rate_goal(record), memory_goal(memory, options.workers)]
-    record["goals"] = [asdict(goal) for goal in goals]
+    record["goals"] = [asdict(rate_goal(record))]
     write(record, options.out)
     bars(
         options.out.with_suffix(".svg"),
@@ -202,33 +199,6 @@ def rate_goal(record: Mapping[str, Any]) -> Goal:
             )
             for name, part in record["parts"].items()
         }
-    )
-
-
-def memory_goal(memory: Mapping[str, Any], workers: int) -> Goal:
-    """Return the goal for dpex's memory with ``worker_init_fn``, divided by that without it."""
-
-    def over(peer: str, moment: str) -> list[float]:
-        parts = memory[peer]
-        with_it, without = (parts[name][moment]["all"] for name in ("with", "without"))
-        return [mb / other for mb, other in zip(with_it, without, strict=True)]
-
-    def medians(moment: str) -> str:
-        return ", ".join(
-            f"{peer} {memory[peer]['with'][moment]['median']:,.0f} / "
-            f"{memory[peer]['without'][moment]['median']:,.0f} MB"
-            for peer in PEERS
-        )
-
-    first = statistics.median(over("dpex", "first"))
-    return Goal.of(
-        "memory",
-        f"worker_init: memory of {workers} workers with worker_init_fn / without, dpex",
-        over("dpex", "later"),
-        "<=",
-        GOAL_MEMORY_WITH_OVER_WITHOUT,
-        "ratio",
-        f"with / without: {medians('later')}; two epochs before that {first:.2f}",
     )
 
 

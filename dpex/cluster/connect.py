@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
+from dpex.cluster.interrupted_exit import die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
 from dpex.cluster.nodes_here import (
@@ -120,6 +121,7 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
                 "this process was forked from one connected to Ray, and Ray does not survive a "
                 "fork: start it with the 'spawn' or 'forkserver' method instead"
             )
+        die_by_interrupt()
         # Do not import Ray here: dpex may still have to fork the fork server from this process.
         ray = sys.modules.get("ray")
         connected = ray is not None and ray.is_initialized()

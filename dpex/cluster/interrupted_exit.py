@@ -6,28 +6,48 @@ import atexit
 import contextlib
 import importlib
 import signal
+import sys
 
-__all__ = ["die_by_interrupt"]
+__all__ = ["die_at_once", "die_by_interrupt"]
 
 
 def die_by_interrupt() -> None:
-    """Make an unhandled Ctrl-C end this process by SIGINT; call it after Ray is imported.
+    """Make an unhandled Ctrl-C end this process by SIGINT; call it before Ray is imported.
 
-    A shell ends its loop only if SIGINT has killed the process. A further Ctrl-C at exit kills the
-    process at once. The call after the last ``atexit.register`` is the one that counts.
+    A shell ends its loop only if SIGINT has killed the process. Handlers at exit run in the
+    reverse order of their registration, and this one must run after Ray's.
     """
-    # Python forgets the unhandled KeyboardInterrupt if code at exit calls exec(), as dataclasses
-    # do. Ray's exit handler imports this module, which defines some.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("ray.dag.compiled_dag_node")
+    atexit.unregister(_restore_interrupt)
+    atexit.register(_restore_interrupt)
+    if "ray" in sys.modules:
+        # Ray's handler runs later, and imports this module. So import it now.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("ray.dag.compiled_dag_node")
+
+
+def die_at_once() -> None:
+    """Make a further Ctrl-C at exit kill the process; call it after the last ``atexit.register``.
+
+    A KeyboardInterrupt in an exit handler would only end that handler, with a traceback.
+    """
     atexit.unregister(_take_default_action)
     atexit.register(_take_default_action)
 
 
-def _take_default_action() -> None:
-    """Restore the default action of SIGINT, unless the user has a handler for it.
+def _restore_interrupt() -> None:
+    """Let Python know again that a KeyboardInterrupt ends it.
 
-    A KeyboardInterrupt in an exit handler would only end that handler, with a traceback.
+    Source:
+        ``run_eval_code_obj`` of CPython. Python forgets the interrupt when code runs in ``exec``,
+        as at many imports, and notes it when such code raises it.
     """
+    is_interactive = sys.flags.interactive or hasattr(sys, "ps1")
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _take_default_action() -> None:
+    """Restore the default action of SIGINT, unless the user has a handler for it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
-from dpex.cluster.interrupted_exit import die_by_interrupt
+from dpex.cluster.interrupted_exit import die_at_once
 from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
@@ -46,7 +46,7 @@ def _end_open_runs() -> None:
         receiver.join(max(0.0, deadline - time.monotonic()))
 
 
-die_by_interrupt()  # registered last, so its handler runs first
+die_at_once()  # registered last, so its handler runs first
 
 
 class RemoteRun:

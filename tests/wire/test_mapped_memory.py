@@ -418,7 +418,7 @@ def test_other_nodes_cannot_write_to_shared_memory(make: Callable[[], Any]) -> N
 def test_other_nodes_read_a_copy_of_shared_memory_that_is_only_readable() -> None:
     array = np.frombuffer(multiprocessing.RawArray("d", [1, 2, 3]))
     array.flags.writeable = False
-    with pytest.warns(UserWarning, match=r"^x\.inner\[0\]\['memory'\] is in memory"):
+    with pytest.warns(UserWarning, match=r"^dpex: x\.inner\[0\]\['memory'\] is in memory"):
         pickled = dump(Holder(memory=array), "x", ELSEWHERE)
     assert load(pickled).inner[0]["memory"].tolist() == [1, 2, 3]
 

@@ -213,14 +213,20 @@ def _serve(listener: socket.socket, parents_life: int, token: str) -> NoReturn:
             warnings.simplefilter("ignore")  # the user's filters may turn them into errors
             load_ray()
             from dpex.compat.authentication import reread
-            from dpex.compat.forked_workers import random_ids_untouched, untouched_random_ids
+            from dpex.compat.forked_workers import (
+                FORKED_IDS,
+                random_ids_untouched,
+                untouched_random_ids,
+            )
 
             workers_have_token = reread()  # if not, the training process reports it
             warnings.filterwarnings("default", module=OUR_MODULES)
             with untouched_random_ids():
                 for module in _PRELOADED:
                     importlib.import_module(module)
-        if workers_have_token and random_ids_untouched():
+        if not random_ids_untouched():
+            FORKED_IDS.fail(RuntimeError("an import has drawn ids"))
+        elif workers_have_token:
             gc.freeze()
             _Server(listener, parents_life, token).run()
     except BaseException:

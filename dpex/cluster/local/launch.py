@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex import tuning
-from dpex.cluster.interrupted_exit import die_by_interrupt
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory
@@ -44,6 +43,8 @@ T = TypeVar("T")
 
 _GIB = 1 << 30
 _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
+# Python's variable for the function that breakpoint() calls.
+_BREAKPOINT = "PYTHONBREAKPOINT"
 # A socket's path has at most 107 characters, and Ray adds about 70 to RAY_TMPDIR.
 _MOST_CHARACTERS = 37
 # Modules whose warnings do not concern the user.
@@ -265,7 +266,14 @@ def init_ray(
         ):
             # Ray < 2.60 warns of its own future changes.
             warnings.simplefilter("ignore", FutureWarning)
-            return ray.init(logging_level=logging.ERROR, **options)
+            breakpoint_hook = os.environ.get(_BREAKPOINT)
+            context = ray.init(logging_level=logging.ERROR, **options)
+            # Ray leads breakpoint() of this process to its own debugger.
+            if breakpoint_hook is None:
+                os.environ.pop(_BREAKPOINT, None)
+            else:
+                os.environ[_BREAKPOINT] = breakpoint_hook
+            return context
 
     return within(timeout_s, call, afterwards=afterwards)
 
@@ -276,7 +284,6 @@ def load_ray() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for example by tqdm, which Ray imports
         import ray  # noqa: F401
-    die_by_interrupt()
 
 
 def make_no_errors_of_rays_warnings() -> None:

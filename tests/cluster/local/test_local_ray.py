@@ -101,6 +101,15 @@ def test_prints_one_line_and_is_gone_at_the_end(place: Path) -> None:
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of Ray")
 
 
+@pytest.mark.parametrize("hook", [None, "builtins.print"])
+def test_breakpoint_stays_python_s(place: Path, hook: str | None) -> None:
+    program = place / "program.py"
+    program.write_text(QUIET_PROGRAM + "import os; print(os.environ.get('PYTHONBREAKPOINT'))")
+    variables = {} if hook is None else {"PYTHONBREAKPOINT": hook}
+    done = run_program(program, place=place, seconds=100, **variables)
+    assert done.stdout == f"{hook}\n", done.stderr
+
+
 def test_a_variable_sets_the_size_of_the_object_store(place: Path) -> None:
     size_bytes = 200 << 20
     owner = Driver(place, DPEX_OBJECT_STORE_MEMORY=str(size_bytes))
