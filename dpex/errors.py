@@ -50,7 +50,8 @@ class ClusterError(DpexError, ConnectionError):
     """No usable Ray at ``head_address``.
 
     No cluster answers, or a local Ray does not start. Or the nodes cannot run the workers: they
-    have another version of Python or Ray, or lack a resource that a worker requests.
+    have another version of Python or Ray, or lack a resource that a worker requests. Or Ray cannot
+    run this process's interpreter or dpex, because the program is frozen or dpex is in an archive.
     """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import signal
 import sys
 import traceback
 import uuid
@@ -347,6 +349,33 @@ def test_workers_run_the_code_as_it_is_at_iter(how: str, own_modules: tuple[Any,
         helper.scaled.__code__ = doubled.__code__
     for _ in range(2):
         assert read() == expected
+
+
+def with_process(samples: list[int]) -> tuple[list[int], int]:
+    return samples, os.getpid()
+
+
+def test_persistent_workers_that_start_later_run_the_first_code(
+    own_modules: tuple[Any, Any],
+) -> None:
+    dataset, helper = own_modules
+    loader = DpexDataLoader(
+        dataset.Own(),
+        batch_size=4,
+        num_workers=2,
+        collate_fn=with_process,
+        persistent_workers=True,
+        distribute_mode=True,
+    )
+    first = list(loader)
+    Path(helper.__file__).write_text(HELPER.format(factor=2))
+    importlib.reload(helper)
+    processes = {process for _, process in first}
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    second = list(loader)
+    assert processes.isdisjoint(process for _, process in second)
+    assert [samples for samples, _ in second] == [samples for samples, _ in first]
 
 
 # --- map-style DataPipes --------------------------------------------------------------------------

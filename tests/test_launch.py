@@ -19,6 +19,7 @@ from cluster_programs import (
 
 PROGRAM = PROGRAMS / "launch_program.py"
 GLOBALS = PROGRAMS / "globals_program.py"
+JOBS = PROGRAMS / "jobs_program.py"
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -29,13 +30,20 @@ pytestmark = [
 
 def run(how: str, *flags: str, ranks: int = 1, **variables: str) -> None:
     with workplace() as place:
-        run_in(place, PROGRAM, how, *flags, ranks=ranks, **variables)
+        run_in(place, PROGRAM, how, flags=flags, ranks=ranks, **variables)
 
 
 def run_in(
-    place: Path, program: Path, how: str, *flags: str, ranks: int = 1, **variables: str
+    place: Path,
+    program: Path,
+    *how: str,
+    flags: tuple[str, ...] = (),
+    ranks: int = 1,
+    **variables: str,
 ) -> None:
-    done = run_program(program, how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables)
+    done = run_program(
+        program, *how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("reads what torch's loader reads") == ranks
     wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
@@ -66,7 +74,7 @@ def test_the_script_may_be_a_module_that_is_run() -> None:
     with workplace() as place:
         shutil.copy(PROGRAM, place)
         shutil.copy(PROGRAM.with_name("launch_config.py"), place)
-        run_in(place, Path(PROGRAM.stem), "alone", "-m")
+        run_in(place, Path(PROGRAM.stem), "alone", flags=("-m",))
         program = place / "runs.py"
         program.write_text(
             f"import runpy\n\nrunpy.run_module({PROGRAM.stem!r}, alter_sys=True, "
@@ -89,7 +97,21 @@ def test_the_script_may_lie_in_an_archive() -> None:
 def test_accelerate_may_launch_the_script() -> None:
     with workplace() as place:
         launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
-        run_in(place, PROGRAM, "alone", *launcher)
+        run_in(place, PROGRAM, "alone", flags=launcher)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("directory", ["its own", "the script's"])
+def test_hydra_may_run_the_script_for_several_configurations(directory: str) -> None:
+    with workplace() as place:
+        chdir = f"hydra.job.chdir={directory == 'its own'}"
+        run_in(place, JOBS, "--multirun", "+factor=2,3", chdir, ranks=2)
+
+
+@pytest.mark.extended
+def test_the_script_may_submit_itself_to_submitit() -> None:
+    with workplace() as place:
+        run_in(place, JOBS, "submitit")
 
 
 def test_warnings_may_be_errors() -> None:

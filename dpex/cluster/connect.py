@@ -108,11 +108,13 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
 
     Raises:
         ClusterError: This Ray does not exist or does not start, this process is connected to
-            another Ray, or the nodes cannot run dpex's tasks.
+            another Ray, or the nodes cannot run dpex's tasks. Or this process's interpreter or
+            dpex is not a file that Ray can run.
         ValueError: ``head_address`` has none of the forms.
     """
     global _current
     request = parse_address(head_address, "head_address")
+    versions.check_programs()
     with _lock, _undivided():
         if _forked_from_driver:
             raise ClusterError(

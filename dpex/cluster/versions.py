@@ -1,8 +1,12 @@
-"""Version check of the cluster's nodes; nodes that lack this dpex receive it with each task."""
+"""Check of this process's Python and dpex, and of the versions that the cluster's nodes have.
+
+Nodes that lack this dpex receive it with each task.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +16,7 @@ from dpex import tuning
 from dpex.cluster.local.launch import quiet_ray
 from dpex.errors import ClusterError
 
-__all__ = ["PACKAGE", "check_nodes"]
+__all__ = ["PACKAGE", "check_nodes", "check_programs"]
 
 PACKAGE = Path(__file__).parents[1]
 """Directory of this dpex, which dpex sends to nodes that lack it."""
@@ -21,6 +25,26 @@ logger = logging.getLogger("dpex")
 
 
 Versions = dict[str, str | None]
+
+
+def check_programs() -> None:
+    """Check that other processes can run this process's interpreter and dpex's files.
+
+    A frozen program would start itself again in place of each process of Ray.
+
+    Raises:
+        ClusterError: This program is frozen or embeds Python, or dpex is in an archive.
+    """
+    if getattr(sys, "frozen", False) or not sys.executable:
+        raise ClusterError(
+            f"Ray and dpex start Python programs, but sys.executable={sys.executable!r} is not a "
+            "Python interpreter. Run the training script with one, or pass distribute_mode=False"
+        )
+    if not PACKAGE.is_dir():
+        raise ClusterError(
+            f"Ray runs files of dpex, but {PACKAGE} is in an archive. Install dpex, or unpack the "
+            "archive"
+        )
 
 
 def check_nodes(*, single_host: bool, including: str = "") -> dict[str, Any] | None:

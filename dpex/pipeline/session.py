@@ -21,7 +21,7 @@ from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
-from dpex.errors import ClusterError, DatasetTooLargeError
+from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
 from dpex.log import warn
 from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
@@ -32,8 +32,9 @@ from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.local_modules import by_value, changed
+from dpex.wire.local_modules import by_value, changed, own_modules
 from dpex.wire.pickling import Pickled
+from dpex.worker import module_settings
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 
@@ -189,13 +190,25 @@ class Session:
             DatasetTooLargeError: The pickled job is larger than the object store.
             SerializationError: An object in the job cannot be pickled.
         """
+        here_only = self._connection.single_host
+
+        def pickle_all() -> tuple[Pickled, list[Pickled]]:
+            return pickle_job(here_only), [pickle_stage(here_only) for _, pickle_stage in later]
+
         # Other machines lack the files beside the user's script, and a worker process on this
         # machine may have imported an older version of them.
-        here_only = self._connection.single_host
-        modules_differ = changed() or not here_only
-        with by_value() if modules_differ else contextlib.nullcontext():
-            pickled = pickle_job(here_only)
-            pickled_stages = [pickle_stage(here_only) for _, pickle_stage in later]
+        if changed() or not here_only:
+            with by_value():
+                pickled, pickled_stages = pickle_all()
+        elif self._persistent and not self._inherit(own_modules(), [stage for stage, _ in later]):
+            # A worker process that starts in a later epoch would import newer files.
+            try:
+                with by_value():
+                    pickled, pickled_stages = pickle_all()
+            except SerializationError:  # for example an open file in a module
+                pickled, pickled_stages = pickle_all()
+        else:
+            pickled, pickled_stages = pickle_all()
         key = pickled.digest
         known = self._stored
         if known is None or known.key != key:
@@ -210,6 +223,16 @@ class Session:
             known = replace(known, later=tuple(stages))
         self._stored = known
         return key
+
+    def _inherit(self, modules: set[str], later: Sequence[Stage]) -> bool:
+        """Return whether all worker processes inherit the modules from this process."""
+        return (
+            forkserver.forked_from_here()
+            and self._connection.kind == "local"
+            and not self._options.get("runtime_env")
+            and not any(stage.num_gpus for stage in later)
+            and modules <= module_settings.inherited()
+        )
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
         if self._connection.kind == "local" and self._inherited(key):

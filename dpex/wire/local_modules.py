@@ -6,7 +6,9 @@ A process that lacks such a module, or has another version of it, gets its code 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["by_value", "changed", "installed_roots"]
+__all__ = ["by_value", "changed", "installed_roots", "own_modules"]
 
 # Modification time of each module's file and the code in it, when ``changed`` first saw the module.
 _seen: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -38,6 +40,11 @@ def changed() -> bool:
         then = _seen.setdefault(name, now)
         found = found or now != then
     return found
+
+
+def own_modules() -> set[str]:
+    """Return the names of the user's own modules that this process has imported."""
+    return {name for name, _ in _modules()}
 
 
 def _written(file: str | None) -> float:
@@ -114,8 +121,25 @@ def _is_local(file: str) -> bool:
             return False
     path = Path(file).resolve()
     # The __file__ of some modules, such as torch.ops, is not a file.
-    source = path.suffix == ".py" and path.is_file()
-    return source and not any(root in path.parents for root in _roots())
+    # A module may also be in an archive on sys.path.
+    source = path.suffix == ".py" and any(p.is_file() for p in (path, *path.parents))
+    return source and not any(
+        parent in _roots() or path.relative_to(parent).parts[0] in _installed_names(parent)
+        for parent in path.parents
+    )
+
+
+@functools.cache
+def _installed_names(directory: Path) -> frozenset[str]:
+    """Return the names in a directory of ``sys.path`` that belong to installed distributions.
+
+    ``pip install --target`` and PEX install distributions beside the roots.
+    """
+    if all(Path(path).resolve() != directory for path in sys.path):
+        return frozenset()
+    records = directory.glob("*.dist-info/RECORD")
+    lines = itertools.chain.from_iterable(r.read_text().splitlines() for r in records)
+    return frozenset(re.split("[/,]", line)[0] for line in lines)
 
 
 @functools.cache

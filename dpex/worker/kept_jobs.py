@@ -67,8 +67,8 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
             job = ask_actor(actor_name, "stored_job", job_key)
         search_path, *content = ray.get(job[0])
         # A worker process can import the script's modules, as torch's spawned workers can, if its
-        # node has the directories.
-        sys.path.extend(p for p in search_path if p not in sys.path and Path(p).is_dir())
+        # node has the directories and archives.
+        sys.path.extend(p for p in search_path if p not in sys.path and Path(p).exists())
         pickled = _stored_jobs[job_key] = Pickled(*content)
     buffers = pickled.buffers
     mapped = dict(zip(map(id, buffers), private_mappings(buffers), strict=True))

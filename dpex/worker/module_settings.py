@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["Changes", "changes", "remember", "take_over"]
+__all__ = ["Changes", "changes", "inherited", "remember", "take_over"]
 
 Changes = tuple[tuple[str, str, Any], ...]
 """Tuples of module, name in the module, and value; the value of a deleted name is ``GONE``."""
@@ -42,6 +42,11 @@ def remember() -> None:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in _OF_PROCESSES and hasattr(module, "__dict__")
     }
+
+
+def inherited() -> frozenset[str]:
+    """Return the names of the modules that this process's forks inherit; empty without forks."""
+    return frozenset(_inherited)
 
 
 def _settings(names: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from cluster_programs import (
     ROOT,
     Driver,
     DriverError,
+    environment,
     processes_in,
     start_node,
     wait_until,
@@ -24,6 +27,7 @@ from cluster_programs.seeing import hiding, installed, namespace
 
 from dpex.cluster import versions
 from dpex.cluster.connect import _running_cluster, connect
+from dpex.errors import ClusterError
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -407,3 +411,31 @@ def test_malformed_addresses_are_refused_with_the_forms(value: str) -> None:
     with pytest.raises(ValueError, match=r"'local', 'host:port' or 'ray://") as caught:
         connect(value)
     assert repr(value) in str(caught.value)
+
+
+def test_a_frozen_program_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ClusterError, match=f"{sys.executable}.* is not a Python interpreter"):
+        connect("local")
+
+
+def test_dpex_in_an_archive_is_refused(empty_place: Path) -> None:
+    archive = empty_place / "dpex.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in versions.PACKAGE.rglob("*.py"):
+            file.write(path, path.relative_to(versions.PACKAGE.parent))
+    code = "from dpex.cluster.connect import connect; connect('local')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=empty_place,
+        env=environment(empty_place, PYTHONPATH=str(archive)),
+        capture_output=True,
+        text=True,
+        timeout=QUICK_SECONDS,
+        check=False,
+    )
+    error = done.stderr.splitlines()[-1]
+    assert error == (
+        f"dpex.errors.ClusterError: Ray runs files of dpex, but {archive}/dpex is in an archive. "
+        "Install dpex, or unpack the archive"
+    )

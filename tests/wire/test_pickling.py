@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 import weakref
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,19 @@ class Dataset:
 READ = "import pickle, sys; print(pickle.load(sys.stdin.buffer)[2])"
 
 
-@pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    (tmp_path / "own_helper.py").write_text(HELPER)
-    (tmp_path / "own_dataset.py").write_text(MAIN)
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.fixture(params=["directory", "archive"])
+def own_module(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> object:
+    if request.param == "directory":
+        (tmp_path / "own_helper.py").write_text(HELPER)
+        (tmp_path / "own_dataset.py").write_text(MAIN)
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        with zipfile.ZipFile(tmp_path / "own.zip", "w") as file:
+            file.writestr("own_helper.py", HELPER)
+            file.writestr("own_dataset.py", MAIN)
+        monkeypatch.syspath_prepend(tmp_path / "own.zip")
     yield importlib.import_module("own_dataset")
     for name in ("own_dataset", "own_helper"):
         del sys.modules[name]
@@ -73,6 +82,25 @@ def test_installed_modules_stay_references(own_module: object) -> None:
         name.partition(".")[0] for name in registered
     }
     assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_a_distribution_in_a_directory_of_its_own_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``pip install --target``, and in the wheels of a PEX file."""
+    (tmp_path / "target_helper.py").write_text(HELPER)
+    (tmp_path / "target_dataset.py").write_text(MAIN.replace("own_helper", "target_helper"))
+    record = tmp_path / "target_helper-1.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("target_helper.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("target_dataset")
+    with by_value():
+        registered = cloudpickle.list_registry_pickle_by_value()
+    for name in ("target_dataset", "target_helper"):
+        del sys.modules[name]
+    assert "target_dataset" in registered
+    assert "target_helper" not in registered
 
 
 def test_an_error_shows_no_frames_of_picklers() -> None:
