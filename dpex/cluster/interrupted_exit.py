@@ -35,7 +35,7 @@ def die_at_once() -> None:
 
 
 def _restore_interrupt() -> None:
-    """Let Python know again that a KeyboardInterrupt ends it.
+    """Tell Python again that a KeyboardInterrupt ends it.
 
     Source:
         ``run_eval_code_obj`` of CPython. Python forgets the interrupt when code runs in ``exec``,
