@@ -35,9 +35,14 @@ def make_loader(target: str) -> DataLoader[Any]:
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [place]  # a script that reads its arguments must not read the doctor's
     module = _of_file(Path(place)) if place.endswith(".py") else _imported(place, place)
-    function = getattr(module, name, None)
-    if not callable(function):
+    if not hasattr(module, name):
         raise Problem(f"{place} has no function {name!r}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise Problem(
+            f"{target} is a {type(function).__name__}. Write a function that returns the loader, "
+            'and put the training below `if __name__ == "__main__":`'
+        )
     try:
         loader = function()
     except (Exception, SystemExit) as error:
