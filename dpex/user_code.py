@@ -1,4 +1,4 @@
-"""The user's code in a stack: what is neither dpex nor installed nor in the standard library."""
+"""Frames of the user's code: not of dpex, installed packages or the standard library."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def check_server(request: str) -> None:
     """Raise an error if this process is connected to another Ray Client server than requested.
 
     Args:
-        request: ``"auto"`` or ``"ray://host:port"``.
+        request: ``"auto"``, ``"cluster"`` or ``"ray://host:port"``.
 
     Raises:
         ClusterError: This process is connected to another server.
@@ -84,7 +84,7 @@ def check_server(request: str) -> None:
     from dpex.compat.cluster_state import client_server
 
     connected = client_server()
-    if connected is not None and request not in {"auto", SCHEME + connected}:
+    if connected is not None and request not in {"auto", "cluster", SCHEME + connected}:
         raise ClusterError(
             f"head_address={request!r}, but this process is connected to {SCHEME}{connected}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"

@@ -211,6 +211,11 @@ def _existing(request: str) -> Connection:
                 f"the Ray at {address}. Pass head_address='auto' to use that one, or call "
                 "ray.shutdown() first"
             )
+    elif request == "cluster" and known is not None and known.kind == "local":
+        raise ClusterError(
+            "head_address='cluster' asks for a cluster, but this process uses a local Ray. Call "
+            "ray.shutdown() first, or pass head_address='auto' to use the local Ray"
+        )
     elif through_client:
         check_server(request)
     elif request not in {"auto", "cluster"} and not same_endpoint(request, address):
@@ -218,13 +223,8 @@ def _existing(request: str) -> Connection:
             f"head_address={request!r}, but this process is connected to the Ray at {address}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
-    if known is not None and not (request == "cluster" and known.kind == "local"):
-        return known
     if known is not None:
-        raise ClusterError(
-            "head_address='cluster' asks for a cluster, but this process uses a local Ray. Call "
-            "ray.shutdown() first, or pass head_address='auto' to use the local Ray"
-        )
+        return known
     origin = "this process was connected to it"
     return _checked_client(origin, ours=False) if through_client else _checked("existing", origin)
 

@@ -79,7 +79,7 @@ def noise(value: Any) -> Any:
 
 
 def rarely(value: Any) -> Any:
-    """Draw, and hardly ever use what was drawn."""
+    """Draw a number, and use it rarely."""
     return -value if random.random() < 1e-6 else value
 
 
