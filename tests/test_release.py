@@ -204,10 +204,13 @@ def test_the_index_can_show_them(dist: Path) -> None:
 
 def assert_it_works(environment_of: Path, place: Path) -> None:
     """Run the README's code and ``dpex doctor`` with the dpex that an environment has."""
-    code = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
+    readme = (ROOT / "README.md").read_text()
+    swap = re.search(r"^\+(from .*\n)", readme, re.M)
+    code = re.search(r"^```python\n(.*?)^```", readme, re.DOTALL | re.M)
+    assert swap is not None
     assert code is not None
     program = place / "readme.py"
-    program.write_text(README_DATASET + code[1].replace("    ...\n", README_OUTCOME))
+    program.write_text(swap[1] + README_DATASET + code[1].replace("    ...\n", README_OUTCOME))
     loaded_from = run(environment_of / "bin" / "python", program, place=place).splitlines()[-1]
     assert Path(loaded_from).is_relative_to(environment_of)
     assert "verdict" in run(environment_of / "bin" / "dpex", "doctor", place=place)

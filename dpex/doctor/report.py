@@ -119,7 +119,7 @@ class _Warnings(logging.Handler):
 
     Each of them is a problem of the self-test. Examples are an object store on disk, and nodes with
     another version of torch. A user's loader may also warn of what the user wants, such as a
-    skipped sample.
+    skipped sample. A wait is no problem once batches arrive: the epoch's rate shows it.
 
     Attributes:
         texts: A text for each warning.
@@ -131,7 +131,8 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add the text of a warning."""
-        self.texts.append(record.getMessage())
+        if record.name != "dpex.waits":
+            self.texts.append(record.getMessage())
 
 
 def _host() -> Iterator[Fact]:

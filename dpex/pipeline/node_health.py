@@ -19,6 +19,7 @@ from dpex.errors import ClusterError
 __all__ = ["Nodes"]
 
 logger = logging.getLogger("dpex")
+waits = logging.getLogger("dpex.waits")
 
 
 class Nodes:
@@ -91,7 +92,7 @@ class Nodes:
             waited_s = time.monotonic() - began
             if waited_s >= 2 * told_s:
                 told_s = waited_s
-                logger.warning(
+                waits.warning(
                     "waiting for the process that runs the pipeline, which Ray starts on this "
                     "node: %.0f s by now. If it does not start, Ray's logs say why: raylet.out, "
                     "and python-core-worker-*.log",

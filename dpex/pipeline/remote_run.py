@@ -131,8 +131,9 @@ class RemoteRun:
 
     def tasks_at_work(self) -> int | None:
         """Return how many tasks make batches now; None if the pipeline actor does not answer."""
-        asked = self._actor.handle.tasks_at_work.remote(self._pipeline_key, self._run)
         try:
+            # Ray Client raises an Exception already here once the connection is lost.
+            asked = self._actor.handle.tasks_at_work.remote(self._pipeline_key, self._run)
             return int(ray.get(asked, timeout=tuning.HEAD_ANSWER_S))
         except Exception:
             return None

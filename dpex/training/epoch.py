@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 
 logger = logging.getLogger("dpex")
+waits = logging.getLogger("dpex.waits")
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class Epoch:
                 note_s = min(2 * note_s, tuning.MOST_NOTE_S)
                 note_at = time.monotonic() + note_s
                 waited_s = time.monotonic() - began
-                logger.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
+                waits.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
                 self._session.name_dead_nodes()
                 self._session.check_still_possible(waited_s)
             if self._in_flight and self._run.receiver.ended:

@@ -138,7 +138,7 @@ def test_a_node_with_another_torch(place: Path) -> None:
     start_node(place, *HEAD, "--num-cpus=1", under=hiding(metadata, more=other_torch))
     status, lines, output = doctor(place)
     assert status == 1, output
-    assert "has torch 1.0.0, this process " in lines["verdict"]
+    assert "has torch 1.0.0, but this process has " in lines["verdict"]
     assert "dpex's loader" in lines, "the epochs were not run"
 
 
@@ -170,7 +170,7 @@ class Remote(Dataset):
     broken = -1
 
 class Broken(Remote):
-    broken = 50
+    broken = 3  # in the first batch
 
 def remote():
     return DataLoader(Remote(), batch_size=4, num_workers=2)
@@ -221,10 +221,9 @@ def test_a_loader_that_skips_samples_is_no_problem(place: Path) -> None:
     status, report = timed(place, "skips")
     assert report["loader"]["class"] == "DpexDataLoader"
     assert "torch_loader" not in report
-    assert report["dpex_loader"]["samples"] > 50
     assert report["sample"]["skipped"] == 1
     assert status == 0, report
-    [skipped] = [line for line in report["warnings"] if "sample 50" in line]
+    [skipped] = [line for line in report["warnings"] if "sample 3 " in line]
     assert "a broken file" in skipped
 
 

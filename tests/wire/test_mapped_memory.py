@@ -576,7 +576,7 @@ def test_nodes_map_files_and_refuse_memory() -> None:
     assert found["mapped"] == [[[0, 1], [second, second + 1]], []]
     assert found["tensor"].startswith("SerializationError: loader.dataset.rows (of type torch.Te")
     assert found["fixed"][0] == [0, 0]
-    assert found["fixed"][1][0].startswith("loader.dataset.rows is in memory that")
+    assert found["fixed"][1][0].startswith("dpex: loader.dataset.rows is in memory that")
     assert len(found["stream"][0]) == 2
     assert found["stream"][1] == []
     assert "persistent_workers=False" in found["persistent stream"]
