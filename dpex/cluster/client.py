@@ -8,6 +8,7 @@ from typing import Any
 from dpex import tuning
 from dpex.cluster.local.launch import init_ray
 from dpex.cluster.nodes_here import probe, split
+from dpex.cluster.tokens import token_hint
 from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
@@ -16,14 +17,14 @@ __all__ = ["SCHEME", "check_server", "join_through_client"]
 SCHEME = "ray://"
 
 
-def join_through_client(address: str, name: str) -> None:
+def join_through_client(address: str, where: str) -> None:
     """Connect this process to a cluster through Ray Client.
 
     dpex sends its own package along, because the server's process for this client imports it.
 
     Args:
         address: ``"ray://host:port"``.
-        name: Source of the address, for error messages.
+        where: The address and its source, for error messages.
 
     Raises:
         ClusterError: Ray Client is not installed here, no server answers, or the server refuses.
@@ -31,15 +32,14 @@ def join_through_client(address: str, name: str) -> None:
     endpoint = address.removeprefix(SCHEME)
     if importlib.util.find_spec("grpc") is None:
         raise ClusterError(
-            f"{name}={address!r} needs Ray Client, which is not installed here: "
-            "pip install 'ray[client]'"
+            f"{where} needs Ray Client, which is not installed here: pip install 'ray[client]'"
         )
     host, port = split(endpoint)
     try:
         probe(endpoint, tuning.CLUSTER_ANSWER_S)
     except OSError as error:
         raise ClusterError(
-            f"no Ray Client server answers at {name}={address!r} ({error}). Start the cluster's "
+            f"no Ray Client server answers at {where} ({error}). Start the cluster's "
             "head with `pip install 'ray[client]'` and `GRPC_ENABLE_FORK_SUPPORT=0 ray start "
             f"--head --ray-client-server-port={port}` on {host}"
         ) from error
@@ -47,11 +47,10 @@ def join_through_client(address: str, name: str) -> None:
         _join(address)
     except Exception as error:
         raise ClusterError(
-            f"the Ray Client server at {name}={address!r} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. Client and cluster need the same version of Ray and the "
-            "same minor version of Python, and RAY_AUTH_MODE=token with the cluster's token if it "
-            "uses one. If the server fails only sometimes, start the head with "
-            "GRPC_ENABLE_FORK_SUPPORT=0"
+            f"the Ray Client server at {where} answers but cannot be joined: "
+            f"{str(error).rstrip('.')}. {token_hint()}. Client and cluster need the same version "
+            "of Ray and the same minor version of Python. If the server fails only sometimes, "
+            "start the head with GRPC_ENABLE_FORK_SUPPORT=0"
         ) from error
 
 

@@ -34,7 +34,7 @@ from dpex.cluster.nodes_here import (
     same_endpoint,
     split,
 )
-from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token
+from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.errors import ClusterError
 from dpex.log import announce
 from dpex.worker import environment
@@ -269,14 +269,15 @@ def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection
     request, why = choose(head_address)
     if request == "local":
         return _local(bequest)
-    name = "RAY_ADDRESS" if why == "RAY_ADDRESS" else "head_address"
+    given = why in {"head_address", "RAY_ADDRESS"}
+    where = f"{why}={request!r}" if given else f"{request} ({why})"
     origin = "" if why == "head_address" else why
     forget_token()
     try:
         if request.startswith(SCHEME):
-            join_through_client(request, name)
+            join_through_client(request, where)
             return _checked_client(origin, ours=True)
-        dashboard = _join(request, name).dashboard_url
+        dashboard = _join(request, where).dashboard_url
         return replace(_checked("cluster", origin), dashboard=dashboard or "")
     except ClusterError:
         launch.disconnect()  # the connection may exist although a check failed
@@ -328,7 +329,7 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
         keepers, token = shared_by_ranks.join_keeper(job)
         _join(
             keepers,
-            "the Ray that this host's ranks share",
+            f"{keepers} (the Ray that this host's ranks share)",
             token,
             runtime_env={"env_vars": variables} if variables else None,
         )
@@ -373,12 +374,12 @@ def _running_cluster() -> str | None:
     return address
 
 
-def _join(address: str, name: str, token: dict[str, str] | None = None, **options: Any) -> Any:
+def _join(address: str, where: str, token: dict[str, str] | None = None, **options: Any) -> Any:
     """Connect to a running cluster.
 
     Args:
         address: ``"host:port"``.
-        name: Source of the address, for error messages.
+        where: The address and its source, for error messages.
         token: Environment variables that lead Ray to the cluster's token; None if Ray uses the
             user's own token.
         **options: Further arguments of ``ray.init``.
@@ -395,14 +396,14 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
         raylets, node = launch.within(tuning.CLUSTER_ANSWER_S, lambda: _answering(address))
     except OSError as error:
         raise ClusterError(
-            f"no Ray cluster answers at {name}={address!r} ({error}). Check the address, or start "
+            f"no Ray cluster answers at {where} ({error}). Check the address, or start "
             f"the cluster: `ray start --head --port={port}` on {host}, then {command} on this host "
             "if it is another"
         ) from error
     if raylets is not None and node is None:
         others = ", ".join(sorted({raylet.address for raylet in raylets}))
         raise ClusterError(
-            f"a cluster answers at {name}={address!r}, but this host runs no node of it"
+            f"a cluster answers at {where}, but this host runs no node of it"
             + (f" (it runs nodes of {others})" if others else "")
             + f", and a Ray driver needs one on its own host. Start it without CPUs: {command}"
         )
@@ -418,9 +419,9 @@ def _join(address: str, name: str, token: dict[str, str] | None = None, **option
         launch.disconnect()
         forget_token()
         raise ClusterError(
-            f"the Ray cluster at {name}={address!r} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. If it uses token authentication, set RAY_AUTH_MODE=token "
-            f"and have its token here; if this host runs no node of it, start one: {command}"
+            f"the Ray cluster at {where} answers but cannot be joined: "
+            f"{str(error).rstrip('.')}. {token_hint()}. If this host runs no node of it, start "
+            f"one: {command}"
         ) from error
     hide_token()
     return context

@@ -16,6 +16,7 @@ __all__ = [
     "forget_token",
     "hide_token",
     "require_token",
+    "token_hint",
     "token_variables",
 ]
 
@@ -59,6 +60,17 @@ def _user_has_token() -> bool:
         return path.stat().st_mode & 0o077 == 0
     except (KeyError, OSError):
         return False
+
+
+def token_hint() -> str:
+    """Return what to look at if a cluster may have refused this process's token."""
+    if os.environ.get(MODE) != "token":
+        return (
+            "If the cluster uses token authentication, set RAY_AUTH_MODE=token and have its token "
+            "here"
+        )
+    sent = next((name for name in (_TOKEN, _PATH) if os.environ.get(name)), "~/.ray/auth_token")
+    return f"This process sends the token of {sent}, and the cluster may have another"
 
 
 def require_token(variables: Mapping[str, str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -44,6 +46,8 @@ class Problem(Exception):
 class Output:
     """Writes facts: each as soon as it is known, or all together as JSON.
 
+    Lines for a terminal are wrapped to its width.
+
     Args:
         out: The file to write to.
         details: The file for tracebacks.
@@ -73,5 +77,11 @@ class Output:
 
     def _line(self, label: str, text: str) -> None:
         if not self._as_json:
-            self._out.write(f"{label:<{_WIDTH}}{text}\n")
+            line = f"{label:<{_WIDTH}}{text}"
+            if self._out.isatty():
+                columns = max(2 * _WIDTH, shutil.get_terminal_size().columns)
+                line = textwrap.fill(
+                    line, columns, subsequent_indent=" " * _WIDTH, break_on_hyphens=False
+                )
+            self._out.write(f"{line}\n")
             self._out.flush()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dpex.doctor.facts import Fact
-from dpex.doctor.fixed_part import FixedPart
+from dpex.doctor.fixed_part import FixedPart, RandomSample
 from dpex.doctor.loader_trial import Speed
 from dpex.doctor.sample_costs import SampleCosts
 
@@ -17,6 +17,10 @@ __all__ = ["Measurements", "conclude", "describe_sample", "describe_speed", "rat
 _EQUAL = 1.1
 # A loader that reaches this share of a limit is limited by it.
 _REACHES = 0.75
+# A loader that exceeds a limit by this factor reads samples that cost less than those measured.
+_CHEAPER = 1.25
+# Larger gains of a cache are not told apart: other costs take their place.
+_MANY_TIMES = 10
 # A cache that saves less than either is not worth a line of the report: its lookup takes time.
 _WORTH_SHARE = 0.1
 _WORTH_S = 0.0002
@@ -90,14 +94,32 @@ class Measurements:
         return max(found, key=lambda one: one[1].samples_per_s, default=None)
 
     @property
-    def bound(self) -> str:
-        """What limits the loader: ``"cpus"``, ``"num_workers"``, ``"start"`` or ``"neither"``.
+    def cacheable(self) -> FixedPart | None:
+        """The part of a sample that a cache can keep, if that saves enough time."""
+        fixed = self.costs.fixed
+        if not isinstance(fixed, FixedPart):
+            return None
+        enough_s = max(_WORTH_SHARE * self.costs.wall_s, _WORTH_S)
+        return fixed if self.saved_s(fixed) > enough_s else None
 
-        ``"start"`` is the time until the first batch of an epoch.
+    def saved_s(self, fixed: FixedPart) -> float:
+        """Return the time of a sample that a cache saves."""
+        return min(fixed.make_s - fixed.load_s, self.costs.wall_s)
+
+    @property
+    def bound(self) -> str:
+        """What limits the loader.
+
+        Returns:
+            ``"cpus"`` or ``"num_workers"``; ``"start"`` is the time until the first batch of an
+            epoch. ``"unknown"`` if the limits are too low, since samples have become cheaper.
+            ``"neither"`` otherwise.
         """
         if self.best is None:
             return "neither"
         speed = self.best[1]
+        if speed.samples_per_s > _CHEAPER * min(self.cpu_limit, self.worker_limit):
+            return "unknown"
         if speed.samples_per_s < _REACHES * min(self.cpu_limit, self.worker_limit):
             first_s = speed.later_first_batch_s
             is_short = first_s and speed.epoch_s and first_s >= _START_SHARE * speed.epoch_s
@@ -113,9 +135,8 @@ def conclude(found: Measurements) -> Iterator[Fact]:
     yield _limits(found)
     if found.best is not None:
         yield _bound(found, *found.best)
-    fixed = found.costs.fixed
-    if fixed is not None and _is_worth_it(found, fixed):
-        yield _cache(found, fixed)
+    if found.cacheable is not None:
+        yield _cache(found, found.cacheable)
     if found.needed is not None:
         yield _step(found, found.needed)
     advice = list(_advice(found)) or ["nothing: no setting that this report measures helps"]
@@ -219,6 +240,7 @@ def _limits(found: Measurements) -> Fact:
 def _bound(found: Measurements, name: str, speed: Speed) -> Fact:
     lower = min(found.cpu_limit, found.worker_limit)
     reached = f"{name} reaches {min(1, speed.samples_per_s / lower):.0%} of the lower limit"
+    ratio = speed.samples_per_s / lower
     match found.bound:
         case "cpus":
             text = f"{_cpus(found)}: {reached}"
@@ -229,6 +251,11 @@ def _bound(found: Measurements, name: str, speed: Speed) -> Fact:
                 f"the start of an epoch: {name} has the first batch after "
                 f"{speed.later_first_batch_s:.2f} s of {speed.epoch_s:.2f} s"
             )
+        case "unknown":
+            text = (
+                f"unknown: {name} makes {ratio:.1f} times the lower limit. Samples now cost less "
+                "than in the line `sample`; if a cache has filled meanwhile, repeat this report"
+            )
         case _:
             text = f"neither the cores nor num_workers: {reached}"
             if speed is found.dpex:
@@ -236,12 +263,12 @@ def _bound(found: Measurements, name: str, speed: Speed) -> Fact:
                     f". Per sample, workers take {ms(speed.encode_s)} to pickle, and this process "
                     f"{ms(speed.receive_s)} to receive"
                 )
-    value = {"by": found.bound, "loader": name, "share": speed.samples_per_s / lower}
+    value = {"by": found.bound, "loader": name, "share": ratio}
     return Fact("bound", text, "bound", value)
 
 
 def _cache(found: Measurements, fixed: FixedPart) -> Fact:
-    saved = _saved_s(found, fixed)
+    saved = found.saved_s(fixed)
     what = ", ".join(["reading", *fixed.transforms]) if fixed.has_chain else "the whole sample"
     text = (
         f"{what}: the same with two seeds in {fixed.samples} samples. A cache saves up to "
@@ -262,15 +289,6 @@ def _cache(found: Measurements, fixed: FixedPart) -> Fact:
             "samples": fixed.samples,
         },
     )
-
-
-def _saved_s(found: Measurements, fixed: FixedPart) -> float:
-    """Return the time of a sample that a cache saves."""
-    return min(fixed.make_s - fixed.load_s, found.costs.wall_s)
-
-
-def _is_worth_it(found: Measurements, fixed: FixedPart) -> bool:
-    return _saved_s(found, fixed) > max(_WORTH_SHARE * found.costs.wall_s, _WORTH_S)
 
 
 def _step(found: Measurements, needed: float) -> Fact:
@@ -300,7 +318,7 @@ def _nodes_needed(found: Measurements) -> int | None:
 
 
 def _advice(found: Measurements) -> Iterator[str]:
-    """Yield settings that the measurements justify, the one with the least effort first."""
+    """Yield settings that the measurements justify, the one with the largest gain first."""
     needed, workers = found.needed, found.num_workers
     for name, speed in (("torch's own loader", found.torch), ("dpex", found.dpex)):
         if needed is not None and speed is not None and speed.samples_per_s >= needed:
@@ -308,29 +326,57 @@ def _advice(found: Measurements) -> Iterator[str]:
             return
     if not found.given_workers:
         yield f"num_workers={workers}: with 0, the training loop makes every batch itself"
+    for _, text in sorted(_gains(found), key=lambda one: -one[0]):
+        yield text
+    if isinstance(found.costs.fixed, RandomSample):
+        yield (
+            "MappedDataset(cached(reading), [random transforms]), if only a part of your dataset's "
+            "__getitem__ is random: samples differ with the seed (docs/stages.md)"
+        )
+
+
+def _gains(found: Measurements) -> Iterator[tuple[float, str]]:
+    """Yield settings with their estimated gain: the factor by which the rate may grow."""
+    if found.best is None:
+        return
+    best = found.best[1]
     if found.torch is not None and found.dpex is not None:
         ratio = found.dpex.samples_per_s / max(found.torch.samples_per_s, 1e-9)
         if ratio >= _EQUAL:
-            yield f"dpex: its rate is {ratio:.2f} of that of torch's loader"
+            yield ratio, f"dpex: {ratio:.2f} times the rate of torch's loader"
         elif ratio * _EQUAL < 1 and found.nodes == 1:
-            yield f"torch's own loader on one node: dpex reaches {ratio:.2f} of its rate"
+            text = f"torch's own loader on one node: dpex reaches {ratio:.2f} of its rate"
+            yield 1 / max(ratio, 1e-9), text
     if found.bound == "start" and not found.persistent_workers:
-        yield "persistent_workers=True: otherwise workers start in every epoch"
-    if found.worker_limit * _EQUAL < found.cpu_limit and found.bound != "start":
-        enough = found.workers_for_cpus
-        more = f"more workers: each adds up to {rate(1 / found.costs.busy_s)}"
-        if needed is not None:
-            enough = min(enough, math.ceil(needed * found.costs.busy_s))
-            more = f"num_workers={enough}"
-        if enough > workers:
-            yield f"{more}; {found.workers_for_cpus:,} workers keep all cores busy"
-    fixed = found.costs.fixed
-    if fixed is not None and _is_worth_it(found, fixed):
-        yield f"{_cached(fixed)}: see docs/datasets.md"
+        seconds = best.epoch_s or 0.0
+        gain = seconds / max(seconds - (best.later_first_batch_s or 0.0), 0.1 * seconds, 1e-9)
+        yield gain, "persistent_workers=True: otherwise workers start in every epoch"
+    if found.worker_limit * _EQUAL < found.cpu_limit and found.bound not in {"start", "unknown"}:
+        yield from _more_workers(found, best)
+    fixed = found.cacheable
+    if fixed is not None:
+        gain = found.costs.wall_s / max(found.costs.wall_s - found.saved_s(fixed), 1e-9)
+        times = f"up to {gain:.2g} times" if gain < _MANY_TIMES else f"over {_MANY_TIMES} times"
+        yield gain, f"{_cached(fixed)}: {times} the rate for cached samples (docs/datasets.md)"
     if found.bound == "cpus":
         nodes = _nodes_needed(found)
         number = "more nodes" if nodes is None else f"{nodes} nodes like this one"
-        yield f"{number}: dpex uses the CPUs of a cluster (docs/cluster.md)"
+        yield nodes or 1, f"{number}: dpex uses the CPUs of a cluster (docs/cluster.md)"
+
+
+def _more_workers(found: Measurements, best: Speed) -> Iterator[tuple[float, str]]:
+    busy_s, enough = found.costs.busy_s, found.workers_for_cpus
+    if found.needed is None:
+        text = (
+            f"more workers: each adds up to {rate(1 / busy_s)}, until {enough:,} keep all cores "
+            "busy. --step-ms gives the number that your step needs"
+        )
+    else:
+        enough = min(enough, math.ceil(found.needed * busy_s))
+        text = f"num_workers={enough}; {found.workers_for_cpus:,} workers keep all cores busy"
+    if enough > found.num_workers:
+        reached = min(found.cpu_limit, enough / max(busy_s, 1e-9))
+        yield reached / max(best.samples_per_s, 1e-9), text
 
 
 def _cached(fixed: FixedPart) -> str:

@@ -19,7 +19,7 @@ from dpex.transforms.splitting import is_random
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.seeding import generator_states, own_seeds_are, seed_generators
 
-__all__ = ["FixedPart", "fixed_part"]
+__all__ = ["FixedPart", "RandomSample", "fixed_part"]
 
 _SAMPLES_TRIED = 8
 
@@ -48,6 +48,11 @@ class FixedPart:
 
 
 @dataclass(frozen=True)
+class RandomSample:
+    """A whole sample that differs with the seed, of a dataset whose transforms dpex cannot see."""
+
+
+@dataclass(frozen=True)
 class _Made:
     """A sample after one more step."""
 
@@ -56,7 +61,9 @@ class _Made:
     pickled: bytes
 
 
-def fixed_part(dataset: Any, indices: Iterable[Any], *, until: float) -> FixedPart | None:
+def fixed_part(
+    dataset: Any, indices: Iterable[Any], *, until: float
+) -> FixedPart | RandomSample | None:
     """Make samples twice, with different seeds, and return the part that does not differ.
 
     A part that draws from a global generator counts as different, as ``cached`` requires.
@@ -91,7 +98,7 @@ def fixed_part(dataset: Any, indices: Iterable[Any], *, until: float) -> FixedPa
         ]
         most = alike.index(False) if False in alike else len(alike)
         if not most:
-            return None
+            return RandomSample() if chain is None else None
         samples.append(one)
         if len(samples) == _SAMPLES_TRIED or time.perf_counter() > until:
             break

@@ -29,8 +29,8 @@ class Epoch:
         first_batch_s: Time from ``iter()`` to the first batch.
         seconds: Time from ``iter()`` to the last batch.
         samples: Number of samples.
-        steady_s: The part of ``seconds`` after the first ``num_workers`` batches.
-        steady_samples: Number of samples in that time.
+        steady_s: Time from the first ``num_workers`` batches to the last batch but one.
+        steady_samples: Mean number of samples in that time.
         encode_s: Time in which worker processes of dpex pickled batches.
         receive_s: Time in which the training process fetched and unpacked batches of dpex.
     """
@@ -40,7 +40,7 @@ class Epoch:
     seconds: float
     samples: int
     steady_s: float
-    steady_samples: int
+    steady_samples: float
     encode_s: float
     receive_s: float
 
@@ -139,20 +139,24 @@ def _read(loader: DpexDataLoader[Any], limit_s: float) -> Epoch:
     """Read an epoch, for at most ``limit_s`` from its first batch if that suffices for a rate."""
     workers = max(1, loader.num_workers)
     started = time.perf_counter()
-    first = steady_since = now = started
+    first = steady_since = previous = now = started
     steady_from = number = 0
     whole = True
     for number, _ in enumerate(loader, 1):
-        now = time.perf_counter()
+        previous, now = now, time.perf_counter()
         if number == 1:
             first = now
         if number == workers:
             steady_since, steady_from = now, loader.stats().samples
         waited = (now - first) / max(limit_s, 1e-3)
-        if waited >= _PATIENCE or (waited >= 1 and number >= 2 * workers):
+        if waited >= _PATIENCE or (waited >= 1 and number > 2 * workers):
             whole = False
             break
     stats = loader.stats()
+    # dpex's batches arrive in groups, a chunk of each worker. The limit mostly ends a wait for such
+    # a group, and the first batch of the group would count the whole wait.
+    steady_batches = max(0, number - 1 - workers)
+    steady_samples = (stats.samples - steady_from) * steady_batches / max(1, number - workers)
     if not whole and not loader.distribute_mode:
         loader.close()  # torch's persistent workers would continue with the rest of the epoch
     return Epoch(
@@ -160,8 +164,8 @@ def _read(loader: DpexDataLoader[Any], limit_s: float) -> Epoch:
         first_batch_s=first - started,
         seconds=now - started,
         samples=stats.samples,
-        steady_s=now - steady_since if number > workers else 0.0,
-        steady_samples=stats.samples - steady_from if number > workers else 0,
+        steady_s=previous - steady_since if steady_batches else 0.0,
+        steady_samples=steady_samples if steady_batches else 0.0,
         encode_s=stats.encode_s,
         receive_s=stats.transfer_s + stats.decode_s,
     )
@@ -186,11 +190,11 @@ def speeds(turns: Mapping[str, Sequence[Sequence[Epoch]]]) -> dict[str, Speed]:
 
 def _speed(turns: Sequence[Sequence[Epoch]], later: Sequence[Epoch], counts: str) -> Speed:
     if counts == "epochs":
-        parts = [(epoch.samples, epoch.seconds) for epoch in later if epoch.whole]
+        parts = [(float(epoch.samples), epoch.seconds) for epoch in later if epoch.whole]
     elif counts == "steady":
         parts = [(epoch.steady_samples, epoch.steady_s) for epoch in later]
     else:
-        parts = [(epoch.samples, epoch.seconds) for epoch in later]
+        parts = [(float(epoch.samples), epoch.seconds) for epoch in later]
     samples, seconds = (sum(column) for column in zip(*parts, strict=True))
     first, *others = [epoch for turn in turns for epoch in turn]
     total = sum(epoch.samples for epoch in (first, *others))

@@ -275,10 +275,13 @@ def _chosen(head_address: str) -> Fact:
 def _cluster(*, local: bool) -> Fact:
     """Return the line about the cluster to which this process is connected."""
     nodes, cpus, gpus = cluster_size()
-    note = " (logical ones: the tasks share the cores)" if local else ""
+    text = f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs"
+    if local:  # its logical CPUs, by which Ray counts tasks, say nothing about the machine
+        cpus = usable_cores()
+        text = f"1 node(s), {gpus:g} GPUs, {cpus} cores, which the worker processes share"
     return Fact(
         "cluster",
-        f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs{note}",
+        text,
         "cluster",
         {"nodes": nodes, "gpus": gpus, "cpus": cpus},
     )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dpex.compat.torch_names import WorkerInfo, set_worker_info
 from dpex.doctor.facts import Problem
-from dpex.doctor.fixed_part import FixedPart, fixed_part
+from dpex.doctor.fixed_part import FixedPart, RandomSample, fixed_part
 from dpex.wire.timings import Costs, noted, spent
 from dpex.worker.batched_reads import read_at_once, reads_batches
 
@@ -40,7 +40,7 @@ class SampleCosts:
         collate_s: Time in ``collate_fn``.
         batch_samples: Mean number of samples in a batch.
         skipped: Number of samples that raised an exception, with ``on_error="skip"``.
-        fixed: The part of a sample that is the same every time, if there is any.
+        fixed: The part of a sample that is the same every time, if dpex can find out.
     """
 
     samples: int
@@ -52,7 +52,7 @@ class SampleCosts:
     collate_s: float
     batch_samples: float
     skipped: int
-    fixed: FixedPart | None
+    fixed: FixedPart | RandomSample | None
 
     @property
     def busy_s(self) -> float:
@@ -156,7 +156,7 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
             fixed=self._fixed_part(until=started + self.budget_s),
         )
 
-    def _fixed_part(self, *, until: float) -> FixedPart | None:
+    def _fixed_part(self, *, until: float) -> FixedPart | RandomSample | None:
         if isinstance(self.dataset, IterableDataset):
             return None
         # The last indices: their samples have most likely not been read yet.

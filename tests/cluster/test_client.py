@@ -180,11 +180,14 @@ def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> Non
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         server = start_server(head, **token)
         other = token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        strangers = [Driver(laptop, **wrong) for wrong in ({"RAY_AUTH_MODE": "disabled"}, other)]
-        for stranger in strangers:
+        strangers = {
+            "set RAY_AUTH_MODE=token and have its token": Driver(laptop, RAY_AUTH_MODE="disabled"),
+            "sends the token of RAY_AUTH_TOKEN": Driver(laptop, **other),
+        }
+        for stranger in strangers.values():
             stranger.send("connect", head_address=server)
-        for stranger in strangers:
-            with pytest.raises(DriverError, match="RAY_AUTH_MODE=token with the cluster's token"):
+        for hint, stranger in strangers.items():
+            with pytest.raises(DriverError, match=hint):
                 stranger.receive(seconds=90)
             assert stranger.end() == 0
         training = TrainingProcess(laptop, server, token)
@@ -202,10 +205,19 @@ def test_another_server_than_the_connected_one_is_refused(server: str) -> None:
         connection = driver.ask("connect", head_address=server)
         assert connection["kind"] == "client"
         assert not connection["single_host"]
-        for same in ("auto", server):
+        for same in ("auto", "cluster", server):
             assert driver.ask("connect", head_address=same)["kind"] == "client"
         with pytest.raises(DriverError, match=rf"ClusterError: .*ray://other:10001.*{server}"):
             driver.ask("connect", head_address="ray://other:10001")
+        assert driver.end() == 0
+
+
+def test_a_connection_that_the_program_made_is_used(server: str) -> None:
+    with workplace() as laptop:
+        driver = Driver(laptop, RAY_AUTH_MODE="disabled")
+        driver.ask("init", address=server, runtime_env={"py_modules": [str(ROOT / "dpex")]})
+        for head_address in ("cluster", "auto"):
+            assert driver.ask("connect", head_address=head_address)["kind"] == "client"
         assert driver.end() == 0
 
 

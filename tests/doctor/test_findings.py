@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpex.doctor.findings import Measurements, conclude, describe_sample, describe_speed
-from dpex.doctor.fixed_part import FixedPart
+from dpex.doctor.fixed_part import FixedPart, RandomSample
 from dpex.doctor.loader_trial import Speed
 from dpex.doctor.sample_costs import SampleCosts
 
@@ -95,7 +95,7 @@ def test_samples_that_wait_are_limited_by_num_workers() -> None:
     assert values["limits"]["cpus_samples_per_s"] == pytest.approx(2000)
     assert values["limits"]["workers_for_all_cpus"] == 20
     [advice] = values["advice"]
-    assert advice.startswith("more workers: each adds up to 100 samples/s; 20 workers keep")
+    assert advice.startswith("more workers: each adds up to 100 samples/s, until 20 keep all")
     [advice] = concluded(costs=WAITS, step_s=0.1)[0]["advice"]
     assert advice.startswith("num_workers=5;"), "a step of 50 samples in 0.1 s uses 500 samples/s"
 
@@ -136,6 +136,28 @@ def test_on_one_node_the_faster_loader_counts() -> None:
     assert values["bound"]["by"] == "cpus"
     values, _ = concluded(dpex=speed(100), nodes=2, cpus=4)
     assert values["bound"]["loader"] == "dpex's loader"
+
+
+def test_a_rate_above_the_limits_says_that_samples_became_cheaper() -> None:
+    values, texts = concluded(dpex=speed(500))
+    assert values["bound"]["by"] == "unknown"
+    assert texts["bound"].startswith("unknown: dpex's loader makes 2.5 times the lower limit")
+    assert [line.partition(":")[0] for line in values["advice"]] == ["dpex"]
+
+
+def test_the_largest_gain_comes_first() -> None:
+    costs = dataclasses.replace(WAITS, fixed=FIXED)  # a cache saves 60 %, workers give 10 times
+    workers, cache = concluded(costs=costs)[0]["advice"]
+    assert workers.startswith("more workers")
+    assert "up to 2.5 times the rate for cached samples" in cache
+    costs = dataclasses.replace(COMPUTES, cpu_s=0.007, fixed=FIXED)  # workers give 1.5 times
+    cache, workers = concluded(costs=costs)[0]["advice"]
+    assert workers.startswith("more workers")
+
+
+def test_a_sample_that_is_random_as_a_whole_may_be_split() -> None:
+    *_, last = concluded(costs=dataclasses.replace(COMPUTES, fixed=RandomSample()))[0]["advice"]
+    assert last.startswith("MappedDataset(cached(reading), [random transforms]), if only a part")
 
 
 def test_what_a_cache_saves() -> None:
@@ -181,15 +203,15 @@ def test_on_a_cluster_the_limit_is_that_of_all_nodes() -> None:
     assert values["limits"]["cpus_samples_per_s"] == pytest.approx(6400)
     assert texts["bound"].startswith("64 CPUs of 4 nodes: dpex's loader reaches 94%")
     assert "nodes_like_this" not in values["step"]
-    assert values["advice"][0].startswith("dpex: its rate is 33.33 of that of torch's loader")
+    assert values["advice"][0].startswith("dpex: 33.33 times the rate of torch's loader")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"given_workers": 0}, "num_workers=2: with 0, the training loop"),
-        ({"torch": speed(100)}, "dpex: its rate is 1.90 of that of torch's loader"),
-        ({"dpex": speed(160), "torch": speed(190)}, "torch's own loader on one node: dpex reaches"),
+        ({"torch": speed(100)}, "dpex: 1.90 times the rate of torch's loader"),
+        ({"dpex": speed(80), "torch": speed(190)}, "torch's own loader on one node: dpex reaches"),
         ({"dpex": None}, "more nodes"),
     ],
 )

@@ -6,13 +6,13 @@ import dataclasses
 import multiprocessing
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpex import DpexDataLoader
+from dpex import DpexDataLoader, LoaderStats
 from dpex.doctor.loader_trial import Epoch, loaders_like, speeds, take_turns
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,6 +95,35 @@ def test_an_epoch_longer_than_a_turn_is_cut(workers: int) -> None:
             assert 0 < epoch.steady_samples < epoch.samples < 100_000
             assert epoch.steady_samples % 4 == 0
     assert all(speed.counts == "steady" for speed in speeds(turns).values())
+
+
+class InGroups:
+    """A loader whose batches of four samples arrive in groups of five, with a pause before each."""
+
+    num_workers = 2
+    distribute_mode = True
+    pause_s = 0.05
+
+    def __init__(self) -> None:
+        self.delivered = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.delivered = 0
+        while True:
+            if self.delivered % 5 == 2:  # the first two batches come alone
+                time.sleep(self.pause_s)
+            self.delivered += 1
+            yield self.delivered
+
+    def stats(self) -> LoaderStats:
+        return LoaderStats(samples=4 * self.delivered)
+
+
+def test_a_turn_that_ends_within_a_group_of_batches_counts_whole_groups() -> None:
+    turns, _ = take_turns({"dpex": cast("Any", InGroups())}, total_s=1.0)
+    for [epoch] in turns["dpex"]:
+        assert epoch.steady_samples > 0
+        assert epoch.steady_samples % (5 * 4) == 0
 
 
 def test_a_short_epoch_is_repeated() -> None:

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
 from dpex.doctor.facts import Problem
-from dpex.doctor.fixed_part import FixedPart
+from dpex.doctor.fixed_part import FixedPart, RandomSample
 from dpex.doctor.sample_costs import SampleCosts, measure
 from dpex.transforms import MappedDataset
 
@@ -92,7 +92,9 @@ def measured(dataset: Any, **options: Any) -> SampleCosts:
 
 
 def fixed(dataset: Any, **options: Any) -> FixedPart | None:
-    return measured(dataset, **options).fixed
+    found = measured(dataset, **options).fixed
+    assert not isinstance(found, RandomSample)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ class Random(Numbers):
 
 
 def test_no_part_of_a_random_sample_is_fixed() -> None:
-    assert fixed(Random()) is None
+    assert measured(Random()).fixed == RandomSample()
     assert fixed(MappedDataset(Random(), [double])) is None
     assert fixed(Stream()) is None
 
