@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from dpex import DpexDataLoader
+from dpex import DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
@@ -310,13 +310,24 @@ class Own:
 """
 
 
+# A generator cannot be pickled, so this module cannot travel by value.
+OPAQUE = "opaque = (number for number in ())\n"
+LAZY = OWN.replace("        return", "        import {helper}\n        return")
+
+
 @pytest.fixture
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """Yield a module with a dataset, and the module with the function that the dataset calls."""
+def own_modules(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a module with a dataset, and the module with the function that the dataset calls.
+
+    The parameter is the source of both, without their names and the factor.
+    """
+    helpers, datasets = getattr(request, "param", (HELPER, OWN))
     # New names, because worker processes keep the modules that they have imported.
     helper, dataset = (f"{kind}_{uuid.uuid4().hex}" for kind in ("helper", "dataset"))
-    (tmp_path / f"{helper}.py").write_text(HELPER.format(factor=1))
-    (tmp_path / f"{dataset}.py").write_text(OWN.format(helper=helper))
+    (tmp_path / f"{helper}.py").write_text(helpers.format(factor=1))
+    (tmp_path / f"{dataset}.py").write_text(datasets.format(helper=helper))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield importlib.import_module(dataset), importlib.import_module(helper)
@@ -376,6 +387,78 @@ def test_persistent_workers_that_start_later_run_the_first_code(
     second = list(loader)
     assert processes.isdisjoint(process for _, process in second)
     assert [samples for samples, _ in second] == [samples for samples, _ in first]
+
+
+def no_setup(worker_id: int) -> None:
+    """Make dpex bind each logical worker to a process."""
+
+
+@pytest.mark.parametrize(
+    "own_modules",
+    [
+        pytest.param((HELPER, OWN), id="imported"),
+        pytest.param((HELPER, LAZY), id="imported in a sample"),
+        pytest.param((HELPER + OPAQUE, OWN), id="with a global that cannot be pickled"),
+    ],
+    indirect=True,
+)
+def test_processes_that_start_after_an_edit_run_the_code_of_iter(
+    own_modules: tuple[Any, Any],
+) -> None:
+    dataset, helper = own_modules
+    loader = DpexDataLoader(
+        dataset.Own(),
+        batch_size=2,
+        num_workers=2,
+        collate_fn=with_process,
+        worker_init_fn=no_setup,
+        prefetch_factor=1,
+        prefetch_bytes=0,
+        distribute_mode=True,
+    )
+    iterator = iter(loader)
+    first = [next(iterator), next(iterator)]
+    Path(helper.__file__).write_text(HELPER.format(factor=2))
+    processes = {process for _, process in first}
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    rest = list(iterator)
+    assert {process for _, process in rest} - processes
+    assert [i for samples, _ in first + rest for i in samples] == list(range(40))
+    # The next epoch runs the code of the training process too, which has not reloaded the module.
+    assert [i for samples, _ in loader for i in samples] == list(range(40))
+
+
+def test_workers_do_not_run_a_file_that_was_edited_before_the_first_iter(
+    own_modules: tuple[Any, Any],
+) -> None:
+    dataset, helper = own_modules
+    Path(helper.__file__).write_text(HELPER.format(factor=2))
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    for _ in range(2):
+        assert [int(i) for batch in loader for i in batch] == list(range(40))
+
+
+def test_workers_run_what_the_script_has_patched_before_the_first_iter(
+    own_modules: tuple[Any, Any],
+) -> None:
+    dataset, helper = own_modules
+    script = {"__name__": "__main__"}
+    exec(HELPER.format(factor=2), script)
+    helper.scaled = script["scaled"]
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    assert [int(i) for batch in loader for i in batch] == list(range(0, 80, 2))
+
+
+@pytest.mark.parametrize("own_modules", [(HELPER + OPAQUE, OWN)], indirect=True)
+def test_code_that_workers_cannot_get_is_an_error(own_modules: tuple[Any, Any]) -> None:
+    dataset, helper = own_modules
+    Path(helper.__file__).write_text(HELPER.format(factor=2) + OPAQUE)
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    with pytest.raises(SerializationError, match="cannot pickle 'generator'") as caught:
+        iter(loader)
+    [note] = caught.value.__notes__
+    assert helper.__name__ in note
 
 
 # --- map-style DataPipes --------------------------------------------------------------------------

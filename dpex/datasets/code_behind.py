@@ -9,7 +9,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import FunctionType, ModuleType
 
 import xxhash
 
-from dpex.wire.local_modules import installed_roots
+from dpex.wire.local_modules import installed_roots, process_start
 
 __all__ = ["code_behind", "imports_in"]
 
@@ -170,7 +169,7 @@ def _digest(file: Path) -> bytes:
     place = _on_disk(file) or file
     try:
         state = place.stat()
-        if state.st_mtime <= _process_start():
+        if state.st_mtime <= process_start():
             return _digest_of(place, state.st_ctime_ns)
     except OSError:
         pass
@@ -181,18 +180,6 @@ def _digest(file: Path) -> bytes:
 def _digest_of(file: Path, changed_ns: int) -> bytes:
     """Return the digest of a file, cached until its change time differs."""
     return xxhash.xxh3_128(file.read_bytes()).digest()
-
-
-@functools.cache
-def _process_start() -> float:
-    """Return the start time of this process, in seconds since the epoch."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
-        assert boot is not None
-        return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AssertionError):  # not Linux: use the time of the first call
-        return time.time()
 
 
 @functools.cache

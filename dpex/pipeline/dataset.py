@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex.compat.executor import limit_to_concurrency
+from dpex.wire.local_modules import sources
 from dpex.worker.binding import Binding
 from dpex.worker.task import (
     TransformBatches,
@@ -196,7 +197,10 @@ def _on_this_node() -> dict[str, Any]:
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:
-    """Put a pickled job into the object store, for the worker processes of all nodes."""
+    """Put a pickled job into the object store, for the worker processes of all nodes.
+
+    The modules that it refers to go along, as the search path and their sources.
+    """
     search_path = [str(Path(path).resolve()) for path in sys.path]
     content = (pickled.head, pickled.buffers, *pickled.slots, pickled.object_refs)
-    return ray.put((search_path, *content))
+    return ray.put((search_path, sources(), *content))

@@ -32,7 +32,7 @@ from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.local_modules import by_value, changed, own_modules
+from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
 from dpex.worker import module_settings
 from dpex.worker.binding import Binding
@@ -196,19 +196,18 @@ class Session:
             return pickle_job(here_only), [pickle_stage(here_only) for _, pickle_stage in later]
 
         # Other machines lack the files beside the user's script, and a worker process on this
-        # machine may have imported an older version of them.
-        if changed() or not here_only:
-            with by_value():
+        # machine may have imported another version of them.
+        differ = changed(self._inherited_modules([stage for stage, _ in later]))
+        try:
+            with by_value() if differ or not here_only else contextlib.nullcontext():
                 pickled, pickled_stages = pickle_all()
-        elif self._persistent and not self._inherit(own_modules(), [stage for stage, _ in later]):
-            # A worker process that starts in a later epoch would import newer files.
-            try:
-                with by_value():
-                    pickled, pickled_stages = pickle_all()
-            except SerializationError:  # for example an open file in a module
-                pickled, pickled_stages = pickle_all()
-        else:
-            pickled, pickled_stages = pickle_all()
+        except SerializationError as error:
+            if differ:
+                error.add_note(
+                    "dpex sends your modules by value, because these have changed since their "
+                    f"import: {', '.join(differ)}. After a restart, worker processes import them"
+                )
+            raise
         key = pickled.digest
         known = self._stored
         if known is None or known.key != key:
@@ -224,15 +223,16 @@ class Session:
         self._stored = known
         return key
 
-    def _inherit(self, modules: set[str], later: Sequence[Stage]) -> bool:
-        """Return whether all worker processes inherit the modules from this process."""
-        return (
+    def _inherited_modules(self, later: Sequence[Stage]) -> frozenset[str]:
+        """Return the names of the modules that all worker processes inherit from this process."""
+        if (
             forkserver.forked_from_here()
             and self._connection.kind == "local"
             and not self._options.get("runtime_env")
             and not any(stage.num_gpus for stage in later)
-            and modules <= module_settings.inherited()
-        )
+        ):
+            return module_settings.inherited()
+        return frozenset()
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
         if self._connection.kind == "local" and self._inherited(key):

@@ -1,57 +1,158 @@
 """The user's own modules: modules that belong to no installed distribution.
 
-A process that lacks such a module, or has another version of it, gets its code by value.
+Worker processes run the version of each module that the training process runs, whatever is in its
+file meanwhile. A process that imports a module gets the source that the file had when dpex first
+saw the module. If this process does not run that source, its code goes by value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["by_value", "changed", "installed_roots", "own_modules"]
+__all__ = ["by_value", "changed", "installed_roots", "process_start", "remember", "sources"]
 
-# Modification time of each module's file and the code in it, when ``changed`` first saw the module.
-_seen: dict[str, tuple[float, dict[str, Any]]] = {}
+
+@dataclass(frozen=True)
+class _Version:
+    """Version of a module, as this process had it when ``remember`` first saw it.
+
+    Attributes:
+        spec: The module's spec. A reload gives the module a new spec.
+        code: The code of its functions and classes; see ``_code_in``.
+        file: Path of its source file.
+        source: The content of its source file, if it can be read.
+        differs: Whether the module already had other code than its file.
+    """
+
+    spec: Any
+    code: dict[str, Any]
+    file: str
+    source: bytes | None
+    differs: bool
+
+
+_SCRIPTS = ("__main__", "__mp_main__")
+_seen: dict[str, _Version] = {}
 # Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
 
 
-def changed() -> bool:
-    """Return whether a module's code has changed since a worker process may have imported it.
-
-    The code changes if the user reloads the module, edits it in a notebook, or assigns another
-    function or class to a name in it. A rewritten file also counts, because a worker process that
-    starts later imports the new file.
-    """
-    found = False
+def remember() -> None:
+    """Record the version of each module that this process has imported since the last call."""
     for name, module in _modules():
-        now = _written(module.__file__), _code_in(vars(module), f"{module.__name__}.")
-        then = _seen.setdefault(name, now)
-        found = found or now != then
+        _first_version(name, module)
+
+
+def changed(inherited: Set[str] = frozenset()) -> list[str]:
+    """Return the modules whose code in this process a worker process cannot get by an import.
+
+    The user may have reloaded a module, edited it in a notebook, or assigned another function or
+    class to a name in it. Or the user edited its file between its import and the first ``iter()``.
+    A rewritten file alone is no change: worker processes import the recorded source.
+
+    Args:
+        inherited: Names of the modules that all worker processes inherit from this process.
+    """
+    found = []
+    for name, module in _modules():
+        then = _first_version(name, module)
+        if (
+            (then.differs and name not in inherited)
+            or module.__spec__ is not then.spec
+            or _code_in(vars(module), f"{module.__name__}.") != then.code
+        ):
+            found.append(name)
     return found
 
 
-def own_modules() -> set[str]:
-    """Return the names of the user's own modules that this process has imported."""
-    return {name for name, _ in _modules()}
+def sources() -> dict[str, tuple[str, bytes]]:
+    """Return the file and the recorded source of each module, for processes that import it."""
+    return {
+        name: (then.file, then.source)
+        for name, then in _seen.items()
+        if then.source is not None and not then.differs
+    }
 
 
-def _written(file: str | None) -> float:
+def _first_version(name: str, module: ModuleType) -> _Version:
+    if name not in _seen:
+        _seen[name] = _version_of(module)
+    return _seen[name]
+
+
+def _version_of(module: ModuleType) -> _Version:
+    file = module.__file__ or ""
+    code = _code_in(vars(module), f"{module.__name__}.")
+    source, differs = None, _is_patched(code)
+    with contextlib.suppress(OSError):  # for example a file in an archive
+        source = Path(file).read_bytes()
+        # To compile all files of a large project takes a second.
+        if Path(file).stat().st_mtime > process_start():
+            differs = differs or not _has_code(source, file, code)
+    return _Version(module.__spec__, code, file, source, differs)
+
+
+def _is_patched(code: dict[str, Any]) -> bool:
+    """Return whether the script has assigned its own functions or classes to names in a module."""
+    for first, second in code.values():
+        if isinstance(first, CodeType):
+            found = second in _SCRIPTS
+        else:
+            found = first.partition(".")[0] in _SCRIPTS or bool(second and _is_patched(second))
+        if found:
+            return True
+    return False
+
+
+def _has_code(source: bytes, file: str, code: dict[str, Any]) -> bool:
+    """Return whether a file's source contains all code that a module has from this file."""
     try:
-        return os.stat(file or "").st_mtime  # noqa: PTH116 - for each module, at every iter()
-    except OSError:
-        return 0.0
+        pending: list[Any] = [compile(source, file, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return False
+    found = set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, CodeType):
+            found.add(value)
+            pending += value.co_consts
+    return found.issuperset(c for c in _code_objects(code) if c.co_filename == file)
+
+
+def _code_objects(code: Any) -> Iterator[CodeType]:
+    """Yield the code objects in a result of ``_code_in``."""
+    if isinstance(code, CodeType):
+        yield code
+    elif isinstance(code, dict | tuple):
+        for part in code.values() if isinstance(code, dict) else code:
+            yield from _code_objects(part)
+
+
+@functools.cache
+def process_start() -> float:
+    """Return the start time of this process, in seconds since the epoch."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+        assert boot is not None
+        return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AssertionError):  # not Linux: use the time of the first call
+        return time.time()
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
@@ -59,7 +160,7 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
         if _others.get(name) is module:
             continue  # nearly every module; each iter() runs this loop
         file = getattr(module, "__file__", None)
-        if not (file and isinstance(module, ModuleType)) or name in ("__main__", "__mp_main__"):
+        if not (file and isinstance(module, ModuleType)) or name in _SCRIPTS:
             continue
         if name.partition(".")[0] != "dpex" and _is_local(file):
             yield name, module

@@ -22,6 +22,7 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
 from dpex.wire.memory_map import shared_memory
 from dpex.worker.actor_calls import ACTOR_DIED, ask_actor, pipeline_actor
+from dpex.worker.module_sources import import_from
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -65,10 +66,11 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
     if pickled is None:
         if not job:  # this process has inherited the job, and needs a second copy
             job = ask_actor(actor_name, "stored_job", job_key)
-        search_path, *content = ray.get(job[0])
+        search_path, sources, *content = ray.get(job[0])
         # A worker process can import the script's modules, as torch's spawned workers can, if its
         # node has the directories and archives.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).exists())
+        import_from(sources)
         pickled = _stored_jobs[job_key] = Pickled(*content)
     buffers = pickled.buffers
     mapped = dict(zip(map(id, buffers), private_mappings(buffers), strict=True))

@@ -418,10 +418,11 @@ def test_malformed_addresses_are_refused_with_the_forms(value: str) -> None:
     assert repr(value) in str(caught.value)
 
 
-def test_a_frozen_program_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["local", "auto", "cluster", "10.1.2.3:6379", "ray://a:1"])
+def test_a_frozen_program_uses_no_ray(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(ClusterError, match=f"{sys.executable}.* is not a Python interpreter"):
-        connect("local")
+        connect(address)
 
 
 def test_dpex_in_an_archive_is_refused(empty_place: Path) -> None:

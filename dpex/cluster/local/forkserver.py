@@ -46,6 +46,7 @@ from dpex import tuning
 from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.compat.shortcut import private_ray_allowed
+from dpex.wire import local_modules
 from dpex.worker import module_settings
 
 if TYPE_CHECKING:
@@ -124,7 +125,9 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
 def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> bool:
     """Fork the server from this process, and return whether that was possible."""
     global _pid
-    module_settings.remember()  # before the fork: afterwards each page it reads is copied
+    # Before the fork: afterwards each page that they read is copied.
+    module_settings.remember()
+    local_modules.remember()
     try:
         pid = os.fork()
     except OSError as error:  # for example a limit on overcommitted memory
