@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Changes", "changes", "remember", "take_over"]
+__all__ = ["Changes", "changes", "differences", "remember", "take_over"]
 
 Changes = tuple[tuple[tuple[str, str | None], ...], int | None]
 """Names and values of variables, with None for a deleted variable; and the umask, if known."""
@@ -32,9 +33,14 @@ def changes() -> Changes:
     """Return the changes since the last call of ``remember``, or no changes without a call."""
     if _inherited is None:
         return (), None
-    names = {n for n in {*_inherited, *os.environ} if _inherited.get(n) != os.environ.get(n)}
+    return differences(_inherited), _umask()
+
+
+def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
+    """Return the user's variables in which this process differs from another environment."""
+    names = {name for name in {*other, *os.environ} if other.get(name) != os.environ.get(name)}
     users = sorted(name for name in names if not name.startswith(_OURS))
-    return tuple((name, os.environ.get(name)) for name in users), _umask()
+    return tuple((name, os.environ.get(name)) for name in users)
 
 
 def take_over(changes: Changes) -> None:
