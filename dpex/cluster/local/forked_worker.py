@@ -13,9 +13,9 @@ import sys
 SERVER = "DPEX_FORK_SERVER"
 """Environment variable with the server's address, or with a directory that has one file per job.
 
-Ranks that share a Ray have a job and a server each. A job's file has the server's address, which
-may be empty, and the variables in which the rank differs from the Ray: ``NAME=value``, or ``NAME``
-for one that the rank lacks. A NUL ends each of them."""
+Ranks that share a Ray have a job and a server each. A job's file begins with the server's address,
+which may be empty. Then come the variables in which the rank differs from the Ray: ``NAME=value``,
+or ``NAME`` for one that the rank lacks. A NUL ends each part."""
 RAYS_OWN = "DPEX_SETUP_WORKER"
 """Environment variable with the path of the program that Ray itself would have started."""
 
