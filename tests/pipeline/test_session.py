@@ -486,7 +486,7 @@ def test_a_stage_gets_as_many_workers_as_gpus_are_free(
     [later] = later_of(ray.session(num_workers=8), ray, stage)
     assert later.most_workers == most
     assert later.keeps_processes
-    assert later.options["num_gpus"] == num_gpus
+    assert later.options == {"num_cpus": 1, "num_gpus": num_gpus}
 
 
 @pytest.mark.parametrize(("max_workers", "most"), [(None, 8), (9, 9)])
@@ -724,7 +724,7 @@ def test_the_text_of_a_wait_survives_a_ray_that_does_not_answer(
     session = ray.session(CLUSTER)
 
     def fail() -> Any:
-        raise ConnectionError("no head")
+        raise RuntimeError("no head")
 
     monkeypatch.setattr(session_module, "cluster_size", fail)
     text = session.waiting_text(tasks=None, in_flight=2)
@@ -751,6 +751,20 @@ def test_a_close_closes_the_pipelines_once(ray: FakeRay) -> None:
     assert not session.alive
     del session, runs
     assert ray.released == []
+
+
+def test_an_interrupted_close_can_be_repeated(ray: FakeRay) -> None:
+    session = ray.session(CLUSTER)
+    session.store(Job())
+    runs = [open_run(session) for _ in range(2)]
+    ray.actors[0].failure = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    ray.actors[0].failure = None
+    session.close()
+    assert calls(ray.actors[0]) == ["open", "open", "close", "close"]
+    assert not session.alive
+    del runs
 
 
 def test_a_session_ends_with_its_ray(ray: FakeRay) -> None:

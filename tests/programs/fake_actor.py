@@ -27,7 +27,7 @@ class FakePipelineActor:
         self.lost = False
         self.connected = True
         self.answers: dict[str, Any] = {"begin": True, "inherits": False, **answers}
-        self.failure: type[Exception] | None = None
+        self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.handle = _Handle(self)
 
