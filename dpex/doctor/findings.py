@@ -318,7 +318,10 @@ def _nodes_needed(found: Measurements) -> int | None:
 
 
 def _advice(found: Measurements) -> Iterator[str]:
-    """Yield settings that the measurements justify, the one with the largest gain first."""
+    """Yield settings that the measurements justify, the one with the largest gain first.
+
+    Of those that are enough for the training step, the one with the least effort comes first.
+    """
     needed, workers = found.needed, found.num_workers
     for name, speed in (("torch's own loader", found.torch), ("dpex", found.dpex)):
         if needed is not None and speed is not None and speed.samples_per_s >= needed:
@@ -326,7 +329,9 @@ def _advice(found: Measurements) -> Iterator[str]:
             return
     if not found.given_workers:
         yield f"num_workers={workers}: with 0, the training loop makes every batch itself"
-    for _, text in sorted(_gains(found), key=lambda one: -one[0]):
+    best = found.best[1].samples_per_s if found.best is not None else 0.0
+    enough = needed / best if needed and best else math.inf
+    for _, text in sorted(_gains(found), key=lambda one: -min(one[0], enough)):
         yield text
     if isinstance(found.costs.fixed, RandomSample):
         yield (

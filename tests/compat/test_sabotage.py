@@ -53,7 +53,6 @@ FEW = [
     "ray.data:DataIterator._to_ref_bundle_iterator",
     "ray._private.node:Node.start_raylet",
 ]
-EXECUTORS = [path for path in IN_EPOCH if path.startswith("ray.data") and path not in FEW]
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -98,12 +97,6 @@ def check_hidden(path: str, start_method: str = "fork") -> None:
 
 @pytest.mark.parametrize("path", FEW)
 def test_an_epoch_comes_where_a_name_is_missing(path: str) -> None:
-    check_hidden(path)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("path", EXECUTORS)
-def test_an_epoch_comes_where_a_name_of_the_executor_is_missing(path: str) -> None:
     check_hidden(path)
 
 
