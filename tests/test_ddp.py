@@ -1,6 +1,8 @@
-"""Tests of ranks of torchrun: each reads the shard that torch gives it, from one shared Ray."""
+"""Tests of ranks of a launcher: each reads the shard that torch gives it, from one shared Ray."""
 
+import importlib.util
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
     PROGRAMS,
+    deepspeed,
     processes_in,
     rank_variables,
     torchrun,
@@ -37,15 +40,25 @@ END_SECONDS = 150
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((2, False), id="2 ranks"),
-        pytest.param((3, False), id="3 ranks", marks=pytest.mark.extended),
-        pytest.param((4, False), id="4 ranks", marks=pytest.mark.extended),
-        pytest.param((2, True), id="2 ranks on a cluster", marks=pytest.mark.extended),
+        pytest.param((torchrun, 2, False), id="2 ranks"),
+        pytest.param((torchrun, 3, False), id="3 ranks", marks=pytest.mark.extended),
+        pytest.param((torchrun, 4, False), id="4 ranks", marks=pytest.mark.extended),
+        pytest.param((torchrun, 2, True), id="2 ranks on a cluster", marks=pytest.mark.extended),
+        pytest.param(
+            (deepspeed, 2, False),
+            id="2 ranks of DeepSpeed's launcher",
+            marks=[
+                pytest.mark.extended,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+                ),
+            ],
+        ),
     ],
 )
 def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Yield the report of each rank, and then wait until their shared local Ray has ended."""
-    ranks, on_cluster = request.param
+    launch, ranks, on_cluster = request.param
     with workplace() as place:
         address, variables = "auto", {}
         if on_cluster:
@@ -55,7 +68,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
             address, variables = cluster.address, cluster.variables
         program = PROGRAMS / "ddp_program.py"
         arguments = (program, str(place), address)
-        run = torchrun(*arguments, ranks=ranks, place=place, seconds=PROGRAM_SECONDS, **variables)
+        run = launch(*arguments, ranks=ranks, place=place, seconds=PROGRAM_SECONDS, **variables)
         assert run.returncode == 0, run.stdout
         reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         assert address in {"auto", *(report["address"] for report in reports)}
@@ -76,6 +89,12 @@ def test_ranks_share_one_ray(reports: list[dict[str, Any]]) -> None:
     assert len({report["address"] for report in reports}) == 1
     assert len({report["node"] for report in reports}) == 1
     assert len({report["job"] for report in reports}) == ranks
+
+
+def test_ranks_divide_the_cores(reports: list[dict[str, Any]]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for report in reports:
+        assert report["cores"] <= max(1, cores // len(reports))
 
 
 def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) -> None:

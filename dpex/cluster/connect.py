@@ -128,6 +128,8 @@ def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) 
         ray = sys.modules.get("ray")
         connected = ray is not None and ray.is_initialized()
         connection = _existing(request) if connected else _new(request, bequest)
+        if connection.kind != "local":
+            environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
             _announce(connection)
         _current = (_session(), connection)

@@ -11,16 +11,22 @@ from pathlib import Path
 
 from dpex import tuning
 
-__all__ = ["IdleCores", "free_memory", "usable_cores", "usable_memory"]
+__all__ = ["IdleCores", "free_memory", "local_ranks", "usable_cores", "usable_memory"]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
+# torchrun sets the first variable, and DeepSpeed's launcher sets the second.
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
-def usable_cores() -> int:
-    """Return the number of cores that CPU affinity and cgroup quotas leave to this process."""
+def usable_cores(process: int = 0) -> int:
+    """Return the number of cores that CPU affinity and cgroup quotas leave to this process.
+
+    Args:
+        process: Process whose CPU affinity counts; 0 for this process.
+    """
     try:
-        cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(process))
     except AttributeError:  # macOS
         return os.cpu_count() or 1
     for group in _own_groups():
@@ -28,6 +34,12 @@ def usable_cores() -> int:
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
+
+
+def local_ranks() -> int | None:
+    """Return the number of ranks on this machine, or ``None`` if the launcher does not set it."""
+    values = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def usable_memory() -> int:

@@ -1,4 +1,8 @@
-"""Environment variables and the umask, which may change after worker processes have started."""
+"""Environment variables, the umask and the CPU affinity of the training process.
+
+The first two may change after worker processes have started. The last one differs between ranks
+that share a local Ray, if their launcher binds each rank to cores of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Changes", "changes", "differences", "remember", "take_over"]
+__all__ = ["Changes", "changes", "differences", "forget", "remember", "take_over"]
 
-Changes = tuple[tuple[tuple[str, str | None], ...], int | None]
-"""Names and values of variables, with None for a deleted variable; and the umask, if known."""
+Changes = tuple[tuple[tuple[str, str | None], ...], int | None, frozenset[int]]
+"""Names and values of variables, with None for a deleted variable; the umask, if known; and the
+cores, or none if worker processes keep theirs."""
 
 # Prefixes of the variables that Ray and dpex set for each process. dpex does not transfer them.
 _OURS = ("RAY_", "DPEX_")
@@ -19,21 +24,31 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 # In the training process: the environment that the processes of its local Ray have inherited.
 _inherited: dict[str, str] | None = None
+# In the training process: its cores at that time. OpenMP may later bind its main thread to a core.
+_cores: frozenset[int] = frozenset()
 # In a worker process: the original values of all variables that an iteration has changed.
 _original: dict[str, str | None] = {}
 
 
 def remember() -> None:
     """Record the environment of this process, which the processes that start now inherit."""
-    global _inherited
+    global _inherited, _cores
     _inherited = dict(os.environ)
+    with contextlib.suppress(AttributeError):  # macOS
+        _cores = frozenset(os.sched_getaffinity(0))
+
+
+def forget() -> None:
+    """Forget the record, because no process has inherited the environment."""
+    global _inherited
+    _inherited = None
 
 
 def changes() -> Changes:
-    """Return the changes since the last call of ``remember``, or no changes without a call."""
+    """Return the changes since the last call of ``remember``, or no changes without a record."""
     if _inherited is None:
-        return (), None
-    return differences(_inherited), _umask()
+        return (), None, frozenset()
+    return differences(_inherited), _umask(), _cores
 
 
 def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
@@ -45,9 +60,12 @@ def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
 
 def take_over(changes: Changes) -> None:
     """Apply the training process's changes to this process, and undo an earlier iteration's."""
-    variables, umask = dict(changes[0]), changes[1]
+    variables, umask, cores = dict(changes[0]), *changes[1:]
     if umask is not None:
         os.umask(umask)
+    if cores:
+        with contextlib.suppress(OSError):  # this process may use none of them
+            os.sched_setaffinity(0, cores)
     for name in {*variables, *_original}:
         _original.setdefault(name, os.environ.get(name))
         _set(name, variables[name] if name in variables else _original[name])

@@ -28,7 +28,7 @@ class Settings:
         default_dtype: torch's default dtype.
         grad_enabled: Whether autograd records operations.
         inference_mode: Whether ``torch.inference_mode()`` is enabled.
-        changes: Changes of its environment since Ray was started.
+        changes: Changes of its environment since Ray was started, and its cores.
         modules: Values in modules that have changed since worker processes were forked from it.
     """
 
@@ -36,7 +36,7 @@ class Settings:
     default_dtype: torch.dtype
     grad_enabled: bool = True
     inference_mode: bool = False
-    changes: environment.Changes = ((), None)
+    changes: environment.Changes = ((), None, frozenset())
     modules: module_settings.Changes = ()
 
     @classmethod

@@ -166,6 +166,11 @@ def test_local_is_a_local_ray_though_a_cluster_runs(place: Path) -> None:
     # Another process still finds the cluster, not this local Ray.
     other = Driver(place)
     assert other.ask("connect", head_address="auto")["address"] == address_of(place)
+    # Only the local Ray's worker processes take over the environment of the training process.
+    assert driver.ask("changes_environment")
+    driver.ask("shutdown")
+    assert driver.ask("connect", head_address=address_of(place))["kind"] == "cluster"
+    assert not driver.ask("changes_environment")
     assert driver.end() == 0
     assert other.end() == 0
 

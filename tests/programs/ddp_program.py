@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import DpexDataLoader
+from dpex.cluster.local.launch import free_cores
 
 EPOCHS = 2
 # Lengths and batch sizes. Only the first length is divisible by ranks and batch size.
@@ -85,6 +86,7 @@ def main() -> None:
         "address": context.gcs_address,
         "node": context.get_node_id(),
         "job": context.get_job_id(),
+        "cores": free_cores(),
         "streams": streams,
         "after_breaks": given_up,
     }

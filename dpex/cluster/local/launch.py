@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex import tuning
-from dpex.cluster.limits import free_memory, usable_cores, usable_memory
+from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory
 from dpex.cluster.local.process_end import end_ray_after_us
@@ -71,9 +71,16 @@ def local_cpus() -> int:
 
 
 def free_cores() -> int:
-    """Return the usable cores divided by the number of ranks on this machine, at least 1."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, usable_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
+    """Return this rank's share of the machine's usable cores, at least 1.
+
+    A launcher may bind each rank to cores of its own. Then only the launcher, which is the parent
+    process, may use the cores of all ranks.
+    """
+    own = usable_cores()
+    with contextlib.suppress(ProcessLookupError):
+        everyones = max(own, usable_cores(os.getppid()))
+        return max(1, min(own, everyones // max(1, local_ranks() or 1)))
+    return own
 
 
 @dataclass(frozen=True)

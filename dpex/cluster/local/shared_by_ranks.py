@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from dpex import tuning
+from dpex.cluster.limits import local_ranks
 from dpex.cluster.local.directory import runtime_directory
 from dpex.cluster.local.launch import settled, start
 from dpex.cluster.local.process_end import hold, start_detached
@@ -34,12 +35,13 @@ __all__ = ["SharedRay", "join_keeper", "keep", "shared_job"]
 def shared_job() -> str | None:
     """Return a name that this machine's ranks of one job share; ``None`` for a single process."""
     environ = os.environ
-    ranks = environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or ""
-    several = ranks.isdecimal() and int(ranks) > 1
+    ranks = local_ranks()
     distributed = sys.modules.get("torch.distributed")
-    if not ranks and distributed and distributed.is_available() and distributed.is_initialized():
-        several = distributed.get_world_size() > 1
-    if not several:
+    if ranks is None and (world := environ.get("WORLD_SIZE")):
+        ranks = int(world) if world.isdecimal() else 1
+    elif ranks is None and distributed and distributed.is_available():
+        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if ranks is None or ranks < 2:
         return None
     # Ranks without a rendezvous in the environment are children of one process.
     port = environ.get("MASTER_PORT")

@@ -4,6 +4,7 @@ All processes of a test work in one directory, by which the test finds processes
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import grpc
 import psutil
 import pytest
 from cluster_programs import (
+    PROGRAM_SECONDS,
     ROOT,
     Driver,
     DriverError,
@@ -27,10 +29,12 @@ from cluster_programs import (
     rank_variables,
     run_program,
     spawn,
+    torchrun,
     wait_until,
     workplace,
 )
 
+from dpex.cluster import limits
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import launch, shared_by_ranks
 from dpex.compat import local_ray
@@ -284,7 +288,7 @@ def test_spawned_ranks_without_torchruns_environment_share_too(place: Path) -> N
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     return monkeypatch
@@ -297,6 +301,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"WORLD_SIZE": "1"}, False),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}, False),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "2"}, True),
         ({"WORLD_SIZE": "2"}, True),
         ({"WORLD_SIZE": "many"}, False),
     ],
@@ -321,14 +327,74 @@ def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
     assert len(names) == 4
 
 
-def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_cores_are_divided_among_ranks(variable: str, bare_environment: pytest.MonkeyPatch) -> None:
     cores = launch.free_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.local_cpus()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    bare_environment.setenv(variable, str(cores))
     assert launch.free_cores() == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    bare_environment.setenv(variable, "1000")
     assert launch.free_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "of_parent", "ranks", "share"),
+    [
+        (64, 64, "", 64),
+        (64, 64, "8", 8),
+        (8, 64, "8", 8),  # bound to cores of its own
+        (32, 64, "8", 8),  # bound to a NUMA node, with three others
+        (8, 8, "8", 1),
+        (64, 1, "8", 8),  # OpenMP has bound the parent's main thread
+    ],
+)
+def test_a_bound_rank_uses_all_its_cores(
+    own: int, of_parent: int, ranks: str, share: int, bare_environment: pytest.MonkeyPatch
+) -> None:
+    bare_environment.setenv("LOCAL_WORLD_SIZE", ranks)
+    cores = {0: own, os.getppid(): of_parent}
+    bare_environment.setattr(limits, "_own_groups", lambda: iter(()))
+    bare_environment.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
+    assert launch.free_cores() == share
+
+
+BOUND_RANKS = """
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.utils.data
+
+import dpex
+
+class Cores(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return str(sorted(os.sched_getaffinity(0)))
+
+rank, cores = int(os.environ["LOCAL_RANK"]), sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[rank % len(cores)]})  # as numactl does
+seen = {
+    type.__module__: sorted({c for batch in type(Cores(), num_workers=1) for c in batch})
+    for type in (torch.utils.data.DataLoader, dpex.DataLoader)
+}
+Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(list(seen.values())))
+"""
+
+
+@pytest.mark.extended
+def test_workers_run_on_the_cores_that_their_rank_is_bound_to(place: Path) -> None:
+    program = place / "ranks.py"
+    program.write_text(BOUND_RANKS)
+    run = torchrun(program, str(place), ranks=2, place=place, seconds=PROGRAM_SECONDS)
+    assert run.returncode == 0, run.stdout
+    for rank in range(2):
+        torchs, ours = json.loads((place / f"rank{rank}.json").read_text())
+        assert ours == torchs
+    wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
 
 
 def test_importing_it_imports_neither_ray_nor_torch() -> None:

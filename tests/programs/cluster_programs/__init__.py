@@ -13,6 +13,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ ROOT = PROGRAMS.parents[1]
 PROGRAM_SECONDS = 300
 RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "TORCHELASTIC_RUN_ID",
+    *("LOCAL_SIZE", "TORCHELASTIC_RUN_ID"),
 }
 
 
@@ -128,9 +129,33 @@ def torchrun(
     program: Path, *arguments: str, ranks: int, place: Path, seconds: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in several ranks to their end; the output includes standard error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return _launch(launcher, program, *arguments, place=place, seconds=seconds, **variables)
+
+
+def deepspeed(
+    program: Path, *arguments: str, ranks: int, place: Path, seconds: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Do the same with DeepSpeed's launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launcher = ["deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={port}"]
+    variables = {"DS_ACCELERATOR": "cpu", **variables}
+    launcher.append("--no_local_rank")  # otherwise an argument of the program
+    return _launch(launcher, program, *arguments, place=place, seconds=seconds, **variables)
+
+
+def _launch(
+    launcher: list[str],
+    program: Path,
+    *arguments: str,
+    place: Path,
+    seconds: float,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher]
     process = spawn(
-        [*command, f"--nproc-per-node={ranks}", str(program), *arguments],
+        [*command, str(program), *arguments],
         place,
         env=environment(place, OMP_NUM_THREADS="1", **variables),
         stdout=subprocess.PIPE,

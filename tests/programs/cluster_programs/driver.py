@@ -13,6 +13,7 @@ from output import take_stdout
 from dpex import tuning
 from dpex.cluster.connect import connect, cpu_users
 from dpex.cluster.local import launch
+from dpex.worker import environment
 
 replies = take_stdout()
 logged: list[str] = []
@@ -125,6 +126,11 @@ def do_cluster():
         "object_store_bytes": sum(store),
         "nodes": [node["NodeID"] for node in nodes],
     }
+
+
+def do_changes_environment():
+    """Return whether worker processes must change their environment to this process's."""
+    return any(environment.changes())
 
 
 def do_logged():
