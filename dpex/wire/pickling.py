@@ -228,7 +228,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_image(obj)
         if kind is PlainRows:
             return self._reduce_rows(obj)
-        if self._marshals and _has_large_list(obj):
+        if self._marshals and self._has_large_list(obj):
             return self._reduce_state(obj)
         return super().reducer_override(obj)
 
@@ -274,6 +274,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._buffers.expected = ("parsed", view)
         return _rebuild_image, (view, *state)
 
+    def _has_large_list(self, obj: Any) -> bool:
+        state = getattr(obj, "__dict__", None)
+        return type(state) is dict and any(
+            type(value) is list and len(value) >= tuning.PLAIN_ROWS for value in state.values()
+        )
+
     def _reduce_state(self, obj: Any) -> Any:
         """Reduce an object as pickle does, with the large lists of its state marshalled."""
         reduced = super().reducer_override(obj)
@@ -301,16 +307,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Whether a marshalled list is in the pickle a second time, as another list."""
         marshalled = [key for key, rows in self.rows.items() if rows is not None]
         return bool(marshalled) and not self.memo.copy().keys().isdisjoint(marshalled)
-
-
-def _has_large_list(obj: Any) -> bool:
-    state = getattr(obj, "__dict__", None)
-    # The first two conditions are fast: a dataset may have millions of objects.
-    return (
-        type(state) is dict
-        and list in map(type, state.values())
-        and any(type(v) is list and len(v) >= tuning.PLAIN_ROWS for v in state.values())
-    )
 
 
 def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename: str) -> CodeType:
