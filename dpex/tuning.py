@@ -154,8 +154,6 @@ FETCHES = 4
 
 OUT_OF_BAND_BYTES = 2048
 """A smaller buffer stays in the pickle: an out-of-band buffer would cost more than the copy."""
-PLAIN_ROWS = 10_000
-"""marshal writes a list of this many plain rows; pickle takes 5 ms for a shorter list."""
 OWN_COLUMN_BYTES = 1 << 20
 """An array of this size is an Arrow column; a memcpy of a smaller one costs less than a column."""
 REUSED_BYTES = 1 << 20

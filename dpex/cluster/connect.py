@@ -342,27 +342,32 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
 def _join_ranks(job: str, bequest: Callable[[], Pickled] | None) -> None:
     """Join the Ray that this machine's ranks share.
 
-    Its worker processes are forks of their own rank, or have at least that rank's variables.
+    The worker processes of this rank are forks of it, or get at least its environment variables.
     """
-    job_id = new_job_id()
+    job_id = forkserver.unused_job_id() or new_job_id()
     server = forkserver.address(bequest, job_id)
     shared = shared_by_ranks.join_keeper(job)
     where = f"{shared.address} (the Ray that this host's ranks share)"
     require_token(shared.token)
-    launch.load_ray()  # after require_token: the import reads the token's variables
-    if shared.jobs is not None and JOB_IDS.find() is not None:
-        shared.register(job_id, server)
-        with chosen_job_id(job_id):
-            _join(shared.address, where, {})
-        found = _session()[1]
-        if found == job_id:
-            return
-        JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))
-        launch.disconnect()
-        require_token(shared.token)
-    variables = {name: value or "" for name, value in differences(shared.environment)}
-    launch.settled.set()  # a node's agent makes the runtime_env
-    _join(shared.address, where, {}, runtime_env={"env_vars": variables} if variables else None)
+    try:
+        launch.load_ray()  # after require_token: the import reads the token's variables
+        if shared.jobs is not None and JOB_IDS.find() is not None:
+            shared.register(job_id, server)
+            with chosen_job_id(job_id):
+                _join(shared.address, where, {})
+            found = _session()[1]
+            forkserver.note_job(found)
+            if found == job_id:
+                return
+            JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))
+            launch.disconnect()
+            require_token(shared.token)
+        own = {n: v for n, v in differences(shared.environment) if v is not None}
+        launch.settled.set()  # a node's agent makes the runtime_env
+        _join(shared.address, where, {}, runtime_env={"env_vars": own} if own else None)
+    except BaseException:
+        forget_token()
+        raise
 
 
 def _temporary_directory() -> str:

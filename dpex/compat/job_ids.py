@@ -15,6 +15,7 @@ _NEXT_JOB_ID = PrivateName(
     "gives a rank's job the id that the rank's fork server has",
     check="the job has another id",
 )
+_LEAST, _MOST = 1 << 24, (1 << 32) - 1  # the largest number is Ray's id of no job
 JOB_IDS = Shortcut(
     "fork the workers of ranks that share a local Ray",
     "Ray starts these workers, and each imports torch itself",
@@ -25,7 +26,7 @@ JOB_IDS = Shortcut(
 
 def new_job_id() -> str:
     """Return a new id in hexadecimal form, above all ids that Ray counts up from 1."""
-    number = (1 << 24) + int.from_bytes(os.urandom(3), "little")
+    number = _LEAST + int.from_bytes(os.urandom(8), "little") % (_MOST - _LEAST)
     return number.to_bytes(4, "little").hex()
 
 

@@ -19,7 +19,7 @@ _EQUAL = 1.1
 _REACHES = 0.75
 # A loader that exceeds a limit by this factor reads samples that cost less than those measured.
 _CHEAPER = 1.25
-# Larger gains of a cache are not told apart: other costs take their place.
+# A larger gain of a cache is reported as this one: other costs take the place of reading.
 _MANY_TIMES = 10
 # A cache that saves less than either is not worth a line of the report: its lookup takes time.
 _WORTH_SHARE = 0.1
@@ -97,7 +97,7 @@ class Measurements:
     def cacheable(self) -> FixedPart | None:
         """The part of a sample that a cache can keep, if that saves enough time."""
         fixed = self.costs.fixed
-        if not isinstance(fixed, FixedPart):
+        if not isinstance(fixed, FixedPart) or self.bound == "unknown":
             return None
         enough_s = max(_WORTH_SHARE * self.costs.wall_s, _WORTH_S)
         return fixed if self.saved_s(fixed) > enough_s else None

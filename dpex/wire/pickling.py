@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import io
-import marshal
 import pickle
 import sys
 import threading
@@ -28,7 +27,6 @@ from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.log import warn
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
-from dpex.wire.plain_rows import PlainRows, plain_rows
 from dpex.wire.reducers import reduce
 
 __all__ = [
@@ -61,21 +59,21 @@ class Pickled:
             views of the pickled object's memory until they are copied.
         tensor_slots: The positions of tensors in ``buffers``. Other positions hold other objects
             with out-of-band buffers, mostly numpy arrays.
-        parsed_slots: The positions of PIL images and of plain rows in ``buffers``. Unpickling makes
-            other objects of these buffers, so they need no copy.
+        image_slots: The positions of PIL images in ``buffers``. PIL keeps pixels in another form,
+            so these buffers need no copy.
         object_refs: The Ray object references in the object, in the stream's order.
     """
 
     head: bytes
     buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
     tensor_slots: frozenset[int] = frozenset()
-    parsed_slots: frozenset[int] = frozenset()
+    image_slots: frozenset[int] = frozenset()
     object_refs: list[Any] = field(default_factory=list)
 
     @property
     def slots(self) -> tuple[frozenset[int], frozenset[int]]:
-        """``tensor_slots`` and ``parsed_slots``, in the order of the constructor's arguments."""
-        return self.tensor_slots, self.parsed_slots
+        """``tensor_slots`` and ``image_slots``, in the order of the constructor's arguments."""
+        return self.tensor_slots, self.image_slots
 
     @property
     def digest(self) -> str:
@@ -165,7 +163,7 @@ class _Buffers:
     def __init__(self, out_of_band_bytes: float) -> None:
         self._out_of_band_bytes = out_of_band_bytes
         self.kept: list[np.ndarray[Any, Any]] = []
-        self.slots: dict[str, set[int]] = {"tensor": set(), "parsed": set()}
+        self.slots: dict[str, set[int]] = {"tensor": set(), "image": set()}
         self.object_refs: list[Any] = []
         # Kind and buffer of the last tensor or image, until the pickler passes the buffer on.
         self.expected: tuple[str, pickle.PickleBuffer] | None = None
@@ -186,18 +184,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, with the bytes of plain CPU tensors and PIL images out of band."""
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        buffers: _Buffers,
-        mappings: Mappings | None = None,
-        *,
-        marshals: bool = False,
+        self, file: io.BytesIO, buffers: _Buffers, mappings: Mappings | None = None
     ) -> None:
         self._buffers = buffers
         self._mappings = mappings
-        self._marshals = marshals
-        # By the ids of lists; None for a list whose rows are not plain.
-        self.rows: dict[int, PlainRows | None] = {}
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -226,10 +216,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _object_ref, (len(self._buffers.object_refs) - 1, obj.hex())
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
             return self._reduce_image(obj)
-        if kind is PlainRows:
-            return self._reduce_rows(obj)
-        if self._marshals and self._has_large_list(obj):
-            return self._reduce_state(obj)
         return super().reducer_override(obj)
 
     def _reduce_code(self, code: CodeType) -> Any:
@@ -271,42 +257,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if len(state) != 4 or not isinstance(pixels, bytes):  # an unknown version of PIL
             return NotImplemented
         view = pickle.PickleBuffer(pixels)
-        self._buffers.expected = ("parsed", view)
+        self._buffers.expected = ("image", view)
         return _rebuild_image, (view, *state)
-
-    def _has_large_list(self, obj: Any) -> bool:
-        state = getattr(obj, "__dict__", None)
-        return type(state) is dict and any(
-            type(value) is list and len(value) >= tuning.PLAIN_ROWS for value in state.values()
-        )
-
-    def _reduce_state(self, obj: Any) -> Any:
-        """Reduce an object as pickle does, with the large lists of its state marshalled."""
-        reduced = super().reducer_override(obj)
-        if reduced is NotImplemented:
-            reduced = obj.__reduce_ex__(5)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or type(reduced[2]) is not dict:
-            return reduced
-        state = {name: self._marshalled(value) for name, value in reduced[2].items()}
-        return *reduced[:2], state, *reduced[3:]
-
-    def _marshalled(self, value: Any) -> Any:
-        if type(value) is not list:
-            return value
-        if id(value) not in self.rows:
-            self.rows[id(value)] = plain_rows(value)
-        return self.rows[id(value)] or value
-
-    def _reduce_rows(self, rows: PlainRows) -> Any:
-        view = pickle.PickleBuffer(rows.content)
-        self._buffers.expected = ("parsed", view)
-        return marshal.loads, (view,)
-
-    @property
-    def split_a_list(self) -> bool:
-        """Whether a marshalled list is in the pickle a second time, as another list."""
-        marshalled = [key for key, rows in self.rows.items() if rows is not None]
-        return bool(marshalled) and not self.memo.copy().keys().isdisjoint(marshalled)
 
 
 def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename: str) -> CodeType:
@@ -376,13 +328,9 @@ def _dump(
         # multiprocessing gives the script this name in a process that it spawns. Other processes
         # have no module of this name.
         cloudpickle.register_pickle_by_value(script)
-    for marshals in (mappings is not None, False):
-        file = io.BytesIO()
-        buffers = _Buffers(out_of_band_bytes)
-        pickler = _Pickler(file, buffers, mappings, marshals=marshals)
-        pickler.dump(obj)
-        if not pickler.split_a_list:
-            break
+    file = io.BytesIO()
+    buffers = _Buffers(out_of_band_bytes)
+    _Pickler(file, buffers, mappings).dump(obj)
     if file.tell() >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     slots = buffers.slots
@@ -390,7 +338,7 @@ def _dump(
         file.getvalue(),
         buffers.kept,
         frozenset(slots["tensor"]),
-        frozenset(slots["parsed"]),
+        frozenset(slots["image"]),
         buffers.object_refs,
     )
 
@@ -413,7 +361,7 @@ def load(pickled: Pickled, take: Callable[[Bytes], Bytes | torch.Tensor] | None 
     """
     buffers: list[Any] = []
     for slot, buffer in enumerate(pickled.buffers):
-        own = buffer if slot in pickled.parsed_slots else (take or own_copy)(buffer)
+        own = buffer if slot in pickled.image_slots else (take or own_copy)(buffer)
         in_tensor = slot in pickled.tensor_slots
         buffers.append(torch.as_tensor(own) if in_tensor else np.asarray(own))
     outer, _unpickling.object_refs = _unpickling.object_refs, pickled.object_refs

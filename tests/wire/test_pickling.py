@@ -146,7 +146,7 @@ def test_an_image_is_unpickled_where_nobody_has_loaded_pil() -> None:
         "import pickle, sys; from dpex.wire.pickling import Pickled, load;"
         "assert 'PIL.Image' not in sys.modules;"
         "head, buffer = pickle.load(sys.stdin.buffer);"
-        "print(load(Pickled(head, [buffer], parsed_slots=frozenset({0}))).size)"
+        "print(load(Pickled(head, [buffer], image_slots=frozenset({0}))).size)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -171,10 +171,10 @@ def test_images_travel_as_one_buffer_and_are_their_own(
         image = image.convert(mode)
     image.info["dpi"] = (72, 72)
     pickled = dump([image, image], "batch")
-    assert len(pickled.buffers) == len(pickled.parsed_slots) == 1
+    assert len(pickled.buffers) == len(pickled.image_slots) == 1
     assert len(pickled.head) < 2_000
     memory = pickled.buffers[0].copy()
-    there = Pickled(pickled.head, [memory], parsed_slots=pickled.parsed_slots)
+    there = Pickled(pickled.head, [memory], image_slots=pickled.image_slots)
     first, second = load(there)
     memory[:] = 0
     assert first is second

@@ -57,8 +57,10 @@ __all__ = [
     "fork_parent",
     "forked_from_here",
     "inheritance",
+    "note_job",
     "serve",
     "show_script_arguments",
+    "unused_job_id",
 ]
 
 logger = logging.getLogger("dpex")
@@ -89,6 +91,8 @@ script_arguments: list[str] = []
 
 _address: str | None = None
 _job_id: str | None = None
+# Ids of the jobs of this process, in any Ray. Every local Ray of a single process has the first.
+_job_ids: set[str] = {FIRST_JOB}
 _pid: int | None = None
 
 
@@ -125,6 +129,16 @@ def address(bequest: Callable[[], Pickled] | None, job_id: str) -> str | None:
                 os.close(our_life)
         _address, _job_id = f"{name}/{token}", job_id
     return _address if _job_id == job_id else None
+
+
+def unused_job_id() -> str | None:
+    """Return the job id of the server, or None without a server or if a job has had the id."""
+    return None if _job_id in _job_ids else _job_id
+
+
+def note_job(job_id: str) -> None:
+    """Note the id of a job of this process, which no later job can have."""
+    _job_ids.add(job_id)
 
 
 def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:

@@ -73,7 +73,7 @@ def local_cpus() -> int:
 def free_cores() -> int:
     """Return this rank's share of the machine's usable cores, at least 1.
 
-    A launcher may bind each rank to cores of its own. Then only the launcher, which is the parent
+    A launcher may bind each rank to other cores. Then only the launcher, which is the parent
     process, may use the cores of all ranks.
     """
     own = usable_cores()
@@ -104,7 +104,7 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
 
     Args:
         fork_server: Address of the fork server; None if Ray starts its worker processes itself.
-        for_ranks: Whether ranks share the Ray, each with a fork server of its own.
+        for_ranks: Whether ranks share the Ray, each with its own fork server.
 
     Raises:
         ClusterError: Ray did not start. The message gives the reason.

@@ -68,7 +68,7 @@ class SharedRay:
     environment: dict[str, str]
 
     def register(self, job_id: str, server: str | None) -> None:
-        """Tell the Ray's worker processes of this rank's job; call it before the job begins.
+        """Write the file of this rank's job, which worker processes read; call it before the job.
 
         Args:
             job_id: Id of the job, in hexadecimal form.

@@ -20,6 +20,9 @@ from cluster_programs import (
     workplace,
 )
 
+from dpex.cluster.local import forkserver
+from dpex.compat.job_ids import new_job_id
+
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.timeout(180),
@@ -98,6 +101,18 @@ def test_the_workers_of_ranks_are_forks_of_their_own_rank() -> None:
             assert first == [[True, *variables]]
             assert after_shutdown == [[False, *variables]], "of the Ray that the rank joins again"
         wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork servers")
+
+
+def test_the_id_of_a_server_is_kept_until_a_job_has_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_job_ids", {forkserver.FIRST_JOB})
+    monkeypatch.setattr(forkserver, "_job_id", forkserver.FIRST_JOB)
+    assert forkserver.unused_job_id() is None, "every local Ray of one process has this job"
+    first, second = new_job_id(), new_job_id()
+    assert first != second
+    monkeypatch.setattr(forkserver, "_job_id", first)
+    assert forkserver.unused_job_id() == first, "the process has not joined yet"
+    forkserver.note_job(first)
+    assert forkserver.unused_job_id() is None
 
 
 @pytest.mark.parametrize("public_only", ["0", "1"])
