@@ -356,7 +356,7 @@ def _join_ranks(job: str, bequest: Callable[[], Pickled] | None) -> None:
             with chosen_job_id(job_id):
                 _join(shared.address, where, {})
             found = _session()[1]
-            forkserver.note_job(found)
+            forkserver.record_job(found)
             if found == job_id:
                 return
             JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))

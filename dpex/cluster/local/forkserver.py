@@ -57,7 +57,7 @@ __all__ = [
     "fork_parent",
     "forked_from_here",
     "inheritance",
-    "note_job",
+    "record_job",
     "serve",
     "show_script_arguments",
     "unused_job_id",
@@ -136,8 +136,8 @@ def unused_job_id() -> str | None:
     return None if _job_id in _job_ids else _job_id
 
 
-def note_job(job_id: str) -> None:
-    """Note the id of a job of this process, which no later job can have."""
+def record_job(job_id: str) -> None:
+    """Record the id of a job of this process, which no later job can have."""
     _job_ids.add(job_id)
 
 

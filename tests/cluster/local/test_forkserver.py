@@ -111,7 +111,7 @@ def test_the_id_of_a_server_is_kept_until_a_job_has_had_it(monkeypatch: pytest.M
     assert first != second
     monkeypatch.setattr(forkserver, "_job_id", first)
     assert forkserver.unused_job_id() == first, "the process has not joined yet"
-    forkserver.note_job(first)
+    forkserver.record_job(first)
     assert forkserver.unused_job_id() is None
 
 
