@@ -35,9 +35,11 @@ from dpex.cluster.nodes_here import (
     split,
 )
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
+from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.errors import ClusterError
 from dpex.log import announce
 from dpex.worker import environment
+from dpex.worker.environment import differences
 
 if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
@@ -325,16 +327,9 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
     job = shared_by_ranks.shared_job()
     environment.remember()
     if job is None:
-        launch.start(forkserver.address(bequest))
+        launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
     else:
-        variables = shared_by_ranks.rank_environment()
-        keepers, token = shared_by_ranks.join_keeper(job)
-        _join(
-            keepers,
-            f"{keepers} (the Ray that this host's ranks share)",
-            token,
-            runtime_env={"env_vars": variables} if variables else None,
-        )
+        _join_ranks(job, bequest)
     return Connection(
         "local",
         _session()[0],
@@ -342,6 +337,37 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
         runtime_env=None,
         origin="shared by the ranks of this machine" if job else "",
     )
+
+
+def _join_ranks(job: str, bequest: Callable[[], Pickled] | None) -> None:
+    """Join the Ray that this machine's ranks share.
+
+    The worker processes of this rank are forks of it, or get at least its environment variables.
+    """
+    job_id = forkserver.unused_job_id() or new_job_id()
+    server = forkserver.address(bequest, job_id)
+    shared = shared_by_ranks.join_keeper(job)
+    where = f"{shared.address} (the Ray that this host's ranks share)"
+    require_token(shared.token)
+    try:
+        launch.load_ray()  # after require_token: the import reads the token's variables
+        if shared.jobs is not None and JOB_IDS.find() is not None:
+            shared.register(job_id, server)
+            with chosen_job_id(job_id):
+                _join(shared.address, where, {})
+            found = _session()[1]
+            forkserver.record_job(found)
+            if found == job_id:
+                return
+            JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))
+            launch.disconnect()
+            require_token(shared.token)
+        own = {n: v for n, v in differences(shared.environment) if v is not None}
+        launch.settled.set()  # a node's agent makes the runtime_env
+        _join(shared.address, where, {}, runtime_env={"env_vars": own} if own else None)
+    except BaseException:
+        forget_token()
+        raise
 
 
 def _temporary_directory() -> str:
@@ -382,8 +408,8 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
     Args:
         address: ``"host:port"``.
         where: The address and its source, for error messages.
-        token: Environment variables that lead Ray to the cluster's token; None if Ray uses the
-            user's own token.
+        token: Environment variables that lead Ray to the cluster's token, if they are not set yet.
+            None if Ray uses the user's own token.
         **options: Further arguments of ``ray.init``.
 
     Returns:

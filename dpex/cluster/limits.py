@@ -15,8 +15,6 @@ __all__ = ["IdleCores", "free_memory", "local_ranks", "usable_cores", "usable_me
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
-# torchrun sets the first variable, and DeepSpeed's launcher sets the second.
-_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 def usable_cores(process: int = 0) -> int:
@@ -38,8 +36,10 @@ def usable_cores(process: int = 0) -> int:
 
 def local_ranks() -> int | None:
     """Return the number of ranks on this machine, or ``None`` if the launcher does not set it."""
-    values = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(value) for value in values if value.isdecimal()), None)
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not number and "LOCAL_RANK" in os.environ:
+        number = os.environ.get("LOCAL_SIZE", "")  # set by DeepSpeed's launcher
+    return int(number) if number.isdecimal() else None
 
 
 def usable_memory() -> int:

@@ -63,11 +63,11 @@ def _user_has_token() -> bool:
 
 
 def token_hint() -> str:
-    """Return what to look at if a cluster may have refused this process's token."""
+    """Return advice for a cluster that may have refused this process's token."""
     if os.environ.get(MODE) != "token":
         return (
-            "If the cluster uses token authentication, set RAY_AUTH_MODE=token and have its token "
-            "here"
+            "If the cluster uses token authentication, set RAY_AUTH_MODE=token, and provide its "
+            "token"
         )
     sent = next((name for name in (_TOKEN, _PATH) if os.environ.get(name)), "~/.ray/auth_token")
     return f"This process sends the token of {sent}, and the cluster may have another"

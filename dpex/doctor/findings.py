@@ -19,7 +19,7 @@ _EQUAL = 1.1
 _REACHES = 0.75
 # A loader that exceeds a limit by this factor reads samples that cost less than those measured.
 _CHEAPER = 1.25
-# Larger gains of a cache are not told apart: other costs take their place.
+# A larger gain of a cache is reported as this one: other costs take the place of reading.
 _MANY_TIMES = 10
 # A cache that saves less than either is not worth a line of the report: its lookup takes time.
 _WORTH_SHARE = 0.1
@@ -97,7 +97,7 @@ class Measurements:
     def cacheable(self) -> FixedPart | None:
         """The part of a sample that a cache can keep, if that saves enough time."""
         fixed = self.costs.fixed
-        if not isinstance(fixed, FixedPart):
+        if not isinstance(fixed, FixedPart) or self.bound == "unknown":
             return None
         enough_s = max(_WORTH_SHARE * self.costs.wall_s, _WORTH_S)
         return fixed if self.saved_s(fixed) > enough_s else None
@@ -318,7 +318,10 @@ def _nodes_needed(found: Measurements) -> int | None:
 
 
 def _advice(found: Measurements) -> Iterator[str]:
-    """Yield settings that the measurements justify, the one with the largest gain first."""
+    """Yield settings that the measurements justify, the one with the largest gain first.
+
+    Of those that are enough for the training step, the one with the least effort comes first.
+    """
     needed, workers = found.needed, found.num_workers
     for name, speed in (("torch's own loader", found.torch), ("dpex", found.dpex)):
         if needed is not None and speed is not None and speed.samples_per_s >= needed:
@@ -326,7 +329,9 @@ def _advice(found: Measurements) -> Iterator[str]:
             return
     if not found.given_workers:
         yield f"num_workers={workers}: with 0, the training loop makes every batch itself"
-    for _, text in sorted(_gains(found), key=lambda one: -one[0]):
+    best = found.best[1].samples_per_s if found.best is not None else 0.0
+    enough = needed / best if needed and best else math.inf
+    for _, text in sorted(_gains(found), key=lambda one: -min(one[0], enough)):
         yield text
     if isinstance(found.costs.fixed, RandomSample):
         yield (

@@ -276,7 +276,7 @@ def _cluster(*, local: bool) -> Fact:
     """Return the line about the cluster to which this process is connected."""
     nodes, cpus, gpus = cluster_size()
     text = f"{nodes} node(s), {gpus:g} GPUs, {cpus:g} CPUs"
-    if local:  # its logical CPUs, by which Ray counts tasks, say nothing about the machine
+    if local:  # the user's machine does not have the logical CPUs by which Ray counts tasks
         cpus = usable_cores()
         text = f"1 node(s), {gpus:g} GPUs, {cpus} cores, which the worker processes share"
     return Fact(

@@ -40,7 +40,7 @@ class SampleCosts:
         collate_s: Time in ``collate_fn``.
         batch_samples: Mean number of samples in a batch.
         skipped: Number of samples that raised an exception, with ``on_error="skip"``.
-        fixed: The part of a sample that is the same every time, if dpex can find out.
+        fixed: The part of a sample that is the same every time, if there is one.
     """
 
     samples: int

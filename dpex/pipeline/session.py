@@ -145,7 +145,8 @@ class Session:
             ClusterError: No node meets the options, no such node has joined for minutes, and the
                 cluster has no autoscaler to start one.
         """
-        lacking = self._lacking() if waited_s >= tuning.NODE_JOINS_S else None
+        long = bool(self._options) and waited_s >= tuning.NODE_JOINS_S
+        lacking = self._lacking() if long else None
         if lacking is not None and starts_no_nodes():
             raise ClusterError(
                 f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "

@@ -1,7 +1,7 @@
 """Environment variables, the umask and the CPU affinity of the training process.
 
 The first two may change after worker processes have started. The last one differs between ranks
-that share a local Ray, if their launcher binds each rank to cores of its own.
+that share a local Ray, if their launcher binds each rank to other cores.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Changes", "changes", "forget", "remember", "take_over"]
+__all__ = ["Changes", "changes", "differences", "forget", "remember", "take_over"]
 
 Changes = tuple[tuple[tuple[str, str | None], ...], int | None, frozenset[int]]
 """Names and values of variables, with None for a deleted variable; the umask, if known; and the
@@ -25,6 +26,8 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _inherited: dict[str, str] | None = None
 # In the training process: its cores at that time. OpenMP may later bind its main thread to a core.
 _cores: frozenset[int] = frozenset()
+# In a worker process: the cores that it has taken over. The user's code may change them afterwards.
+_taken_over: frozenset[int] = frozenset()
 # In a worker process: the original values of all variables that an iteration has changed.
 _original: dict[str, str | None] = {}
 
@@ -47,17 +50,24 @@ def changes() -> Changes:
     """Return the changes since the last call of ``remember``, or no changes without a record."""
     if _inherited is None:
         return (), None, frozenset()
-    names = {n for n in {*_inherited, *os.environ} if _inherited.get(n) != os.environ.get(n)}
+    return differences(_inherited), _umask(), _cores
+
+
+def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
+    """Return the user's variables in which this process differs from another environment."""
+    names = {name for name in {*other, *os.environ} if other.get(name) != os.environ.get(name)}
     users = sorted(name for name in names if not name.startswith(_OURS))
-    return tuple((name, os.environ.get(name)) for name in users), _umask(), _cores
+    return tuple((name, os.environ.get(name)) for name in users)
 
 
 def take_over(changes: Changes) -> None:
     """Apply the training process's changes to this process, and undo an earlier iteration's."""
+    global _taken_over
     variables, umask, cores = dict(changes[0]), *changes[1:]
     if umask is not None:
         os.umask(umask)
-    if cores:
+    if cores and cores != _taken_over:
+        _taken_over = cores
         with contextlib.suppress(OSError):  # this process may use none of them
             os.sched_setaffinity(0, cores)
     for name in {*variables, *_original}:

@@ -181,7 +181,9 @@ def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> Non
         server = start_server(head, **token)
         other = token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         strangers = {
-            "set RAY_AUTH_MODE=token and have its token": Driver(laptop, RAY_AUTH_MODE="disabled"),
+            "set RAY_AUTH_MODE=token, and provide its token": Driver(
+                laptop, RAY_AUTH_MODE="disabled"
+            ),
             "sends the token of RAY_AUTH_TOKEN": Driver(laptop, **other),
         }
         for stranger in strangers.values():

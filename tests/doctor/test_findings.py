@@ -155,6 +155,18 @@ def test_the_largest_gain_comes_first() -> None:
     assert workers.startswith("more workers")
 
 
+def test_of_what_is_enough_for_the_step_the_least_effort_comes_first() -> None:
+    whole = dataclasses.replace(
+        FIXED, make_s=0.01, load_s=1e-5, transforms=(), has_chain=False, later_transforms=0
+    )
+    costs = dataclasses.replace(WAITS, fixed=whole)
+    cache, workers = concluded(costs=costs)[0]["advice"]
+    assert workers.startswith("more workers")
+    workers, cache = concluded(costs=costs, step_s=0.1)[0]["advice"]
+    assert workers.startswith("num_workers=5")
+    assert cache.startswith("cached(dataset)")
+
+
 def test_a_sample_that_is_random_as_a_whole_may_be_split() -> None:
     *_, last = concluded(costs=dataclasses.replace(COMPUTES, fixed=RandomSample()))[0]["advice"]
     assert last.startswith("MappedDataset(cached(reading), [random transforms]), if only a part")

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,41 @@ def after_shutdown() -> Any:
     return [first, second, bool(workers & others)]
 
 
+class Environment:
+    """Samples are whether the worker process is a fork, and two variables of the environment."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        is_fork = getattr(sys, "of_the_training_process", 0) == self.training_pid
+        return is_fork, os.environ["RANK"], os.environ["OWN"]
+
+    training_pid = os.getpid()
+
+
+def rank() -> Any:
+    """Return what workers of a rank know, before and after the rank has left the shared Ray."""
+    dataset = Environment()
+    dataset.training_pid = os.getpid()
+    os.environ["OWN"] = f"of rank {os.environ['RANK']}"
+    loader: DpexDataLoader[Any] = DpexDataLoader(
+        dataset, batch_size=None, num_workers=2, distribute_mode=True, head_address="local"
+    )
+    first = sorted({tuple(sample) for sample in loader})
+    if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
+        return [first, first]  # Ray keeps no token beyond its shutdown
+    import ray
+
+    ray.shutdown()
+    return [first, sorted({tuple(sample) for sample in loader})]
+
+
+def no_fork_of_a_rank() -> Any:
+    os.fork = refuse_once(os.fork)
+    return rank()
+
+
 def without_server() -> Any:
     loader = loader_of()
     workers, parents, first = read(loader)
@@ -219,21 +255,23 @@ def forks_that_fail() -> Any:
 
 def no_fork() -> Any:
     """Simulate a kernel that does not overcommit memory: the first fork fails."""
-    fork = os.fork
+    os.fork = refuse_once(os.fork)
+    return read(loader_of())[2]
 
+
+def refuse_once(fork: Callable[[], int]) -> Callable[[], int]:
     def refuse() -> int:
         os.fork = fork
         raise OSError("Cannot allocate memory")
 
-    os.fork = refuse
-    return read(loader_of())[2]
+    return refuse
 
 
 def a_server_that_never_answers() -> Any:
     """Simulate a server that never answers, for example because an import never ends."""
     from dpex.cluster.local import forkserver
 
-    def load_for_ever(_: Any, parents_life: int, __: str) -> None:
+    def load_for_ever(_: Any, parents_life: int, *__: str) -> None:
         forkserver._leave_training_process()
         forkserver._end_with(parents_life)
         while True:

@@ -11,7 +11,11 @@ import socket
 import sys
 
 SERVER = "DPEX_FORK_SERVER"
-"""Environment variable with the server's address."""
+"""Environment variable with the server's address, or with a directory that has one file per job.
+
+Ranks that share a Ray have a job and a server each. A job's file begins with the server's address,
+which may be empty. Then come the variables in which the rank differs from the Ray: ``NAME=value``,
+or ``NAME`` for one that the rank lacks. A NUL ends each part."""
 RAYS_OWN = "DPEX_SETUP_WORKER"
 """Environment variable with the path of the program that Ray itself would have started."""
 
@@ -27,14 +31,17 @@ def ask(arguments: list[str]) -> bool:
     Returns:
         Whether the server has forked a worker process.
     """
+    address = _address()
     context = "--serialized-runtime-env-context="
     if any(a.startswith(context) and a != context + "{}" for a in arguments) or any(
         a.startswith("--worker-type=") and a != "--worker-type=WORKER" for a in arguments
     ):
         return False  # another environment, or no ordinary worker process
+    if not address:
+        return False
     # Ray puts the interpreter's flags (-s, -S) before the program; the fork has them already.
     program = arguments[next(n for n, a in enumerate(arguments) if not a.startswith("-")) :]
-    name, _, token = os.environ[SERVER].partition("/")
+    name, _, token = address.partition("/")
     request = {
         "instead": [os.environ[RAYS_OWN], *arguments],
         "arguments": [a for a in program if not a.startswith((context, "--language="))],
@@ -52,6 +59,22 @@ def ask(arguments: list[str]) -> bool:
         connection.sendall(message[sent:])
         connection.shutdown(socket.SHUT_WR)
         return bool(connection.recv(16))
+
+
+def _address() -> str:
+    """Return the address of this job's server, and take over the variables of the job's rank."""
+    address = os.environ[SERVER]
+    if not address.startswith("/"):
+        return address
+    with open(f"{address}/{os.environ['RAY_JOB_ID']}", "rb") as file:  # noqa: PTH123 - as above
+        address, *variables = os.fsdecode(file.read()).split("\0")[:-1]
+    for variable in variables:
+        name, has_value, value = variable.partition("=")
+        if has_value:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+    return address
 
 
 def main() -> None:

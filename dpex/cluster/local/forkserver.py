@@ -53,12 +53,15 @@ if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
 
 __all__ = [
+    "FIRST_JOB",
     "address",
     "fork_parent",
     "forked_from_here",
     "inheritance",
+    "record_job",
     "serve",
     "show_script_arguments",
+    "unused_job_id",
 ]
 
 logger = logging.getLogger("dpex")
@@ -74,9 +77,10 @@ _PRELOADED = (
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 23
 _PR_SET_PDEATHSIG = 1
-# Id of the first job of a local Ray, as in the environment of its worker processes.
-_OUR_JOB = "01000000"
-# Environment variable with the descriptors and the token of a server that is a new process.
+FIRST_JOB = "01000000"
+"""Id of the first job of a Ray, as in the environment of its worker processes."""
+
+# Environment variable with the descriptors, token and job of a server that is a new process.
 _SERVE = "DPEX_SERVE"
 
 inheritance: dict[str, Pickled] = {}
@@ -87,21 +91,27 @@ script_arguments: list[str] = []
 """In a forked worker process: the script's ``sys.argv``; empty in other processes."""
 
 _address: str | None = None
+_job_id: str | None = None
+# Ids of the jobs of this process, in any Ray. Every local Ray of a single process has the first.
+_job_ids: set[str] = {FIRST_JOB}
 _pid: int | None = None
 
 
-def address(bequest: Callable[[], Pickled] | None) -> str | None:
+def address(bequest: Callable[[], Pickled] | None, job_id: str) -> str | None:
     """Return the server's address; the first call in a process starts the server.
 
     Args:
         bequest: Function that pickles the job that the forks inherit. None if dpex must not fork
             the training process.
+        job_id: Id that Ray will give this process. A server forks for one id only, because Ray's
+            library reads the id when it is loaded.
 
     Returns:
         ``"name/token"``: the name of an abstract socket, and the token that each request must
-        carry. None if there is no server, so that Ray starts its worker processes itself.
+        carry. None if there is no server for this job, so that Ray starts its worker processes
+        itself.
     """
-    global _address
+    global _address, _job_id
     if _address is None and _can_serve():
         job = bequest() if bequest is not None and _can_fork() else None
         name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
@@ -111,18 +121,28 @@ def address(bequest: Callable[[], Pickled] | None) -> str | None:
             our_life, alive_end = os.pipe()
             hold(alive_end)
             try:
-                if job is None or not _fork(job, listener, our_life, token):
-                    _start(listener, our_life, token)
+                if job is None or not _fork(job, listener, our_life, token, job_id):
+                    _start(listener, our_life, token, job_id)
             except OSError as error:
                 logger.info("no fork server, so Ray starts the worker processes: %s", error)
                 return None
             finally:
                 os.close(our_life)
-        _address = f"{name}/{token}"
-    return _address
+        _address, _job_id = f"{name}/{token}", job_id
+    return _address if _job_id == job_id else None
 
 
-def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> bool:
+def unused_job_id() -> str | None:
+    """Return the job id of the server, or None without a server or if a job has had the id."""
+    return None if _job_id in _job_ids else _job_id
+
+
+def record_job(job_id: str) -> None:
+    """Record the id of a job of this process, which no later job can have."""
+    _job_ids.add(job_id)
+
+
+def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:
     """Fork the server from this process, and return whether that was possible."""
     global _pid
     # Before the fork: afterwards each page that they read is copied.
@@ -135,12 +155,12 @@ def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str) -> b
         return False
     if pid == 0:
         inheritance[job.digest] = job
-        _serve(listener, our_life, token)
+        _serve(listener, our_life, token, job_id)
     _pid = pid
     return True
 
 
-def _start(listener: socket.socket, our_life: int, token: str) -> None:
+def _start(listener: socket.socket, our_life: int, token: str, job_id: str) -> None:
     """Start the server as a new process."""
     code = (
         "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -148,7 +168,7 @@ def _start(listener: socket.socket, our_life: int, token: str) -> None:
     )
     descriptors = [listener.fileno(), our_life]
     environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
-    environ[_SERVE] = " ".join(map(str, [*descriptors, token]))
+    environ[_SERVE] = " ".join(map(str, [*descriptors, token, job_id]))
     # multiprocessing starts its own fork server with the same flags.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     start_detached(
@@ -163,9 +183,9 @@ def _start(listener: socket.socket, our_life: int, token: str) -> None:
 
 def serve() -> NoReturn:
     """Run the server in this process, which is not a fork of the training process."""
-    listener, our_life, token = os.environ.pop(_SERVE).split()
+    listener, our_life, token, job_id = os.environ.pop(_SERVE).split()
     del sys.argv[0]  # the rest is the script's argv, as in workers that torch spawns
-    _serve(socket.socket(fileno=int(listener)), int(our_life), token)
+    _serve(socket.socket(fileno=int(listener)), int(our_life), token, job_id)
 
 
 def forked_from_here() -> bool:
@@ -193,14 +213,14 @@ def _can_fork() -> bool:
 
 
 def _forget_in_child() -> None:
-    global _address, _pid
-    _address = _pid = None
+    global _address, _job_id, _pid
+    _address = _job_id = _pid = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _serve(listener: socket.socket, parents_life: int, token: str) -> NoReturn:
+def _serve(listener: socket.socket, parents_life: int, token: str, job_id: str) -> NoReturn:
     """Fork worker processes until the training process ends."""
     try:
         # A garbage collection, here or in a fork, would write to shared pages and so copy them.
@@ -211,7 +231,7 @@ def _serve(listener: socket.socket, parents_life: int, token: str) -> NoReturn:
         # Ray's library reads these variables when it is loaded. A worker process ends when the
         # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
         # server, and the server kills the worker processes of a raylet that has ended.
-        os.environ.update(RAY_JOB_ID=_OUR_JOB, RAY_RAYLET_PID=str(os.getpid()))
+        os.environ.update(RAY_JOB_ID=job_id, RAY_RAYLET_PID=str(os.getpid()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's filters may turn them into errors
             load_ray()
@@ -231,7 +251,7 @@ def _serve(listener: socket.socket, parents_life: int, token: str) -> NoReturn:
             FORKED_IDS.fail(RuntimeError("an import has drawn ids"))
         elif workers_have_token:
             gc.freeze()
-            _Server(listener, parents_life, token).run()
+            _Server(listener, parents_life, token, job_id).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -253,9 +273,10 @@ def _end_with(life: int) -> None:
 class _Server:
     """Event loop of the server process."""
 
-    def __init__(self, listener: socket.socket, parents_life: int, token: str) -> None:
+    def __init__(self, listener: socket.socket, parents_life: int, token: str, job_id: str) -> None:
         self._listener = listener
         self._token = token
+        self._job_id = job_id
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(parents_life, selectors.EVENT_READ, self._stop)
@@ -296,7 +317,9 @@ class _Server:
             request = pickle.loads(body)
             # Another driver that uses this Ray gets no forks: Ray starts its workers itself.
             # A requester that has hung up has already become the worker process itself.
-            if request["environment"].get("RAY_JOB_ID") == _OUR_JOB and not _hung_up(connection):
+            if request["environment"].get("RAY_JOB_ID") == self._job_id and not _hung_up(
+                connection
+            ):
                 self._fork(request, streams, connection)
                 connection.sendall(b"forked")
         finally:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from dpex.errors import ClusterError
 
 __all__ = [
     "OUR_MODULES",
+    "StartedRay",
     "disconnect",
     "free_cores",
     "init_ray",
@@ -71,7 +73,7 @@ def local_cpus() -> int:
 def free_cores() -> int:
     """Return this rank's share of the machine's usable cores, at least 1.
 
-    A launcher may bind each rank to cores of its own. Then only the launcher, which is the parent
+    A launcher may bind each rank to other cores. Then only the launcher, which is the parent
     process, may use the cores of all ranks.
     """
     own = usable_cores()
@@ -81,16 +83,28 @@ def free_cores() -> int:
     return own
 
 
-def start(fork_server: str | None = None) -> dict[str, str]:
+@dataclass(frozen=True)
+class StartedRay:
+    """A local Ray that this process has started.
+
+    Attributes:
+        token: Environment variables that lead other processes of this user to its token.
+        jobs: Directory for the file of each rank's job, see ``forked_worker.SERVER``. None if the
+            Ray is for this process alone, or if it starts its worker processes itself.
+    """
+
+    token: dict[str, str]
+    jobs: Path | None
+
+
+def start(fork_server: str | None = None, *, for_ranks: bool = False) -> StartedRay:
     """Start a local Ray, and connect this process to it.
 
     The local Ray ends with this process, even if this process is killed.
 
     Args:
         fork_server: Address of the fork server; None if Ray starts its worker processes itself.
-
-    Returns:
-        Environment variables that lead other processes of this user to the local Ray's token.
+        for_ranks: Whether ranks share the Ray, each with its own fork server.
 
     Raises:
         ClusterError: Ray did not start. The message gives the reason.
@@ -128,6 +142,9 @@ def start(fork_server: str | None = None) -> dict[str, str]:
         ) from error
     # Ray makes its socket directories writable for all users, so they need a private parent.
     variables["RAY_TMPDIR"] = str(directory)
+    if for_ranks:
+        fork_server = str(directory / "jobs")
+        Path(fork_server).mkdir(mode=0o700)
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
@@ -145,7 +162,14 @@ def start(fork_server: str | None = None) -> dict[str, str]:
     hide_token()
     end_ray_after_us(Path(context.address_info["session_dir"]), directory / FILE)
     threading.Thread(target=delete_ended, name="dpex-delete", daemon=True).start()
-    return token
+    return StartedRay(token, directory / "jobs" if for_ranks and _is_lean() else None)
+
+
+def _is_lean() -> bool:
+    """Return whether the local Ray starts our program in place of its worker processes."""
+    from dpex.compat.local_ray import LEAN_START
+
+    return LEAN_START.usable
 
 
 def _start_lean_or_plain(program: Path | None, store_bytes: int) -> Any:

@@ -20,7 +20,7 @@ _held: list[int] = []
 # session and are not older than the owner. The workers and agents of a live raylet have that raylet
 # as their parent. A worker's title, which starts with "ray::", hides its command line.
 _REAPER = """
-import os, signal, sys, time
+import os, shutil, signal, sys, time
 
 def parent_session_and_start(pid):
     with open(f"/proc/{pid}/stat", "rb") as file:
@@ -34,6 +34,7 @@ while os.getppid() == owner:
     time.sleep(0.05)
 if os.path.exists(token):
     os.unlink(token)
+shutil.rmtree(os.path.join(os.path.dirname(token), "jobs"), ignore_errors=True)
 for pause in (0, 0.5, 1):
     time.sleep(pause)
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -56,8 +57,9 @@ def end_ray_after_us(session: Path, token: Path) -> None:
     The kernel kills the processes that this process started, and workers end with their raylet.
     But in Ray 2.60 the raylet's two agents try for 100 seconds to report its death to the head,
     which no longer exists. Workers that are starting try for 25 seconds to reach the head. The
-    new process waits for the end of this process, kills these agents and workers, and deletes the
-    token. On systems other than Linux, they end only after these times.
+    new process waits for the end of this process, and kills these agents and workers. It deletes
+    the token and the files of the ranks' jobs. On systems other than Linux, the agents and workers
+    end only after these times.
 
     Args:
         session: Directory of the local Ray's session.

@@ -14,8 +14,10 @@ import os
 import selectors
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -25,24 +27,9 @@ from dpex.cluster.local.directory import runtime_directory
 from dpex.cluster.local.launch import settled, start
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.errors import ClusterError
+from dpex.worker.environment import differences
 
-__all__ = ["join_keeper", "keep", "rank_environment", "shared_job"]
-
-
-# Variables that differ between ranks. The keeper starts without them. Each rank passes its own to
-# its tasks in a runtime_env.
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "PMI_RANK",
-)
+__all__ = ["SharedRay", "join_keeper", "keep", "shared_job"]
 
 
 def shared_job() -> str | None:
@@ -64,16 +51,40 @@ def shared_job() -> str | None:
     return "\n".join([rendezvous, run, socket.gethostname(), sys.prefix])
 
 
-def rank_environment() -> dict[str, str]:
-    """Return the environment variables of this rank that the keeper lacks."""
-    return {name: os.environ[name] for name in _RANK_VARIABLES if name in os.environ}
+@dataclass(frozen=True)
+class SharedRay:
+    """The local Ray that this machine's ranks share.
+
+    Attributes:
+        address: Its address, ``"ip:port"``.
+        token: Environment variables that lead to its token.
+        jobs: As in ``StartedRay``.
+        environment: The environment of its processes, which is that of the first rank.
+    """
+
+    address: str
+    token: dict[str, str]
+    jobs: str | None
+    environment: dict[str, str]
+
+    def register(self, job_id: str, server: str | None) -> None:
+        """Write the file of this rank's job, which worker processes read; call it before the job.
+
+        Args:
+            job_id: Id of the job, in hexadecimal form.
+            server: Address of this rank's fork server, if it has one.
+        """
+        assert self.jobs is not None
+        variables = [
+            name if value is None else f"{name}={value}"
+            for name, value in differences(self.environment)
+        ]
+        texts = "".join(f"{text}\0" for text in [server or "", *variables])
+        Path(self.jobs, job_id).write_bytes(os.fsencode(texts))
 
 
-def join_keeper(job: str) -> tuple[str, dict[str, str]]:
+def join_keeper(job: str) -> SharedRay:
     """Hold the job's shared Ray until this process ends; the first rank starts it.
-
-    Returns:
-        Ray's address, ``"ip:port"``; and the environment variables that lead to its token.
 
     Raises:
         ClusterError: The keeper could not start Ray, with the reason; or the keeper does not
@@ -96,13 +107,24 @@ def join_keeper(job: str) -> tuple[str, dict[str, str]]:
                     raise ClusterError(
                         f"the ranks of this machine share a Ray that failed: {answer['error']}"
                     )
-                hold(os.dup(connection.fileno()))
-                return answer["address"], answer["token"]
+                life = os.dup(connection.fileno())
+                hold(life)
+                threading.Thread(
+                    target=_pass_on_settled, args=(life,), name="dpex-settled", daemon=True
+                ).start()
+                return SharedRay(**answer)
         # The keeper ended meanwhile: its last rank left, or it was killed. Try again.
     raise ClusterError(
         "the process that runs the shared Ray of this machine's ranks does not answer. Its log "
         f"says why: {stem}.log"
     )
+
+
+def _pass_on_settled(life: int) -> None:
+    """Tell the keeper when its deferred processes may start; see ``settled``."""
+    settled.wait()
+    with contextlib.suppress(OSError):
+        os.write(life, b".")
 
 
 def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
@@ -150,7 +172,6 @@ def _locked(stem: Path, deadline: float) -> Iterator[None]:
 
 
 def _start_keeper(stem: Path, listener: socket.socket) -> None:
-    environ = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     # Not -m: dpex may be outside a new interpreter's search path.
     code = (
         "import sys; sys.path.append(sys.argv[1]); "
@@ -161,7 +182,6 @@ def _start_keeper(stem: Path, listener: socket.socket) -> None:
         start_detached(
             [sys.executable, "-P", "-c", code, root, str(stem), str(listener.fileno())],
             pass_fds=[listener.fileno()],
-            env=environ,
             stdout=log,
             stderr=log,
         )
@@ -176,12 +196,19 @@ def keep(stem: str, listener_fd: int) -> None:
     """
     listener = socket.socket(fileno=listener_fd)
     answer: dict[str, object]
+    inherited = dict(os.environ)
     try:
-        token = start()
-        settled.set()  # an agent, deferred until then, makes the ranks' runtime_envs
+        started = start(for_ranks=True)
+        if started.jobs is None:
+            settled.set()  # an agent, deferred until then, makes the ranks' runtime_envs
         import ray
 
-        answer = {"address": ray.get_runtime_context().gcs_address, "token": token}
+        answer = {
+            "address": ray.get_runtime_context().gcs_address,
+            "token": started.token,
+            "jobs": started.jobs and str(started.jobs),
+            "environment": inherited,
+        }
     except Exception as error:
         answer = {"error": str(error)}
     _serve(Path(stem), listener, json.dumps(answer).encode() + b"\n")
@@ -212,6 +239,7 @@ def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
             rank = cast(socket.socket, key.fileobj)
             with contextlib.suppress(OSError):
                 if rank.recv(1):
+                    settled.set()
                     continue
             selector.unregister(rank)
             rank.close()

@@ -11,12 +11,17 @@ import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
     PROGRAMS,
+    environment,
     processes_in,
+    rank_variables,
     run_program,
     spawn,
     wait_until,
     workplace,
 )
+
+from dpex.cluster.local import forkserver
+from dpex.compat.job_ids import new_job_id
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -32,7 +37,7 @@ import os, pathlib, time
 from dpex.cluster.local import forkserver
 from dpex.wire.pickling import dump
 
-assert forkserver.address(lambda: dump(0, "job"))
+assert forkserver.address(lambda: dump(0, "job"), forkserver.FIRST_JOB)
 while not pathlib.Path("reached").exists():
     time.sleep(0.05)
 os._exit(0)
@@ -48,7 +53,7 @@ class MakesFile:
     def __reduce__(self):
         return pathlib.Path.touch, (pathlib.Path("made").absolute(),)
 
-name, _, secret = forkserver.address(lambda: dump(0, "job")).partition("/")
+name, _, secret = forkserver.address(lambda: dump(0, "job"), forkserver.FIRST_JOB).partition("/")
 for given in ("0" * len(secret), secret):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect("\\0" + name)
@@ -76,6 +81,51 @@ def test_workers_are_forks_of_the_training_process() -> None:
     assert groups == [[False, False]], "in a group with neither the server nor the training process"
     assert beside_spawned == [True, False], "each loader's start method counts"
     assert after_shutdown == [True, True, False], "they end with their Ray, a new one forks again"
+
+
+def test_the_workers_of_ranks_are_forks_of_their_own_rank() -> None:
+    with workplace() as place:
+        ranks = [
+            spawn(
+                [sys.executable, str(PROGRAM), "rank"],
+                place,
+                env=environment(place, **rank_variables(place, number)),
+                stdout=subprocess.PIPE,
+            )
+            for number in range(2)
+        ]
+        for number, process in enumerate(ranks):
+            output, _ = process.communicate(timeout=PROGRAM_SECONDS)
+            first, after_shutdown = json.loads(output)[0]
+            variables = [str(number), f"of rank {number}"]
+            assert first == [[True, *variables]]
+            assert after_shutdown == [[False, *variables]], "of the Ray that the rank joins again"
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork servers")
+
+
+def test_the_id_of_a_server_is_kept_until_a_job_has_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_job_ids", {forkserver.FIRST_JOB})
+    monkeypatch.setattr(forkserver, "_job_id", forkserver.FIRST_JOB)
+    assert forkserver.unused_job_id() is None, "every local Ray of one process has this job"
+    first, second = new_job_id(), new_job_id()
+    assert first != second
+    monkeypatch.setattr(forkserver, "_job_id", first)
+    assert forkserver.unused_job_id() == first, "the process has not joined yet"
+    forkserver.record_job(first)
+    assert forkserver.unused_job_id() is None
+
+
+@pytest.mark.parametrize("public_only", ["0", "1"])
+@pytest.mark.extended
+def test_without_a_fork_server_workers_have_the_variables_of_their_rank(public_only: str) -> None:
+    with workplace() as place:
+        variables = rank_variables(place, 1) | {"DPEX_PUBLIC_RAY_ONLY": public_only}
+        done = run_program(
+            PROGRAM, "no_fork_of_a_rank", place=place, seconds=PROGRAM_SECONDS, **variables
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        [[first, after_shutdown]] = json.loads(done.stdout)
+        assert first == after_shutdown == [[False, "1", "of rank 1"]]
 
 
 def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:

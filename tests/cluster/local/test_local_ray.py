@@ -21,6 +21,7 @@ import psutil
 import pytest
 from cluster_programs import (
     PROGRAM_SECONDS,
+    RANK_VARIABLES,
     ROOT,
     Driver,
     DriverError,
@@ -191,8 +192,10 @@ def test_ranks_share_one_ray_until_the_last_is_gone(place: Path) -> None:
     assert late.ask("connect", head_address="local")["node"] == nodes[1]
     assert late.end() == 0
     ranks[1].ask("task")
+    assert list(place.rglob("jobs/*")), "each rank's job has a file"
     ranks[1].kill()
     wait_until(lambda: all_gone(place), GONE_SECONDS, "end of the shared Ray")
+    wait_until(lambda: not list(place.rglob("jobs/*")), GONE_SECONDS, "deletion of the files")
 
 
 @pytest.mark.extended
@@ -288,9 +291,8 @@ def test_spawned_ranks_without_torchruns_environment_share_too(place: Path) -> N
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     return monkeypatch
 
 
@@ -301,8 +303,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"WORLD_SIZE": "1"}, False),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}, False),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, True),
-        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "1"}, False),
-        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}, True),
+        ({"LOCAL_SIZE": "2"}, False),  # not a launcher's
         ({"WORLD_SIZE": "2"}, True),
         ({"WORLD_SIZE": "many"}, False),
     ],
@@ -331,6 +334,7 @@ def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
 def test_cores_are_divided_among_ranks(variable: str, bare_environment: pytest.MonkeyPatch) -> None:
     cores = launch.free_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.local_cpus()
+    bare_environment.setenv("LOCAL_RANK", "0")
     bare_environment.setenv(variable, str(cores))
     assert launch.free_cores() == 1
     bare_environment.setenv(variable, "1000")
@@ -497,7 +501,7 @@ class Forked:
 sys.of_the_training_process = 1
 loader = DpexDataLoader(Forked(), num_workers=2, distribute_mode=True, head_address="local")
 assert [int(forked) for forked in loader] == [1] * 8
-Path(sys.argv[1]).write_text(forkserver.address(None))
+Path(sys.argv[1]).write_text(forkserver.address(None, forkserver.FIRST_JOB))
 sys.stdin.read()
 """
 
