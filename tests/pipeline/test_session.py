@@ -68,7 +68,8 @@ class FakeRay:
         kept: References to stored jobs that a session or a recorded call still has.
         health: What the sessions wait for answers with.
         forks: Whether worker processes are forks of this process.
-        changed: Whether a module of the user has changed.
+        changed: The user's modules that have changed since the first ``iter()``.
+        differing: Those whose files had other code then.
         released: Functions that finalizers have passed to the release thread.
         settled: Set when the deferred processes of a local Ray may start.
     """
@@ -84,7 +85,8 @@ class FakeRay:
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
         self.forks = False
-        self.changed = False
+        self.changed: list[str] = []
+        self.differing: set[str] = set()
         self.released: list[Callable[[], object]] = []
         self.settled = threading.Event()
 
@@ -103,8 +105,7 @@ class FakeRay:
             "cpu_users": lambda: "3 x train",
             "starts_no_nodes": lambda: not self.starts_nodes,
             "free_cores": lambda: 6,
-            "changed": lambda: self.changed,
-            "own_modules": lambda: {"mine"},
+            "changed": lambda inherited: [*self.changed, *sorted(self.differing - inherited)],
             "settled": self.settled,
             "release_later": self.released.append,
             "be_ready": lambda: None,
@@ -258,17 +259,19 @@ def test_a_close_releases_the_jobs(ray: FakeRay) -> None:
         (False, LOCAL, {}),
         (False, ONE_HOST, {}),
         (True, CLUSTER, {}),
-        (True, LOCAL, {"changed": True}),
-        (True, LOCAL, {"persistent": True}),
-        (False, LOCAL, {"persistent": True, "forks": True}),
-        (True, LOCAL, {"persistent": True, "forks": True, "modules": {"mine", "late"}}),
+        (False, LOCAL, {"persistent": True}),
+        (True, LOCAL, {"changed": ["mine"]}),
+        (True, LOCAL, {"changed": ["mine"], "forks": True}),
+        (True, LOCAL, {"differing": {"mine"}}),
+        (False, LOCAL, {"differing": {"mine"}, "forks": True}),
+        (True, LOCAL, {"differing": {"late"}, "forks": True}),
         (
             True,
             LOCAL,
-            {"persistent": True, "forks": True, "worker_options": {"runtime_env": {1: 1}}},
+            {"differing": {"mine"}, "forks": True, "worker_options": {"runtime_env": {1: 1}}},
         ),
-        (True, LOCAL, {"persistent": True, "forks": True, "num_gpus": 1}),
-        (True, ONE_HOST, {"persistent": True, "forks": True}),
+        (True, LOCAL, {"differing": {"mine"}, "forks": True, "num_gpus": 1}),
+        (True, ONE_HOST, {"differing": {"mine"}, "forks": True}),
     ],
 )
 def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
@@ -276,12 +279,11 @@ def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
     connection: Connection,
     given: dict[str, Any],
     ray: FakeRay,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ray.nodes = [node(CPU=8.0, GPU=1.0)]
-    ray.changed, ray.forks = given.pop("changed", False), given.pop("forks", False)
-    modules = given.pop("modules", {"mine"})
-    monkeypatch.setattr(session_module, "own_modules", lambda: modules)
+    given = dict(given)
+    ray.changed, ray.differing = given.pop("changed", []), given.pop("differing", set())
+    ray.forks = given.pop("forks", False)
     stage = Stage(double, num_gpus=given.pop("num_gpus", 0))
     jobs = Job(), Job(b"stage")
     ray.session(connection, **given).store(jobs[0], [(stage, jobs[1])])
@@ -289,22 +291,20 @@ def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
     assert [job.here_only for job in jobs] == [[connection.single_host]] * 2
 
 
-@pytest.mark.parametrize("fails", ["job", "stage"])
-def test_persistent_workers_get_references_to_what_has_no_value(fails: str, ray: FakeRay) -> None:
-    job, stage = (Job(name.encode(), by_value_fails=name == fails) for name in ("job", "stage"))
-    ray.session(persistent=True).store(job, [(Stage(double), stage)])
-    assert job.by_value == [True, False]
-    assert ray.stored == [b"job", b"stage"]
-
-
-@pytest.mark.parametrize(("connection", "changed"), [(CLUSTER, False), (LOCAL, True)])
-def test_a_reference_does_not_replace_a_value_that_worker_processes_need(
-    connection: Connection, changed: bool, ray: FakeRay
+@pytest.mark.parametrize(
+    ("connection", "changed", "notes"),
+    [(CLUSTER, [], []), (LOCAL, ["mine", "other"], ["have changed since their import: mine, oth"])],
+)
+def test_a_module_that_has_no_value_is_an_error_that_names_changed_ones(
+    connection: Connection, changed: list[str], notes: list[str], ray: FakeRay
 ) -> None:
     ray.changed = changed
     session = ray.session(connection, persistent=True)
-    with pytest.raises(SerializationError, match="an open file"):
+    with pytest.raises(SerializationError, match="an open file") as raised:
         session.store(Job(by_value_fails=True))
+    found = getattr(raised.value, "__notes__", [])
+    assert len(found) == len(notes)
+    assert all(part in note for part, note in zip(notes, found, strict=True))
     assert ray.stored == []
 
 
