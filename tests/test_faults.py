@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 import torch
 from cluster_programs import ask_actor, wait_until
@@ -26,7 +25,7 @@ from living import (
     read_past_errors,
 )
 
-from dpex import BatchLostError, DatasetTooLargeError, DpexDataLoader, SerializationError
+from dpex import BatchLostError, DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire.loss_causes import Loss, LossCause
 
@@ -290,22 +289,6 @@ def test_a_global_that_cannot_be_pickled_is_named_after_the_method_that_uses_it(
 
 def iter_of_rows() -> Any:
     return (row for row in ())
-
-
-def test_a_dataset_larger_than_the_object_store_says_both_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from dpex.pipeline import session
-
-    dataset = Plain()
-    dataset.pixels = np.zeros(3_000_000, dtype=np.uint8)  # type: ignore[attr-defined]
-    # Ray cannot start such a small store, so this test replaces the size of the store.
-    monkeypatch.setattr(session, "_store_capacity", lambda: 2_000_000)
-    with pytest.raises(
-        DatasetTooLargeError,
-        match=r"has 2\.9 MiB.* holds 1\.9 MiB.*on_node.*DPEX_OBJECT_STORE_MEMORY",
-    ):
-        iter(loader_of(dataset))
 
 
 def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:

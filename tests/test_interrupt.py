@@ -177,30 +177,6 @@ def test_an_epoch_that_an_interrupt_ended_does_not_seem_complete(
     loader.close()
 
 
-@pytest.mark.usefixtures("shared_ray")
-def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = loader_of(Slow(), batch_size=4)
-    iterators = [iter(loader) for _ in range(3)]
-    [next(iterator) for iterator in iterators]
-    session = loader._cluster.session
-    keys = [pipeline.key for pipeline in session._pipelines._pipelines]
-    assert len(keys) == 3
-    drop, dropped = session._pipelines._drop, []
-
-    def drop_one(pipeline: Any) -> None:
-        dropped.append(pipeline)
-        if len(dropped) == 2:
-            interrupted()
-        drop(pipeline)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session._pipelines, "_drop", drop_one)
-        with pytest.raises(KeyboardInterrupt):
-            session.close()
-    session.close()
-    wait_until(lambda: not set(keys) & pipelines(loader), 30, "end of the pipelines")
-
-
 def pipelines(loader: Any) -> set[str]:
     """Return the keys of the pipelines in the loader's pipeline actor."""
     return set(ask_actor(loader, lambda actor: list(actor._pipelines)))
