@@ -8,9 +8,11 @@ import warnings
 
 from dpex import user_code
 
-__all__ = ["announce", "show_messages", "warn"]
+__all__ = ["announce", "show_messages", "waits", "warn"]
 
 logger = logging.getLogger("dpex")
+waits = logging.getLogger("dpex.waits")
+"""Logs that a batch, or a step before the first batch, is late."""
 
 
 class _Stderr(logging.Handler):

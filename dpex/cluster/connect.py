@@ -39,7 +39,6 @@ from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.errors import ClusterError
 from dpex.log import announce
 from dpex.worker import environment
-from dpex.worker.environment import differences
 
 if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
@@ -362,7 +361,7 @@ def _join_ranks(job: str, bequest: Callable[[], Pickled] | None) -> None:
             JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))
             launch.disconnect()
             require_token(shared.token)
-        own = {n: v for n, v in differences(shared.environment) if v is not None}
+        own = {n: v for n, v in environment.differences(shared.environment) if v is not None}
         launch.settled.set()  # a node's agent makes the runtime_env
         _join(shared.address, where, {}, runtime_env={"env_vars": own} if own else None)
     except BaseException:

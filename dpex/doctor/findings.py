@@ -320,7 +320,7 @@ def _nodes_needed(found: Measurements) -> int | None:
 def _advice(found: Measurements) -> Iterator[str]:
     """Yield settings that the measurements justify, the one with the largest gain first.
 
-    Of those that are enough for the training step, the one with the least effort comes first.
+    If several settings are fast enough for the training step, the easiest one comes first.
     """
     needed, workers = found.needed, found.num_workers
     for name, speed in (("torch's own loader", found.torch), ("dpex", found.dpex)):

@@ -165,7 +165,7 @@ def _read(loader: DpexDataLoader[Any], limit_s: float) -> Epoch:
         seconds=now - started,
         samples=stats.samples,
         steady_s=previous - steady_since if steady_batches else 0.0,
-        steady_samples=steady_samples if steady_batches else 0.0,
+        steady_samples=steady_samples,
         encode_s=stats.encode_s,
         receive_s=stats.transfer_s + stats.decode_s,
     )

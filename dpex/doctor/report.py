@@ -24,6 +24,7 @@ from dpex.cluster.connect import choose, cluster_size
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.doctor.facts import Fact, Output, Problem
 from dpex.errors import ClusterError
+from dpex.log import waits
 
 if TYPE_CHECKING:
     from dpex.doctor.self_test import Epoch
@@ -131,7 +132,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add the text of a warning."""
-        if record.name != "dpex.waits":
+        if record.name != waits.name:
             self.texts.append(record.getMessage())
 
 

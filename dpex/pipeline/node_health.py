@@ -15,11 +15,11 @@ import ray
 from dpex import tuning
 from dpex.cluster.local.launch import within
 from dpex.errors import ClusterError
+from dpex.log import waits
 
 __all__ = ["Nodes"]
 
 logger = logging.getLogger("dpex")
-waits = logging.getLogger("dpex.waits")
 
 
 class Nodes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dpex import tuning
 from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
-from dpex.log import warn
+from dpex.log import waits, warn
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 
 logger = logging.getLogger("dpex")
-waits = logging.getLogger("dpex.waits")
 
 
 @dataclass(frozen=True)
