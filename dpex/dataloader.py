@@ -241,12 +241,13 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         job, later = self._jobs()
 
         pickle_job = functools.cache(functools.partial(self._pickle, job))
+
+        def bequest() -> forkserver.Bequest:
+            return forkserver.Bequest(pickle_job(True), job)
+
         state = self._cluster
         if state is None or not state.session.alive:
-            connection = connect(
-                self.head_address,
-                bequest=functools.partial(pickle_job, True) if self._forks else None,
-            )
+            connection = connect(self.head_address, bequest=bequest if self._forks else None)
             from dpex.pipeline.session import Session  # loads Ray
 
             session = Session(

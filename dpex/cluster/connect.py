@@ -41,7 +41,7 @@ from dpex.log import announce
 from dpex.worker import environment
 
 if TYPE_CHECKING:
-    from dpex.wire.pickling import Pickled
+    from dpex.cluster.local.forkserver import Bequest
 
 __all__ = [
     "Connection",
@@ -98,13 +98,13 @@ class Connection:
         return f"Ray at {scheme}{self.address}{origin}: {size}"
 
 
-def connect(head_address: str, *, bequest: Callable[[], Pickled] | None = None) -> Connection:
+def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) -> Connection:
     """Connect this process to the Ray that ``head_address`` names, unless it is connected already.
 
     Args:
         head_address: ``"auto"``, ``"cluster"``, ``"local"``, ``"host:port"`` or
             ``"ray://host:port"``; see ``DpexDataLoader``.
-        bequest: Function that pickles the job that forked workers of a local Ray inherit. None
+        bequest: Function that returns the job that forked workers of a local Ray inherit. None
             if the workers must not be forks of this process.
 
     Raises:
@@ -268,7 +268,7 @@ def choose(head_address: str) -> tuple[str, str]:
     return "local", "no cluster found"
 
 
-def _new(head_address: str, bequest: Callable[[], Pickled] | None) -> Connection:
+def _new(head_address: str, bequest: Callable[[], Bequest] | None) -> Connection:
     request, why = choose(head_address)
     if request == "local":
         return _local(bequest)
@@ -322,7 +322,7 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
     return Connection("client", _session()[0], False, environment, origin)
 
 
-def _local(bequest: Callable[[], Pickled] | None) -> Connection:
+def _local(bequest: Callable[[], Bequest] | None) -> Connection:
     job = shared_by_ranks.shared_job()
     environment.remember()
     if job is None:
@@ -338,7 +338,7 @@ def _local(bequest: Callable[[], Pickled] | None) -> Connection:
     )
 
 
-def _join_ranks(job: str, bequest: Callable[[], Pickled] | None) -> None:
+def _join_ranks(job: str, bequest: Callable[[], Bequest] | None) -> None:
     """Join the Ray that this machine's ranks share.
 
     The worker processes of this rank are forks of it, or get at least its environment variables.

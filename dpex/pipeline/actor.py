@@ -425,7 +425,7 @@ class _PipelineActor:
         """Store an inherited job, for a worker process that needs a further copy."""
         if job_key not in self._stored_jobs:
             self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
-                None, store_job, inheritance[job_key]
+                None, store_job, inheritance[job_key].pickled
             )
         return [await self._stored_jobs[job_key]]
 

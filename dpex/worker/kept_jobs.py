@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
-from dpex.cluster.local.forkserver import inheritance
+from dpex.cluster.local.forkserver import Bequest, inheritance
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
 from dpex.wire.memory_map import shared_memory
@@ -43,7 +43,7 @@ _keeping = threading.Lock()
 
 
 def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
-    """Return a new copy of a job; large arrays are copied on write where possible."""
+    """Return a new copy of a job; what this process inherited is copied on write where possible."""
     from dpex.wire.pickling import Pickled, load, own_copy
 
     inherited = inheritance.get(job_key)
@@ -51,15 +51,8 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
         borrower = _borrowers.get(job_key)
         # Invariant: at most one live copy uses the inherited memory. A later copy may use it only
         # if the earlier ones left its contents unchanged.
-        if borrower is None or (borrower() is None and inherited.digest == job_key):
-            shared = shared_memory()
-
-            def own(buffer: Any) -> Any:
-                # A write to a shared mapping would reach the file or other processes. So dpex
-                # copies such memory now.
-                return own_copy(buffer) if buffer.flags.writeable and shared(buffer) else buffer
-
-            copy = _with_size(load(inherited, own), inherited)
+        if borrower is None or (borrower() is None and inherited.pickled.digest == job_key):
+            copy = _with_size(_borrow(inherited), inherited.pickled)
             _borrowers[job_key] = weakref.ref(copy)
             return copy
     pickled = _stored_jobs.get(job_key)
@@ -80,6 +73,26 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
         return own_copy(view) if own is None else own
 
     return _with_size(load(pickled, take), pickled)
+
+
+def _borrow(inherited: Bequest) -> Any:
+    """Return a copy of a job in the memory that this process inherited."""
+    from dpex.wire.pickling import load, own_copy
+
+    shared = shared_memory()
+    pickled = inherited.pickled
+    # A write to a shared mapping would reach the file or other processes. So dpex copies such
+    # memory now.
+    exposed = {
+        id(buffer) for buffer in pickled.buffers if buffer.flags.writeable and shared(buffer)
+    }
+    job, inherited.job = inherited.job, None
+    # A small job is unpickled, because dpex compares its pickle after batches. Nothing compares a
+    # large one, whose objects take as much time and memory again.
+    large = len(pickled.head) > tuning.WATCHED_PICKLE_BYTES
+    if large and pickled.plain and not exposed and job is not None:
+        return job
+    return load(pickled, lambda buffer: own_copy(buffer) if id(buffer) in exposed else buffer)
 
 
 def _with_size(job: Any, pickled: Pickled) -> Any:

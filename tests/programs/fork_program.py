@@ -105,6 +105,60 @@ def fresh_copies() -> Any:
     return seen
 
 
+class Objects:
+    """Samples that tell whether the rows are the training process's own objects.
+
+    A fork has them at the same address.
+    """
+
+    state = "live"
+
+    def __init__(self, rows: int) -> None:
+        self.rows = [(0, str(row)) for row in range(rows)]
+        self.address = id(self.rows)
+        self.seen = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen += 1
+        return id(self.rows) == self.address, self.seen, self.rows[5][0], self.state
+
+
+class ReducedObjects(Objects):
+    """The same, with a ``__getstate__`` of its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "state": "pickled"}
+
+
+def objects_of(dataset: Objects) -> Any:
+    """Read three epochs with one worker; the dataset changes before the last."""
+    loader: DpexDataLoader[Any] = DpexDataLoader(
+        dataset, batch_size=None, num_workers=1, distribute_mode=True, head_address="local"
+    )
+    seen = []
+    for epoch in range(3):
+        if epoch == 2:
+            dataset.rows[5] = (7, "")
+        *_, last = loader
+        seen.append(dict(zip(("own", "seen", "value", "state"), last, strict=True)))
+    return seen
+
+
+def own_objects() -> Any:
+    return objects_of(Objects(500_000))
+
+
+def reduced_objects() -> Any:
+    return objects_of(ReducedObjects(500_000))
+
+
+def small_objects() -> Any:
+    return objects_of(Objects(1_000))
+
+
 def random_ids() -> Any:
     """Return how many object ids the worker processes draw, and how many of them differ."""
     import ray

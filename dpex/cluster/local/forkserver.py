@@ -39,6 +39,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
 
 __all__ = [
+    "Bequest",
     "FIRST_JOB",
     "address",
     "fork_parent",
@@ -83,9 +85,23 @@ FIRST_JOB = "01000000"
 # Environment variable with the descriptors, token and job of a server that is a new process.
 _SERVE = "DPEX_SERVE"
 
-inheritance: dict[str, Pickled] = {}
-"""In a fork of the training process: the job that was pickled for the fork, by its digest. Its
-buffers are the training process's memory, which the fork shares copy-on-write."""
+
+@dataclass
+class Bequest:
+    """A job that the forks of the training process inherit, with its memory copied on write.
+
+    Attributes:
+        pickled: The pickled job. Its buffers are the training process's memory.
+        job: The job itself, for the first copy that a fork needs of it. None after that, and if
+            only ``pickled`` may be used.
+    """
+
+    pickled: Pickled
+    job: Any
+
+
+inheritance: dict[str, Bequest] = {}
+"""In a fork of the training process: the job that was pickled for the fork, by its digest."""
 
 script_arguments: list[str] = []
 """In a forked worker process: the script's ``sys.argv``; empty in other processes."""
@@ -97,11 +113,11 @@ _job_ids: set[str] = {FIRST_JOB}
 _pid: int | None = None
 
 
-def address(bequest: Callable[[], Pickled] | None, job_id: str) -> str | None:
+def address(bequest: Callable[[], Bequest] | None, job_id: str) -> str | None:
     """Return the server's address; the first call in a process starts the server.
 
     Args:
-        bequest: Function that pickles the job that the forks inherit. None if dpex must not fork
+        bequest: Function that returns the job that the forks inherit. None if dpex must not fork
             the training process.
         job_id: Id that Ray will give this process. A server forks for one id only, because Ray's
             library reads the id when it is loaded.
@@ -142,7 +158,7 @@ def record_job(job_id: str) -> None:
     _job_ids.add(job_id)
 
 
-def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:
+def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:
     """Fork the server from this process, and return whether that was possible."""
     global _pid
     # Before the fork: afterwards each page that they read is copied.
@@ -154,7 +170,7 @@ def _fork(job: Pickled, listener: socket.socket, our_life: int, token: str, job_
         logger.info("worker processes cannot be forks of this process: %s", error)
         return False
     if pid == 0:
-        inheritance[job.digest] = job
+        inheritance[job.pickled.digest] = job
         _serve(listener, our_life, token, job_id)
     _pid = pid
     return True

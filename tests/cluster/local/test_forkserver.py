@@ -37,7 +37,8 @@ import os, pathlib, time
 from dpex.cluster.local import forkserver
 from dpex.wire.pickling import dump
 
-assert forkserver.address(lambda: dump(0, "job"), forkserver.FIRST_JOB)
+job = forkserver.Bequest(dump(0, "job"), 0)
+assert forkserver.address(lambda: job, forkserver.FIRST_JOB)
 while not pathlib.Path("reached").exists():
     time.sleep(0.05)
 os._exit(0)
@@ -53,7 +54,8 @@ class MakesFile:
     def __reduce__(self):
         return pathlib.Path.touch, (pathlib.Path("made").absolute(),)
 
-name, _, secret = forkserver.address(lambda: dump(0, "job"), forkserver.FIRST_JOB).partition("/")
+job = forkserver.Bequest(dump(0, "job"), 0)
+name, _, secret = forkserver.address(lambda: job, forkserver.FIRST_JOB).partition("/")
 for given in ("0" * len(secret), secret):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect("\\0" + name)
@@ -134,6 +136,16 @@ def test_every_iteration_has_a_copy_of_its_own_of_what_is_inherited() -> None:
         # A new copy counts from 1, to at most 8 if one process makes all samples.
         assert first[0] == second[0] == 1.0
         assert max(*first, *second) <= 8.0
+
+
+def test_forks_use_the_objects_of_a_large_dataset_themselves() -> None:
+    own, reduced, small = outcomes_of("own_objects", "reduced_objects", "small_objects")
+    first, second, changed = own
+    assert first == {"own": True, "seen": 8, "value": 0, "state": "live"}
+    assert second == first | {"own": False}, "a new copy, in which no sample has been counted"
+    assert changed == first | {"own": False, "value": 7}
+    assert reduced[0] == first | {"own": False, "state": "pickled"}, "by its own __getstate__"
+    assert small[0]["own"] is False, "a small copy is compared, and may serve all logical workers"
 
 
 @pytest.mark.extended
