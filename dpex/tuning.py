@@ -160,6 +160,12 @@ REUSED_BYTES = 1 << 20
 """Memory of this size is reused for later batches; malloc itself reuses smaller pieces."""
 MOST_SPARE = 1.25
 """Reused memory may be larger than the array in it by at most this factor."""
+IDLE_BYTES = 128 << 20
+"""Idle memory that a pool keeps for later batches."""
+SEGMENT_BYTES = 1 << 20
+"""A tensor of this size is in a segment: a smaller copy costs less than the calls for a segment."""
+MOST_SEGMENTS = 64
+"""Segments of a worker process, each of which is an open file."""
 COLLATE_BYTES = 1 << 17
 """A separate copy of a smaller tensor takes more time than reading it from memory once more."""
 MAPPED_BYTES = 1 << 20

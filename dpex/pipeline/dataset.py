@@ -74,6 +74,7 @@ class PipelineSpec:
         persistent: Whether logical workers outlive an iteration.
         options: Ray options of one worker process.
         later: The stages after the first stage.
+        reader: ``machine()`` of the training process, if it can read segments; else empty.
     """
 
     job: list[ray.ObjectRef]
@@ -86,11 +87,12 @@ class PipelineSpec:
     persistent: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     later: tuple[LaterStage, ...] = ()
+    reader: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The digests of all jobs: pipelines with equal keys do the same work."""
-        return (self.job_key, *(stage.job_key for stage in self.later))
+        """The digests of all jobs and the reader: pipelines with equal keys do the same work."""
+        return (self.reader, self.job_key, *(stage.job_key for stage in self.later))
 
 
 def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset:
@@ -134,6 +136,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             "job": spec.job,
             "job_key": spec.job_key,
             "last": not spec.later,
+            "reader": "" if spec.later else spec.reader,
             **whose,
         },
         **first_options,
@@ -141,6 +144,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
     for number, stage in enumerate(spec.later, 1):
         what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
         what["last"] = number == len(spec.later)
+        what["reader"] = spec.reader if what["last"] else ""
         options = {**_NO_MEMORY, **stage.options}
         if stage.keeps_processes:
             options |= {"fn_constructor_kwargs": what}

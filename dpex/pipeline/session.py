@@ -34,6 +34,7 @@ from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
+from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
@@ -330,6 +331,7 @@ class Session:
             persistent=self._persistent,
             options=self._options,
             later=self._stored.later,
+            reader="" if self._connection.kind == "client" else readable_segments(),
         )
         claim = Claim()
         try:

@@ -3,10 +3,14 @@
 One column holds all small buffers, and each large buffer has a separate column. Thus the writer
 copies a large tensor only once, into Ray's object store. The reader copies every buffer once, into
 memory that belongs to the batch. With ``pin_memory`` this memory is pinned.
+
+If the reader is on the same machine, large tensors are in segments. The writer then copies only
+those that are not in a segment yet, and the reader copies none, except to pinned memory.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +21,9 @@ import numpy as np
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.pickling import Pickled, load
+from dpex.wire.pickling import Bytes, Pickled, load
 from dpex.wire.pinning import pinned
+from dpex.wire.segments import Place, SegmentPool, SegmentReader
 from dpex.wire.timings import Costs
 
 if TYPE_CHECKING:
@@ -92,6 +97,7 @@ class BlockWriter:
         chunk: Number of the chunk.
         costs: Earlier costs of the batches, which the first block includes.
         origin: IDs of the task and of the process that make the blocks.
+        segments: Segments for large tensors, if the training process reads the blocks.
     """
 
     def __init__(
@@ -101,8 +107,10 @@ class BlockWriter:
         costs: Costs | None = None,
         *,
         origin: tuple[str, str] = ("", ""),
+        segments: SegmentPool | None = None,
     ) -> None:
         self._run = run
+        self._segments = segments
         self._origin = origin
         self._chunk = chunk
         self._clear()
@@ -128,14 +136,20 @@ class BlockWriter:
         """
         import pyarrow as pa  # takes 0.2 s, so `import dpex` does not import it
 
-        placements: list[list[tuple[int, int, int]]] = []
+        placements: list[list[Place | tuple[int, int, int]]] = []
         columns: dict[str, pa.Array] = {}
         small: list[tuple[int, np.ndarray[Any, Any]]] = []
         end = 0
         for entry in self._entries:
-            places: list[tuple[int, int, int]] = []
-            for buffer in entry.value.buffers:
-                if buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
+            places: list[Place | tuple[int, int, int]] = []
+            for slot, buffer in enumerate(entry.value.buffers):
+                # Only tensors: torch's forked children share them, but no other arrays of a batch.
+                place = None
+                if self._segments is not None and slot in entry.value.tensor_slots:
+                    place = self._segments.place(buffer)
+                if place is not None:
+                    places.append(place)
+                elif buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
                     places.append((len(columns), 0, buffer.nbytes))
                     columns[f"buffer{len(columns)}"] = _binary_column(
                         pa.py_buffer(buffer), buffer.nbytes
@@ -182,39 +196,70 @@ def _view(table: pa.Table, column: int) -> np.ndarray[Any, Any]:
 
 
 def read_block(table: pa.Table) -> Block:
-    """Return the content of a block; the buffers of its batches are views of the table.
+    """Return the content of a block.
+
+    The buffers of its batches are views of the table, or places in segments.
 
     Args:
         table: A block that ``BlockWriter.table`` returned.
     """
     run, chunk, origin, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
-    entries = []
-    for entry, head, slots, places in rows:
-        buffers = [
-            gathered[start : start + size] if column < 0 else _view(table, column + 2)
-            for column, start, size in places
-        ]
-        entries.append(replace(entry, value=Pickled(head, buffers, *slots)))
-    return Block(run, chunk, entries, Costs(*costs), table.nbytes, origin)
+    size_bytes = table.nbytes
+
+    def buffer_at(place: Place | tuple[int, int, int]) -> Any:
+        nonlocal size_bytes
+        if isinstance(place, Place):
+            size_bytes += place.nbytes
+            return place
+        column, start, size = place
+        return gathered[start : start + size] if column < 0 else _view(table, column + 2)
+
+    entries = [
+        replace(entry, value=Pickled(head, list(map(buffer_at, places)), *slots))
+        for entry, head, slots, places in rows
+    ]
+    return Block(run, chunk, entries, Costs(*costs), size_bytes, origin)
 
 
-def decode(block: Block, pool: MemoryPool, *, pin_memory: bool) -> Iterator[Entry]:
+def decode(
+    block: Block, pool: MemoryPool, segments: SegmentReader, *, pin_memory: bool
+) -> Iterator[Entry]:
     """Yield the batches of a block, unpickled into memory that belongs to each batch.
 
     Args:
         block: The result of ``read_block``. Its table must still be alive.
-        pool: Source of the batches' memory, unless it is pinned.
+        pool: Source of the batches' memory, unless it is pinned or in a segment.
+        segments: The segments of worker processes on this machine.
         pin_memory: Whether to copy the batches' arrays to pinned memory.
+
+    Raises:
+        SegmentLostError: A worker process has ended, and with it the memory of a batch.
     """
     for entry in block.entries:
         outcome = entry.outcome
+        batch, shared = _with_segments(entry.value, segments)
         try:
             if pin_memory and outcome == "batch":
-                value = pinned(entry.value)
+                value = pinned(batch)
             else:
-                value = load(entry.value, pool.copy)
+                value = load(batch, functools.partial(_owned, shared=shared, pool=pool))
         except Exception:
             outcome = "error"
             value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")
+        del batch  # the consumer alone decides how long its memory is in use
         yield replace(entry, value=value, outcome=outcome)
+
+
+def _with_segments(batch: Pickled, segments: SegmentReader) -> tuple[Pickled, frozenset[int]]:
+    """Return a batch with segments' memory in place of its places, and the ids of that memory."""
+    buffers = [segments.view(b) if isinstance(b, Place) else b for b in batch.buffers]
+    shared = frozenset(
+        id(view) for place, view in zip(batch.buffers, buffers, strict=True) if view is not place
+    )
+    return replace(batch, buffers=buffers), shared
+
+
+def _owned(buffer: Bytes, *, shared: frozenset[int], pool: MemoryPool) -> Bytes:
+    """Return a buffer that belongs to the batch: a segment's memory itself, or a copy."""
+    return buffer if id(buffer) in shared else pool.copy(buffer)

@@ -25,7 +25,7 @@ class MemoryPool:
             if that piece is larger.
     """
 
-    def __init__(self, most_bytes: int = 128 << 20) -> None:
+    def __init__(self, most_bytes: int = tuning.IDLE_BYTES) -> None:
         self._most_bytes = most_bytes
         self._idle: list[Bytes] = []
         # Never block on this lock: a finalizer may run while this thread holds it, and a fork may

@@ -46,7 +46,7 @@ from dpex.wire.mapped_files import (
     rebuild_tensor,
     rebuild_typed_storage,
 )
-from dpex.wire.memory_map import Span, address_of, spans
+from dpex.wire.memory_map import SEGMENT_NAME, Span, address_of, spans
 from dpex.wire.semaphores import move_to_memory_file
 
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
@@ -484,7 +484,12 @@ _REDUCERS: dict[str, Callable[[Mappings, Any], Any]] = {
 
 
 def _is_foreign(span: Span) -> bool:
-    """Return whether a mapping belongs to Ray's object store, or to a device such as a GPU."""
+    """Return whether a mapping belongs to Ray, to a device such as a GPU, or is a segment.
+
+    A segment is shared memory only for dpex. For the user, it is a batch's own memory.
+    """
+    if span.path.startswith(f"/memfd:{SEGMENT_NAME}"):
+        return True
     if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
         # CUDA's pinned memory and anonymous shared memory have the same path, /dev/zero.
         return not span.path.startswith("/dev/zero") or torch.cuda.is_initialized()

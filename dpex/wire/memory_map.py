@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "address_of", "from_files", "shared_memory", "spans"]
+__all__ = ["SEGMENT_NAME", "Span", "address_of", "from_files", "shared_memory", "spans"]
+
+SEGMENT_NAME = "dpex-segment-"
+"""Start of the names of segments; ``Span.path`` begins with ``/memfd:`` and the name."""
 
 # Fields of a line: bounds, permissions, offset, device, inode and path.
 _LINE = re.compile(r"^(\w+)-(\w+) .(.).(.) (\w+) ([\w:]+) (\d+) *(.*)$", re.ASCII | re.MULTILINE)

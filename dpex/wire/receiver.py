@@ -22,6 +22,7 @@ from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.block_format import Block, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.segments import SegmentLostError, SegmentReader, SegmentsUnreadableError
 
 __all__ = ["Arrival", "BlockSource", "Receiver"]
 
@@ -38,12 +39,14 @@ class Arrival:
         decode_s: Seconds to decode it.
         transfer_s: Seconds to fetch it, from the arrival of its reference or of the block before
             it, whichever is later.
+        lost: Why its batches are lost; empty if they are not.
     """
 
     block: Block
     batches: list[Entry]
     decode_s: float = 0.0
     transfer_s: float = 0.0
+    lost: str = ""
 
 
 class BlockSource(Protocol):
@@ -67,9 +70,18 @@ class _Decode(ArrowBatchCollateFn):
         failure: The last exception that it raised; None if it raised none.
     """
 
-    def __init__(self, run: str, pool: MemoryPool, *, pin_memory: bool, device_index: int) -> None:
+    def __init__(
+        self,
+        run: str,
+        pool: MemoryPool,
+        segments: SegmentReader,
+        *,
+        pin_memory: bool,
+        device_index: int,
+    ) -> None:
         self._run = run
         self._pool = pool
+        self._segments = segments
         self._pin_memory = pin_memory
         self._device_index = device_index
         self.failure: BaseException | None = None
@@ -89,7 +101,10 @@ class _Decode(ArrowBatchCollateFn):
             return Arrival(replace(block, entries=[]), [])
         if self._pin_memory:
             torch.accelerator.set_device_index(self._device_index)
-        batches = list(decode(block, self._pool, pin_memory=self._pin_memory))
+        try:
+            batches = list(decode(block, self._pool, self._segments, pin_memory=self._pin_memory))
+        except SegmentLostError as error:
+            return Arrival(replace(block, entries=[]), [], lost=str(error))
         # Drop the entries: they are views that would keep the block in the object store.
         block = replace(block, entries=[])
         return Arrival(block, batches, time.perf_counter() - started)
@@ -118,7 +133,8 @@ class Receiver:
 
     Attributes:
         arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
-        replaceable: Whether a private name of Ray ended the pipeline, so a new one can continue.
+        replaceable: Whether a new pipeline can continue, because a private name of Ray ended this
+            one, or because this process may not read segments.
     """
 
     def __init__(
@@ -148,8 +164,9 @@ class Receiver:
         self.arrived_at = 0.0
         self._actor, self._pipeline_key, self._run = actor, pipeline_key, run
         device_index = torch.accelerator.current_device_index() if pin_memory else -1
+        self._segments = SegmentReader()
         self._decode = decode_block = _Decode(
-            run, pool, pin_memory=pin_memory, device_index=device_index
+            run, pool, self._segments, pin_memory=pin_memory, device_index=device_index
         )
         replies = self._replies()
 
@@ -209,6 +226,7 @@ class Receiver:
     def stop(self) -> None:
         """Stop reading, because the run is finished or cancelled."""
         self._stopped = True
+        self._segments.close()
 
     def join(self, timeout: float) -> None:
         """Wait until the reading thread ends, for at most ``timeout`` seconds."""
@@ -236,6 +254,7 @@ class Receiver:
                     self._lose(error)
         except BaseException as error:
             logger.debug("nothing more can be read", exc_info=True)
+            self.replaceable |= isinstance(self._decode.failure, SegmentsUnreadableError)
             # Drop the traceback. Its frames refer to this object, and only the garbage collector
             # would free that reference cycle.
             self._failure = error.with_traceback(None)
@@ -250,17 +269,25 @@ class Receiver:
         now = time.perf_counter()
         transfer_s = now - max(self._last_at, self._known_at) - arrival.decode_s
         self._last_at = now
+        if arrival.lost:
+            self._release_tasks()
         with self._changed:
             self.arrived_at = time.monotonic()
             self._read += 1
-            self._arrivals.append(replace(arrival, transfer_s=transfer_s))
+            if arrival.lost:
+                self._losses.append(Loss(LossCause.BLOCK, f"a block was lost: {arrival.lost}"))
+            else:
+                self._arrivals.append(replace(arrival, transfer_s=transfer_s))
             self._settle()
             self._changed.notify_all()
 
-    def _lose(self, error: Exception) -> None:
-        """Report the blocks of the last reply as lost, so that their batches are recomputed."""
+    def _release_tasks(self) -> None:
         if self._may_call:
             self._actor.handle.release.remote(self._pipeline_key, self._run)
+
+    def _lose(self, error: Exception) -> None:
+        """Report the blocks of the last reply as lost, so that their batches are recomputed."""
+        self._release_tasks()
         with self._changed:
             text = f"a block was lost: {type(error).__name__}"
             self._losses.append(Loss(LossCause.BLOCK, text))

@@ -16,6 +16,7 @@ from dpex.compat.torch_names import (
     default_collate_fn_map,
     set_worker_info,
 )
+from dpex.wire.segments import OWN_SEGMENTS
 
 __all__ = ["BatchMemory"]
 
@@ -95,7 +96,10 @@ class _Stack:
 
     def __init__(self, first: torch.Tensor, samples: int) -> None:
         self._shape, self._dtype = first.shape, first.dtype
-        self._memory = torch.empty((samples, *first.shape), dtype=first.dtype, device="cpu")
+        shared = _in_segment(first, samples)
+        if shared is None:
+            shared = torch.empty((samples, *first.shape), dtype=first.dtype, device="cpu")
+        self._memory = shared
         self._parts: list[torch.Tensor] = []
 
     @classmethod
@@ -120,22 +124,46 @@ class _Stack:
         return self._memory[: len(parts)] if same else None
 
 
-def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
-    """Stack tensors as torch's ``collate_tensor_fn`` does in a worker, but not in shared memory.
+def _in_segment(first: torch.Tensor, samples: int) -> torch.Tensor | None:
+    """Return memory of a segment for tensors like ``first``, or None if there should be none."""
+    memory = OWN_SEGMENTS.empty(samples * first.nbytes)
+    if memory is None:
+        return None
+    return torch.from_numpy(memory).view(first.dtype).view(samples, *first.shape)
 
-    In a worker, torch stacks into memory that it allocates like the first tensor. So the batch has
-    the first tensor's dtype. torch raises an error if a tensor cannot be cast to it or requires a
-    gradient.
+
+def _stacked(tensors: Sequence[Any]) -> torch.Tensor:
+    """Stack tensors as torch's ``collate_tensor_fn`` does in a worker.
+
+    In a worker, torch stacks into shared memory that it allocates like the first tensor. So the
+    batch has the first tensor's dtype. torch raises an error if a tensor cannot be cast to it or
+    requires a gradient. dpex uses a segment, or memory of this process.
     """
+    first = tensors[0]
+    if _is_plain(first) and len(tensors) * first.nbytes >= tuning.SEGMENT_BYTES:
+        shared = _in_segment(first, len(tensors)) if _are_alike(tensors) else None
+        if shared is not None:
+            return torch.stack(list(tensors), out=shared)
     info = set_worker_info(None)
     try:
         batch: torch.Tensor = collate_tensor_fn(tensors)
     finally:
         set_worker_info(info)
-    first = tensors[0]
     if batch.dtype == first.dtype and not batch.requires_grad:
         return batch
     return torch.stack(list(tensors), out=first.new_empty((len(tensors), *first.shape)))
+
+
+def _are_alike(tensors: Sequence[Any]) -> bool:
+    """Return whether tensors are plain, of one shape and dtype, and require no gradient."""
+    first = tensors[0]
+    return all(
+        type(tensor) is torch.Tensor
+        and _is_plain(tensor)
+        and not tensor.requires_grad
+        and (tensor.dtype, tensor.shape) == (first.dtype, first.shape)
+        for tensor in tensors
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

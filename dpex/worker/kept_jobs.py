@@ -154,6 +154,7 @@ def _end_work(pipeline_key: str) -> None:
 def _release(pipeline_key: str) -> None:
     """Drop a pipeline's jobs and copies; while a task uses them, ``working`` does so at its end."""
     from dpex.wire.pickling import give_back_memory
+    from dpex.wire.segments import OWN_SEGMENTS
     from dpex.worker.dataset_copies import release_copies
 
     with _keeping:
@@ -163,6 +164,7 @@ def _release(pipeline_key: str) -> None:
         for job_key in set(_stored_jobs).difference(*_jobs_of.values()):
             del _stored_jobs[job_key]
     release_copies(pipeline_key)
+    OWN_SEGMENTS.close(pipeline_key)
     gc.collect()
     with _keeping:
         if not (_jobs_of or _at_work):

@@ -79,6 +79,7 @@ def make_batches(
     actor_name: str,
     pipeline_key: str,
     last: bool,
+    reader: str,
 ) -> Iterator[pa.Table]:
     """Make the batches of one chunk after another, until the task lease ends.
 
@@ -90,11 +91,13 @@ def make_batches(
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that has the chunks.
         last: Whether there is no later stage.
+        reader: The machine of the training process, if it reads segments; else empty.
 
     Yields:
         Blocks of one row, as ``BlockWriter.table`` makes them, if there is a later stage.
     """
     from dpex.wire.block_format import BlockWriter
+    from dpex.wire.segments import OWN_SEGMENTS
 
     show_script_arguments()
     asking = _Asking(actor_name, pipeline_key)
@@ -112,6 +115,7 @@ def make_batches(
             asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
+        OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
             for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking):
                 asking.made += 1
@@ -151,6 +155,7 @@ def transform_batches(
     actor_name: str,
     pipeline_key: str,
     last: bool,
+    reader: str,
     kept: bool = False,
 ) -> Iterator[pa.Table]:
     """Apply a later stage to one block.
@@ -165,12 +170,14 @@ def transform_batches(
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that the block belongs to.
         last: Whether this is the last stage.
+        reader: The machine of the training process, if it reads segments; else empty.
         kept: Whether this process's copy of the stage serves all iterations.
 
     Yields:
         The block with its batches transformed, if there is a later stage.
     """
     from dpex.wire.block_format import BlockWriter, read_block
+    from dpex.wire.segments import OWN_SEGMENTS
     from dpex.worker.later_stage import apply_stage
 
     show_script_arguments()
@@ -187,7 +194,10 @@ def transform_batches(
         return
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
-    writer = BlockWriter(frame.run, frame.chunk, frame.costs, origin=frame.origin)
+    OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
+    writer = BlockWriter(
+        frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=OWN_SEGMENTS
+    )
     with working(pipeline_key):
         batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
@@ -297,13 +307,16 @@ def _make_chunk(
 ) -> Iterator[pa.Table]:
     """Yield the blocks of a chunk, and request the next chunk shortly before the last block."""
     from dpex.wire.block_format import BlockWriter
+    from dpex.wire.segments import OWN_SEGMENTS
     from dpex.wire.timings import Costs
     from dpex.worker.iterable import stream_chunk
     from dpex.worker.map_style import fetch_chunk
 
     again, binding = assigned.again, assigned.binding
     costs_before = Costs(retries=len(chunk.numbers) if again else 0)
-    writer = BlockWriter(chunk.run.key, chunk.number, costs_before, origin=asking.origin)
+    writer = BlockWriter(
+        chunk.run.key, chunk.number, costs_before, origin=asking.origin, segments=OWN_SEGMENTS
+    )
     opened = time.monotonic()
     # Invariant: when `ask` is called, only the block with the last batch is still to be made.
     ask = functools.partial(asking.ask, coming=1)

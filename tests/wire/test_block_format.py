@@ -16,6 +16,7 @@ from dpex.errors import SerializationError
 from dpex.wire.block_format import BlockWriter, Entry, decode, read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Pickled, dump, dump_in_band, load
+from dpex.wire.segments import SegmentReader
 from dpex.wire.timings import Costs
 
 Point = namedtuple("Point", "x y")
@@ -33,7 +34,7 @@ def through_frame(*values: Any) -> list[Any]:
     block = read_block(pa.ipc.open_stream(sink.getvalue()).read_all())
     assert (block.run, block.chunk) == ("run", 3)
     assert block.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
-    return [entry.value for entry in decode(block, MemoryPool(), pin_memory=False)]
+    return [entry.value for entry in decode(block, MemoryPool(), SegmentReader(), pin_memory=False)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1 << 18, (1 << 18) + 1])
@@ -153,7 +154,9 @@ def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
     writer = BlockWriter("run", 0)
     for number, value in enumerate([1, _Fragile(), 3]):
         writer.add(Entry(number, dump(value, "batch")), Costs())
-    first, second, third = decode(read_block(writer.table()), MemoryPool(), pin_memory=False)
+    first, second, third = decode(
+        read_block(writer.table()), MemoryPool(), SegmentReader(), pin_memory=False
+    )
     assert (first, third) == (Entry(0, 1), Entry(2, 3))
     assert (second.batch, second.outcome) == (1, "error")
     with pytest.raises(OSError, match="not here"):

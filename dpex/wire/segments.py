@@ -1,0 +1,384 @@
+"""Segments: memory that a worker process fills and the training process on its machine reads.
+
+A large tensor of a batch is in a segment from the time its first sample is copied into it. The
+block holds only the segment's place, and the batch in the training process is the segment's memory.
+So the tensor is copied neither to the object store nor from there.
+
+A segment is an anonymous file (``memfd_create``) of the worker process, which both processes map.
+It takes no room in ``/dev/shm``. However the processes end, the kernel frees it as soon as neither
+maps it any more. Its first page holds four numbers, each written by one of the two processes:
+
+- use, by the worker process: how many batches it has put into the segment;
+- mapped, by the training process: the last use in which it has mapped the segment;
+- released, by the training process: the last use whose batch it needs no more. So a late release
+  of an earlier use has no effect;
+- gone, by either: it will not use the segment again.
+
+Source:
+    ``memfd_create(2)``. ``proc(5)``: ``/proc/<pid>/fd/<n>`` opens a file of another process of the
+    same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import threading
+import uuid
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpex import tuning
+from dpex.log import warn
+from dpex.wire.memory_map import SEGMENT_NAME, address_of
+from dpex.wire.pickling import Bytes
+
+__all__ = [
+    "OWN_SEGMENTS",
+    "Place",
+    "SegmentLostError",
+    "SegmentPool",
+    "SegmentReader",
+    "SegmentsUnreadableError",
+    "machine",
+    "readable_segments",
+]
+
+_USE, _MAPPED, _RELEASED, _GONE = range(4)
+_HEADER_BYTES = mmap.PAGESIZE
+
+
+@functools.cache
+def machine() -> str:
+    """Return a name of this machine, user and process table; empty if there can be no segments.
+
+    Two processes with the same name can map each other's segments.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "user")]
+    except OSError:
+        return ""
+    return " ".join([boot, *spaces, str(os.getuid())]) if hasattr(os, "memfd_create") else ""
+
+
+_readable = True
+
+
+def readable_segments() -> str:
+    """Return ``machine()``, or an empty string if this process may not open others' segments."""
+    return machine() if _readable else ""
+
+
+class SegmentLostError(Exception):
+    """The process of a segment has ended, or uses the segment for another batch."""
+
+
+class SegmentsUnreadableError(Exception):
+    """This process may not open the segments of other processes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a large tensor's bytes, in a block.
+
+    Attributes:
+        pid: The worker process.
+        descriptor: Its descriptor of the segment.
+        name: The segment's name, which no other segment has.
+        use: Number of the use.
+        start: Position of the first byte in the segment.
+        nbytes: Number of bytes.
+    """
+
+    pid: int
+    descriptor: int
+    name: str
+    use: int
+    start: int
+    nbytes: int
+
+
+class _Segment:
+    """A segment of this process.
+
+    Attributes:
+        words: The numbers in its first page.
+        data: Its memory.
+        start: Address of its memory.
+        owner: The pipeline and the run that it was last used for.
+        lent: Whether this process is filling it.
+        sent: Whether a block has its place.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._name = f"{SEGMENT_NAME}{uuid.uuid4().hex}"
+        size = _HEADER_BYTES + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        os.ftruncate(self._descriptor, size)
+        self.words, self.data = _mapped(self._descriptor, size)
+        self.start = address_of(self.data)
+        self.owner = ("", "")
+        self.lent = self.sent = False
+
+    @property
+    def use(self) -> int:
+        """Number of the current or last use."""
+        return int(self.words[_USE])
+
+    def lend(self, nbytes: int, owner: tuple[str, str]) -> Bytes:
+        """Return its first bytes for a new use; unless it is sent, the use ends with the array."""
+        self.words[_USE] += 1
+        self.owner, self.lent, self.sent = owner, True, False
+        memory = _part(self.data, 0, nbytes)
+        weakref.finalize(memory, self._end_lending, self.use).atexit = False
+        return memory
+
+    def _end_lending(self, use: int) -> None:
+        if self.use == use:
+            self.lent = False
+
+    def send(self, buffer: Bytes) -> Place:
+        """Return the place of a part of its memory, which the training process may map."""
+        self.sent = True
+        start = address_of(buffer) - self.start
+        return Place(os.getpid(), self._descriptor, self._name, self.use, start, int(buffer.nbytes))
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the training process has mapped the batch that this process has sent."""
+        return self.sent and not self.lent and int(self.words[_MAPPED]) == self.use
+
+    def is_free(self, owner: tuple[str, str]) -> bool:
+        """Return whether no process uses it any more.
+
+        Args:
+            owner: The pipeline and the run that need memory. A pipeline serves one run at a time:
+                nobody reads the blocks of its earlier runs.
+        """
+        if self.lent:
+            return False
+        unread = self.words[_MAPPED] != self.use
+        outdated = self.owner[0] == owner[0] and self.owner[1] != owner[1]
+        return not self.sent or int(self.words[_RELEASED]) == self.use or (unread and outdated)
+
+
+class SegmentPool:
+    """The segments of a worker process.
+
+    It is used by one thread at a time. Only ``close`` may be called by another thread.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self._owner = ("", "")
+        self._usable = False
+        self._lock = threading.RLock()
+
+    def serve(self, pipeline: str, run: str, reader: str) -> None:
+        """Set the run that the next batches belong to.
+
+        Args:
+            pipeline: The pipeline that serves the run.
+            run: Key of the run.
+            reader: The training process's ``machine()``; empty if it reads no segments.
+        """
+        self._owner = (pipeline, run)
+        self._usable = bool(reader) and reader == machine()
+
+    def empty(self, nbytes: int) -> Bytes | None:
+        """Return memory of a segment, or None if the memory should be elsewhere.
+
+        The segment is free again if no array uses the memory any more and it was not sent.
+        """
+        if not self._usable or nbytes < tuning.SEGMENT_BYTES:
+            return None
+        with self._lock:
+            segment = self._free(nbytes)
+            return segment.lend(nbytes, self._owner) if segment is not None else None
+
+    def place(self, buffer: Bytes) -> Place | None:
+        """Return the place of a buffer for the training process, or None if it should be copied.
+
+        A buffer that is not in a segment yet is copied to one.
+        """
+        if not self._usable or buffer.nbytes < tuning.SEGMENT_BYTES:
+            return None
+        with self._lock:
+            start = address_of(buffer)
+            for segment in self._segments:
+                inside = segment.start <= start < segment.start + segment.data.nbytes
+                if inside and segment.lent and not segment.sent:
+                    return segment.send(buffer)
+            free = self._free(buffer.nbytes)
+            if free is None:
+                return None
+            copy = free.lend(buffer.nbytes, self._owner)
+            np.copyto(copy, buffer)
+            return free.send(copy)
+
+    def _free(self, nbytes: int) -> _Segment | None:
+        """Return a free segment, or None if there can be no more."""
+        self._segments = [s for s in self._segments if s.lent or not s.words[_GONE]]
+        free = [segment for segment in self._segments if segment.is_free(self._owner)]
+        for segment in reversed(free):
+            if nbytes <= segment.data.nbytes <= tuning.MOST_SPARE * nbytes:
+                return segment
+        while sum(segment.data.nbytes for segment in free) > tuning.IDLE_BYTES:
+            self._drop([free.pop(0)])
+        if len(self._segments) >= tuning.MOST_SEGMENTS:
+            self._drop(free)
+            # The training process keeps these batches, and has mapped them.
+            self._drop([segment for segment in self._segments if segment.is_mapped])
+        if len(self._segments) >= tuning.MOST_SEGMENTS:
+            return None
+        try:
+            segment = _Segment(nbytes)
+        except OSError:  # for example, there are too many open files
+            return None
+        self._segments.append(segment)
+        return segment
+
+    def _drop(self, segments: list[_Segment]) -> None:
+        for segment in segments:
+            segment.words[_GONE] = 1
+            self._segments.remove(segment)
+
+    def close(self, pipeline: str) -> None:
+        """Drop the segments of a closed pipeline, whose blocks nobody reads any more."""
+        with self._lock:
+            self._drop([s for s in self._segments if s.owner[0] == pipeline and not s.lent])
+
+
+OWN_SEGMENTS = SegmentPool()
+"""The segments of this process, if it is a worker process."""
+
+
+class SegmentReader:
+    """The segments that the training process has mapped for one run."""
+
+    def __init__(self) -> None:
+        self._idle: deque[_Mapping] = deque()
+        self._open = True
+
+    def view(self, place: Place) -> Bytes:
+        """Return the bytes at a place.
+
+        The worker process may use the segment again when neither the array nor a view of it exists.
+
+        Raises:
+            SegmentLostError: The worker process has ended, or uses the segment for another batch.
+            SegmentsUnreadableError: This process may not read segments. ``readable_segments``
+                returns an empty string from now on.
+        """
+        mapping = self._find(place)
+        words = mapping.words
+        words[_MAPPED] = place.use
+        if words[_USE] != place.use:
+            raise SegmentLostError(f"{place.name} is in use {words[_USE]}, not {place.use}")
+        memory = _part(mapping.data, place.start, place.nbytes)
+        reader = os.getpid(), _forks
+        weakref.finalize(memory, self._release, mapping, place.use, reader).atexit = False
+        return memory
+
+    def _find(self, place: Place) -> _Mapping:
+        # Without a lock, because a finalizer of this thread may add to the idle mappings.
+        with contextlib.suppress(IndexError):  # closed meanwhile
+            for _ in range(len(self._idle)):
+                mapping = self._idle.popleft()
+                if mapping.name == place.name:
+                    return mapping
+                if not mapping.words[_GONE]:
+                    self._idle.append(mapping)
+        try:
+            return _Mapping(place)
+        except PermissionError as error:
+            _stop_segments(error)
+            raise SegmentsUnreadableError(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise SegmentLostError(str(error)) from error
+
+    def _release(self, mapping: _Mapping, use: int, reader: tuple[int, int]) -> None:
+        pid, forks = reader
+        if pid != os.getpid():
+            return
+        if forks != _forks:
+            # A process that was forked meanwhile may still read the batch.
+            mapping.words[_GONE] = 1
+            return
+        mapping.words[_RELEASED] = use
+        if self._open and not mapping.words[_GONE]:
+            self._idle.append(mapping)
+
+    def close(self) -> None:
+        """Unmap the segments that no batch uses."""
+        self._open = False
+        self._idle.clear()
+
+
+class _Mapping:
+    """A segment of another process, as this process has mapped it.
+
+    Attributes:
+        name: Its name.
+        words: The numbers in its first page.
+        data: Its memory.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.name = place.name
+        path = f"/proc/{place.pid}/fd/{place.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # Another process may have the same id now, or another file the same descriptor.
+            if place.name not in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                raise FileNotFoundError(f"{path} is not {place.name}")
+            self.words, self.data = _mapped(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], Bytes]:
+    """Map a segment, and return the numbers in its first page and its memory."""
+    # Python's mmap would keep a descriptor open for as long as the mapping.
+    path = f"/proc/self/fd/{descriptor}"
+    mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
+    memory = mapped.numpy()
+    return memory[:_HEADER_BYTES].view(np.uint64), memory[_HEADER_BYTES:]
+
+
+def _part(data: Bytes, start: int, nbytes: int) -> Bytes:
+    # Not a slice: in numpy, a view of a slice keeps the sliced array alive and not the slice.
+    return np.frombuffer(data.data[start : start + nbytes], np.uint8)
+
+
+def _stop_segments(error: PermissionError) -> None:
+    global _readable
+    if _readable:
+        _readable = False
+        warn(
+            f"batches are copied through Ray's object store, because this process may not read "
+            f"the memory of its worker processes ({error}). Run both as the same user, without "
+            "restrictions on /proc"
+        )
+
+
+_forks = 0
+"""How often this process, or the processes that it is a fork of, have forked."""
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(before=_note_fork)

@@ -1,0 +1,406 @@
+"""Tests of segments: memory that a worker process fills and the training process reads."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from living import Plain
+from torch.utils.data import DataLoader
+
+from dpex import DpexDataLoader, tuning
+from dpex.transforms import MappedDataset, Stage
+from dpex.wire import segments
+from dpex.wire.mapped_memory import Readers
+from dpex.wire.memory_map import SEGMENT_NAME, spans
+from dpex.wire.pickling import dump
+from dpex.wire.segments import (
+    Place,
+    SegmentLostError,
+    SegmentPool,
+    SegmentReader,
+    SegmentsUnreadableError,
+    machine,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no anonymous files")
+
+SIZE = 2 << 20
+
+
+def pool_of(pipeline: str = "pipeline", run: str = "run") -> SegmentPool:
+    pool = SegmentPool()
+    pool.serve(pipeline, run, machine())
+    return pool
+
+
+def batch_of(value: int, nbytes: int = SIZE) -> Any:
+    return np.full(nbytes, value, np.uint8)
+
+
+def placed(pool: SegmentPool, value: int, nbytes: int = SIZE) -> Place:
+    place = pool.place(batch_of(value, nbytes))
+    assert place is not None
+    return place
+
+
+def open_segments() -> int:
+    """Return the number of segments that this process has open."""
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return sum(f"memfd:{SEGMENT_NAME}" in str(file.readlink()) for file in files)
+
+
+def test_a_batch_is_the_memory_that_the_worker_filled() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    memory = pool.empty(SIZE)
+    assert memory is not None
+    memory[:] = 5
+    place = pool.place(memory[4096:])
+    assert place is not None
+    batch = reader.view(place)
+    assert batch.nbytes == SIZE - 4096
+    assert (batch == 5).all()
+    memory[4096] = 7
+    assert batch[0] == 7, "not a copy"
+    batch[1] = 8
+    assert memory[4097] == 8, "writable"
+
+
+def test_a_segment_is_used_again_when_its_batch_and_all_views_are_gone() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    first = placed(pool, 1)
+    batch = reader.view(first)
+    part = batch[10:20]
+    del batch
+    second = placed(pool, 2)
+    assert second.name != first.name
+    assert (part == 1).all()
+    del part
+    third = placed(pool, 3)
+    assert (third.name, third.use) == (first.name, first.use + 1)
+    assert (reader.view(third) == 3).all()
+
+
+def test_a_batch_in_a_segment_that_is_being_read_is_never_filled() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    kept = [reader.view(placed(pool, value)) for value in range(200)]
+    assert all((batch == value).all() for value, batch in enumerate(kept))
+    # Each segment of the pool is one open file; the reader has none.
+    assert open_segments() <= tuning.MOST_SEGMENTS
+    del kept
+    assert (reader.view(placed(pool, 201)) == 201).all()
+
+
+def test_blocks_that_nobody_reads_leave_no_more_segments_than_the_limit() -> None:
+    pool = pool_of()
+    places = [pool.place(batch_of(1)) for _ in range(tuning.MOST_SEGMENTS + 1)]
+    assert places[-1] is None, "it travels through the object store"
+    assert all(place is not None for place in places[:-1])
+    pool.serve("pipeline", "next run", machine())
+    assert placed(pool, 2).name in {place.name for place in places if place is not None}
+
+
+def test_unread_blocks_of_another_pipeline_are_kept() -> None:
+    pool, reader = pool_of("one"), SegmentReader()
+    unread = placed(pool, 1)
+    pool.serve("other", "run of the other", machine())
+    assert placed(pool, 2).name != unread.name
+    assert (reader.view(unread) == 1).all()
+
+
+def test_a_late_release_of_an_earlier_use_has_no_effect() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    first = placed(pool, 1)
+    pool.serve("pipeline", "next run", machine())
+    late = SegmentReader()
+    second = placed(pool, 2)
+    assert second.name == first.name, "nobody had mapped it"
+    with pytest.raises(SegmentLostError):
+        late.view(first)
+    batch = reader.view(second)
+    assert placed(pool, 3).name != second.name
+    assert (batch == 2).all()
+
+
+def test_memory_that_is_not_sent_is_free_again() -> None:
+    pool = pool_of()
+    memory = pool.empty(SIZE)
+    assert memory is not None
+    address = memory.ctypes.data
+    held: Any = memory[:10]
+    del memory
+    other = pool.empty(SIZE)
+    assert other is not None
+    assert other.ctypes.data != address, "a part of it is still used"
+    del held
+    again = pool.empty(SIZE)
+    assert again is not None
+    assert again.ctypes.data == address
+
+
+def test_a_buffer_that_is_sent_twice_has_two_segments() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    memory = pool.empty(SIZE)
+    assert memory is not None
+    memory[:] = 4
+    first, second = pool.place(memory), pool.place(memory)
+    assert first is not None
+    assert second is not None
+    assert first.name != second.name
+    assert (reader.view(first) == 4).all()
+    assert (reader.view(second) == 4).all()
+
+
+def test_idle_segments_are_limited() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    size = tuning.IDLE_BYTES // 4
+    kept = [reader.view(placed(pool, value, size)) for value in range(8)]
+    del kept
+    placed(pool, 1, SIZE)  # of another size
+    assert open_segments() <= 5
+    pool.close("pipeline")
+    gc.collect()
+    assert open_segments() == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "reader"), [(tuning.SEGMENT_BYTES - 1, machine()), (SIZE, ""), (SIZE, "elsewhere")]
+)
+def test_small_batches_and_other_machines_have_no_segments(nbytes: int, reader: str) -> None:
+    pool = SegmentPool()
+    pool.serve("pipeline", "run", reader)
+    assert pool.empty(nbytes) is None
+    assert pool.place(batch_of(1, nbytes)) is None
+
+
+def in_child(function: Callable[..., None], *arguments: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def test_what_a_forked_child_reads_is_never_filled_again() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    place = placed(pool, 1)
+    held = [reader.view(place)]
+    go, done = multiprocessing.Event(), multiprocessing.SimpleQueue()
+
+    def read() -> None:
+        go.wait(60)
+        done.put(bool((held[0] == 1).all()))
+
+    child = in_child(read)
+    held.clear()
+    others = [placed(pool, value) for value in range(2, 6)]
+    assert place.name not in {other.name for other in others}
+    go.set()
+    assert done.get()
+    child.join(60)
+    assert child.exitcode == 0
+    assert (reader.view(others[0]) == 2).all(), "the child has released nothing of its parent"
+
+
+def test_a_child_that_drops_its_batches_releases_nothing_of_its_parent() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    place = placed(pool, 1)
+    held = [reader.view(place)]
+    child = in_child(held.clear)
+    child.join(60)
+    assert child.exitcode == 0
+    assert placed(pool, 2).name != place.name
+    assert (held[0] == 1).all()
+
+
+def test_a_batch_outlives_its_worker_process_once_it_is_mapped() -> None:
+    places, stop = multiprocessing.SimpleQueue(), multiprocessing.Event()
+
+    def work() -> None:
+        pool = pool_of()
+        for value in (1, 2):
+            places.put(placed(pool, value))
+        stop.wait(60)
+        os._exit(0)
+
+    child = in_child(work)
+    reader = SegmentReader()
+    batch = reader.view(places.get())
+    unread = places.get()
+    stop.set()
+    child.join(60)
+    assert (batch == 1).all()
+    with pytest.raises(SegmentLostError):
+        reader.view(unread)
+
+
+def test_another_file_of_the_process_is_not_taken_for_a_segment(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(SIZE)
+        place = Place(os.getpid(), file.fileno(), "dpex-0", 1, 0, SIZE)
+        with pytest.raises(SegmentLostError, match="dpex-0"):
+            SegmentReader().view(place)
+
+
+def test_where_segments_may_not_be_read_there_is_one_warning_and_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert segments.readable_segments() == machine() != ""
+    pool, reader = pool_of(), SegmentReader()
+    monkeypatch.setattr(segments, "_readable", True)
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(os, "open", refuse)
+    places = [placed(pool, value) for value in range(2)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for place in places:
+            with pytest.raises(SegmentsUnreadableError):
+                reader.view(place)
+    assert ["not yours" in str(warning.message) for warning in told] == [True]
+    assert segments.readable_segments() == ""
+
+
+def test_an_ended_run_keeps_no_mapping() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    batch = reader.view(placed(pool, 1))
+    watch = weakref.ref(batch)
+    reader.close()
+    assert (batch == 1).all()
+    del batch
+    assert watch() is None
+    maps = Path("/proc/self/maps").read_text()
+    assert maps.count(f"memfd:{SEGMENT_NAME}") == 1, "the pool's own"
+
+
+def test_a_batch_in_a_dataset_is_sent_as_its_content() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    batch = torch.from_numpy(reader.view(placed(pool, 6)))
+    for obj in (batch, batch.numpy()):
+        pickled = dump(obj, "dataset", Readers(same_host=True))
+        assert sum(buffer.nbytes for buffer in pickled.buffers) == SIZE
+
+
+# --- with a loader --------------------------------------------------------------------------------
+
+
+class Pictures(Plain):
+    """Sample i is a picture of i, and i. A batch of 8 has 3 MB."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 256, 128), float(index)), index
+
+
+class DyingPictures(Pictures):
+    """The same, but each worker process dies once, in its second batch or later."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+        self.made = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.made += 1
+        mark = self.place / str(index // 100)
+        if self.made > 12 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def loader_of(dataset: Any, **arguments: Any) -> DpexDataLoader[Any]:
+    return DpexDataLoader(dataset, batch_size=8, num_workers=2, distribute_mode=True, **arguments)
+
+
+def in_segments(*arrays: torch.Tensor) -> bool:
+    """Return whether all arrays are in segments."""
+    found = [span for span in spans() if f"/memfd:{SEGMENT_NAME}" in span.path]
+    return all(any(span.start <= array.data_ptr() < span.end for span in found) for array in arrays)
+
+
+def check(batches: list[Any]) -> None:
+    """Check that batches are those of ``Pictures``, and that each has memory of its own."""
+    oracle = DataLoader(Pictures(), batch_size=8)
+    for (pictures, numbers), (others, other_numbers) in zip(batches, oracle, strict=True):
+        assert torch.equal(pictures, others)
+        assert torch.equal(numbers, other_numbers)
+    assert len({pictures.data_ptr() for pictures, _ in batches}) == len(batches)
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_kept_batches_stay_while_other_loaders_and_epochs_go_on() -> None:
+    first, second = loader_of(Pictures(), persistent_workers=True), loader_of(Pictures())
+    kept = [list(first)]
+    for _ in first:
+        break
+    both = list(zip(first, second, strict=True))
+    kept += [[one for one, _ in both], [other for _, other in both], list(first)]
+    for epoch in kept:
+        check(epoch)
+    pictures = [picture for epoch in kept for picture, _ in epoch]
+    assert in_segments(*pictures)
+    assert len({picture.data_ptr() for picture in pictures}) == len(pictures)
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_batches_of_later_stages_and_of_any_collate_fn_are_in_segments() -> None:
+    def collated(samples: list[Any]) -> Any:
+        pictures, numbers = zip(*samples, strict=True)
+        return torch.stack(pictures), torch.tensor(numbers)
+
+    staged = MappedDataset(Pictures(), Stage(lambda picture: picture + 1))
+    batches = list(loader_of(staged))
+    check([(pictures - 1, numbers) for pictures, numbers in batches])
+    assert in_segments(*(pictures for pictures, _ in batches))
+    batches = list(loader_of(Pictures(), collate_fn=collated))
+    check(batches)
+    assert in_segments(*(pictures for pictures, _ in batches))
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_arrays_of_a_batch_are_private_as_torchs() -> None:
+    def collated(samples: list[Any]) -> Any:
+        return np.stack([picture.numpy() for picture, _ in samples])
+
+    [*batches] = loader_of(Pictures(), collate_fn=collated)
+    assert not any(in_segments(torch.from_numpy(batch)) for batch in batches)
+    assert [batch[0, 0, 0, 0] for batch in batches] == list(range(0, 200, 8))
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_batches_of_processes_that_die_are_made_again(tmp_path: Path) -> None:
+    kept = list(loader_of(DyingPictures(tmp_path)))
+    check(kept)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_an_epoch_comes_where_segments_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **others: Any) -> int:
+        if str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError("not yours")
+        return real(path, *arguments, **others)
+
+    monkeypatch.setattr(segments, "_readable", True)
+    monkeypatch.setattr(os, "open", refuse)
+    loader = loader_of(Pictures())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first, second = list(loader), list(loader)
+    assert ["not yours" in str(warning.message) for warning in told] == [True]
+    for epoch in (first, second):
+        check(epoch)
+        assert not any(in_segments(picture) for picture, _ in epoch)
