@@ -28,6 +28,7 @@ from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.session import Session
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
+from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
@@ -574,6 +575,7 @@ def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> 
         binding=Binding.ALWAYS,
         persistent=True,
         options=spec.options,
+        reader="" if connection is CLIENT else readable_segments(),
     )
     assert spec.options["num_cpus"] == 2
     assert run._pipeline_key == key
