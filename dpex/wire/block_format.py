@@ -98,6 +98,10 @@ class BlockWriter:
         costs: Earlier costs of the batches, which the first block includes.
         origin: IDs of the task and of the process that make the blocks.
         segments: Segments for large tensors, if the training process reads the blocks.
+
+    Attributes:
+        batch_bytes: Size in bytes of the batches in the present block.
+        size_bytes: The same without the tensors in segments.
     """
 
     def __init__(
@@ -119,13 +123,28 @@ class BlockWriter:
     def _clear(self) -> None:
         self._entries: list[Entry] = []
         self._costs = Costs()
-        self.size_bytes = 0
+        self.batch_bytes = self.size_bytes = 0
 
     def add(self, entry: Entry, costs: Costs) -> None:
-        """Add one batch and its costs to the block, without a copy of its buffers."""
-        self._entries.append(entry)
+        """Add one batch and its costs to the block, without a copy of its buffers.
+
+        Large tensors that are not in a segment yet are copied to one, if there are segments.
+        """
+        batch = entry.value
+        self.batch_bytes += batch.size_bytes
+        if self._segments is not None:
+            batch = replace(
+                batch,
+                buffers=[
+                    # Only tensors: a fork of the training process shares them, but no other arrays.
+                    (self._segments.place(buffer) if slot in batch.tensor_slots else None) or buffer
+                    for slot, buffer in enumerate(batch.buffers)
+                ],
+            )
+        self._entries.append(replace(entry, value=batch))
         self._costs.add(costs)
-        self.size_bytes += entry.value.size_bytes
+        self.size_bytes += len(batch.head)
+        self.size_bytes += sum(b.nbytes for b in batch.buffers if not isinstance(b, Place))
 
     def table(self) -> pa.Table:
         """Return the block and start the next one.
@@ -142,13 +161,9 @@ class BlockWriter:
         end = 0
         for entry in self._entries:
             places: list[Place | tuple[int, int, int]] = []
-            for slot, buffer in enumerate(entry.value.buffers):
-                # Only tensors: torch's forked children share them, but no other arrays of a batch.
-                place = None
-                if self._segments is not None and slot in entry.value.tensor_slots:
-                    place = self._segments.place(buffer)
-                if place is not None:
-                    places.append(place)
+            for buffer in entry.value.buffers:
+                if isinstance(buffer, Place):
+                    places.append(buffer)
                 elif buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
                     places.append((len(columns), 0, buffer.nbytes))
                     columns[f"buffer{len(columns)}"] = _binary_column(

@@ -354,7 +354,9 @@ def _make_chunk(
         remaining -= 1
         ended = entry.outcome == "end"
         del entry
-        full = writer.size_bytes >= tuning.BLOCK_BYTES or time.monotonic() - opened >= long_block_s
+        # Tensors in segments do not make a block longer. But only a patient loop waits for more.
+        block_bytes = writer.size_bytes if chunk.patient else writer.batch_bytes
+        full = block_bytes >= tuning.BLOCK_BYTES or time.monotonic() - opened >= long_block_s
         last = remaining == 0 or ended
         if last or full or costs.seconds >= long_batch_s:
             if last:
