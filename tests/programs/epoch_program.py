@@ -85,7 +85,11 @@ class Located:
 
 
 class Collate:
-    """torch's ``default_collate``, which may send its process a signal as ``Located`` does."""
+    """torch's ``default_collate``, which may send its process a signal as ``Located`` does.
+
+    The draws are an array, because large tensors of this machine's workers are in segments and not
+    in the object store.
+    """
 
     def __init__(self, deadly: tuple[int, int, str] | None) -> None:
         self.deadly = deadly
@@ -93,7 +97,8 @@ class Collate:
     def __call__(self, samples: list[Any]) -> Any:
         if self.deadly is not None and any(sample[0] == self.deadly[0] for sample in samples):
             kill_once(*self.deadly[1:])
-        return default_collate(samples)
+        indices, draws, nodes = default_collate(samples)
+        return indices, draws.numpy(), nodes
 
 
 class Passing:
@@ -192,7 +197,7 @@ def main() -> None:
     for number, (indices, draws, nodes) in enumerate(told_of_timeouts(loader, Path(given["out"]))):
         waits.append(time.monotonic() - asked)
         batch = samples[-1][0] + 1 if samples else 0
-        digests = [xxhash.xxh3_128_hexdigest(row.numpy().data) for row in draws]
+        digests = [xxhash.xxh3_128_hexdigest(row.data) for row in draws]
         rows = zip(indices.tolist(), digests, nodes, strict=True)
         samples += [(batch, *row) for row in rows]
         if "checkpoint" in given:
