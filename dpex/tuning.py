@@ -164,6 +164,10 @@ IDLE_BYTES = 128 << 20
 """Idle memory that a pool keeps for later batches."""
 SEGMENT_BYTES = 1 << 20
 """A tensor of this size is in a segment: a smaller copy costs less than the calls for a segment."""
+IDLE_MAPPED_BYTES = 512 << 20
+"""Idle segments that the training process keeps mapped. Living processes would keep most anyway."""
+PROCESS_END_S = 1.0
+"""How long an ending process may still seem alive, although its segments are gone."""
 MOST_SEGMENTS = 64
 """Segments of a worker process, each of which is an open file."""
 COLLATE_BYTES = 1 << 17

@@ -29,7 +29,7 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Block", "BlockWriter", "Entry", "decode", "read_block"]
+__all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block"]
 
 _ALIGNMENT = 64
 
@@ -264,6 +264,11 @@ def decode(
             value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")
         del batch  # the consumer alone decides how long its memory is in use
         yield replace(entry, value=value, outcome=outcome)
+
+
+def places_in(block: Block) -> list[Place]:
+    """Return the places of a block's batches in segments."""
+    return [b for entry in block.entries for b in entry.value.buffers if isinstance(b, Place)]
 
 
 def _with_segments(batch: Pickled, segments: SegmentReader) -> tuple[Pickled, frozenset[int]]:

@@ -66,8 +66,9 @@ class Pickled:
         image_slots: The positions of PIL images in ``buffers``. PIL keeps pixels in another form,
             so these buffers need no copy.
         object_refs: The Ray object references in the object, in the stream's order.
-        plain: Whether no reduction but those of Python, torch and numpy made the stream. If so, a
-            fork's own object is as good as a copy. Determined only if there are ``readers``.
+        plain: Whether no reduction but those of Python, torch and numpy made the stream, and no
+            object is in memory that forks share. If so, a fork's own object is as good as a copy.
+            Determined only if there are ``readers``.
     """
 
     head: bytes
@@ -348,13 +349,15 @@ def _dump(
     if file.tell() >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     slots = buffers.slots
+    plain = mappings is not None and not (buffers.reduced_by_us or mappings.met_segment)
+    plain = plain and all(map(_is_plain, buffers.kinds))
     return Pickled(
         file.getvalue(),
         buffers.kept,
         frozenset(slots["tensor"]),
         frozenset(slots["image"]),
         buffers.object_refs,
-        mappings is not None and not buffers.reduced_by_us and all(map(_is_plain, buffers.kinds)),
+        plain,
     )
 
 

@@ -19,7 +19,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from dpex import tuning
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
-from dpex.wire.block_format import Block, Entry, decode, read_block
+from dpex.wire.block_format import Block, Entry, decode, places_in, read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.segments import SegmentLostError, SegmentReader, SegmentsUnreadableError
@@ -104,6 +104,7 @@ class _Decode(ArrowBatchCollateFn):
         try:
             batches = list(decode(block, self._pool, self._segments, pin_memory=self._pin_memory))
         except SegmentLostError as error:
+            self._segments.release(places_in(block))
             return Arrival(replace(block, entries=[]), [], lost=str(error))
         # Drop the entries: they are views that would keep the block in the object store.
         block = replace(block, entries=[])
@@ -134,7 +135,7 @@ class Receiver:
     Attributes:
         arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
         replaceable: Whether a new pipeline can continue, because a private name of Ray ended this
-            one, or because this process may not read segments.
+            one, or because this process cannot read segments.
     """
 
     def __init__(

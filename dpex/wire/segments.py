@@ -5,8 +5,8 @@ block holds only the segment's place, and the batch in the training process is t
 So the tensor is copied neither to the object store nor from there.
 
 A segment is an anonymous file (``memfd_create``) of the worker process, which both processes map.
-It takes no room in ``/dev/shm``. However the processes end, the kernel frees it as soon as neither
-maps it any more. Its first page holds four numbers, each written by one of the two processes:
+It takes no room in ``/dev/shm``. However the processes end, the kernel frees it as soon as no
+process maps it any more. Its first page holds four numbers, each written by one of the two:
 
 - use, by the worker process: how many batches it has put into the segment;
 - mapped, by the training process: the last use in which it has mapped the segment;
@@ -26,9 +26,10 @@ import functools
 import mmap
 import os
 import threading
+import time
 import uuid
 import weakref
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,19 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "user")]
+        shown_as = str(Path("/proc/self").readlink())
     except OSError:
         return ""
-    return " ".join([boot, *spaces, str(os.getuid())]) if hasattr(os, "memfd_create") else ""
+    # In a container, /proc may show the processes of the namespace around it.
+    usable = hasattr(os, "memfd_create") and shown_as == str(os.getpid())
+    return " ".join([boot, *spaces, str(os.getuid())]) if usable else ""
 
 
 _readable = True
 
 
 def readable_segments() -> str:
-    """Return ``machine()``, or an empty string if this process may not open others' segments."""
+    """Return ``machine()``, or an empty string if this process cannot open others' segments."""
     return machine() if _readable else ""
 
 
@@ -83,7 +87,7 @@ class SegmentLostError(Exception):
 
 
 class SegmentsUnreadableError(Exception):
-    """This process may not open the segments of other processes."""
+    """This process cannot open the segments of a worker process that is alive."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ class _Segment:
         if self.lent:
             return False
         unread = self.words[_MAPPED] != self.use
-        outdated = self.owner[0] == owner[0] and self.owner[1] != owner[1]
+        pipeline, run = self.owner
+        outdated = not pipeline or (pipeline == owner[0] and run != owner[1])
         return not self.sent or int(self.words[_RELEASED]) == self.use or (unread and outdated)
 
 
@@ -230,11 +235,14 @@ class SegmentPool:
         """Return a free segment, or None if there can be no more."""
         self._segments = [s for s in self._segments if s.lent or not s.words[_GONE]]
         free = [segment for segment in self._segments if segment.is_free(self._owner)]
-        for segment in reversed(free):
-            if nbytes <= segment.data.nbytes <= tuning.MOST_SPARE * nbytes:
-                return segment
+        most = tuning.MOST_SPARE * nbytes
+        found = next((s for s in reversed(free) if nbytes <= s.data.nbytes <= most), None)
+        if found is not None:
+            free.remove(found)
         while sum(segment.data.nbytes for segment in free) > tuning.IDLE_BYTES:
             self._drop([free.pop(0)])
+        if found is not None:
+            return found
         if len(self._segments) >= tuning.MOST_SEGMENTS:
             self._drop(free)
             # The training process keeps these batches, and has mapped them.
@@ -256,7 +264,10 @@ class SegmentPool:
     def close(self, pipeline: str) -> None:
         """Drop the segments of a closed pipeline, whose blocks nobody reads any more."""
         with self._lock:
-            self._drop([s for s in self._segments if s.owner[0] == pipeline and not s.lent])
+            closed = [segment for segment in self._segments if segment.owner[0] == pipeline]
+            for segment in closed:
+                segment.owner = ("", "")  # so a lent one is free once it is not lent
+            self._drop([segment for segment in closed if not segment.lent])
 
 
 OWN_SEGMENTS = SegmentPool()
@@ -267,7 +278,9 @@ class SegmentReader:
     """The segments that the training process has mapped for one run."""
 
     def __init__(self) -> None:
-        self._idle: deque[_Mapping] = deque()
+        # By name, the oldest first. Without a lock, because a finalizer may interrupt any call:
+        # each operation on the dict is atomic.
+        self._idle: dict[str, _Mapping] = {}
         self._open = True
 
     def view(self, place: Place) -> Bytes:
@@ -277,10 +290,10 @@ class SegmentReader:
 
         Raises:
             SegmentLostError: The worker process has ended, or uses the segment for another batch.
-            SegmentsUnreadableError: This process may not read segments. ``readable_segments``
+            SegmentsUnreadableError: This process cannot open segments. ``readable_segments``
                 returns an empty string from now on.
         """
-        mapping = self._find(place)
+        mapping = self._idle.pop(place.name, None) or _open_segment(place)
         words = mapping.words
         words[_MAPPED] = place.use
         if words[_USE] != place.use:
@@ -290,22 +303,11 @@ class SegmentReader:
         weakref.finalize(memory, self._release, mapping, place.use, reader).atexit = False
         return memory
 
-    def _find(self, place: Place) -> _Mapping:
-        # Without a lock, because a finalizer of this thread may add to the idle mappings.
-        with contextlib.suppress(IndexError):  # closed meanwhile
-            for _ in range(len(self._idle)):
-                mapping = self._idle.popleft()
-                if mapping.name == place.name:
-                    return mapping
-                if not mapping.words[_GONE]:
-                    self._idle.append(mapping)
-        try:
-            return _Mapping(place)
-        except PermissionError as error:
-            _stop_segments(error)
-            raise SegmentsUnreadableError(str(error)) from error
-        except (OSError, ValueError) as error:
-            raise SegmentLostError(str(error)) from error
+    def release(self, places: Iterable[Place]) -> None:
+        """Release the segments of batches that are not read."""
+        for place in places:
+            with contextlib.suppress(SegmentLostError):
+                self.view(place)
 
     def _release(self, mapping: _Mapping, use: int, reader: tuple[int, int]) -> None:
         pid, forks = reader
@@ -317,7 +319,16 @@ class SegmentReader:
             return
         mapping.words[_RELEASED] = use
         if self._open and not mapping.words[_GONE]:
-            self._idle.append(mapping)
+            self._idle[mapping.name] = mapping
+            self._trim()
+
+    def _trim(self) -> None:
+        """Unmap segments that their worker processes have dropped, and the oldest of too many."""
+        idle_bytes = 0
+        for mapping in reversed(list(self._idle.values())):
+            idle_bytes += mapping.data.nbytes
+            if mapping.words[_GONE] or idle_bytes > tuning.IDLE_MAPPED_BYTES:
+                self._idle.pop(mapping.name, None)
 
     def close(self) -> None:
         """Unmap the segments that no batch uses."""
@@ -351,7 +362,10 @@ def _mapped(descriptor: int, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uin
     """Map a segment, and return the numbers in its first page and its memory."""
     # Python's mmap would keep a descriptor open for as long as the mapping.
     path = f"/proc/self/fd/{descriptor}"
-    mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
+    try:
+        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
     memory = mapped.numpy()
     return memory[:_HEADER_BYTES].view(np.uint64), memory[_HEADER_BYTES:]
 
@@ -361,14 +375,36 @@ def _part(data: Bytes, start: int, nbytes: int) -> Bytes:
     return np.frombuffer(data.data[start : start + nbytes], np.uint8)
 
 
-def _stop_segments(error: PermissionError) -> None:
+def _open_segment(place: Place) -> _Mapping:
+    try:
+        return _Mapping(place)
+    except FileNotFoundError as error:
+        raise SegmentLostError(str(error)) from error
+    except OSError as error:
+        # The files of an ending process can be closed while it still seems alive.
+        deadline = time.monotonic() + tuning.PROCESS_END_S
+        while _is_alive(place.pid):
+            if time.monotonic() > deadline:
+                _stop_segments(error)
+                raise SegmentsUnreadableError(str(error)) from error
+            time.sleep(0.01)
+        raise SegmentLostError(str(error)) from error
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _stop_segments(error: Exception) -> None:
     global _readable
     if _readable:
         _readable = False
         warn(
-            f"batches are copied through Ray's object store, because this process may not read "
-            f"the memory of its worker processes ({error}). Run both as the same user, without "
-            "restrictions on /proc"
+            "batches are copied through Ray's object store, because this process cannot map the "
+            f"memory of its worker processes: {error}"
         )
 
 
@@ -381,4 +417,5 @@ def _note_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(before=_note_fork)
+# Counted twice, because other functions that are called before a fork may run Python code.
+os.register_at_fork(before=_note_fork, after_in_parent=_note_fork)

@@ -32,6 +32,7 @@ from dpex.worker.kept_jobs import read_job, release_when_closed, working
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from dpex.wire.segments import SegmentPool
     from dpex.worker.map_style import Chunk, Job
 
 __all__ = [
@@ -103,6 +104,8 @@ def make_batches(
     asking = _Asking(actor_name, pipeline_key)
     interest = _interest(actor_name, pipeline_key)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
+    # Not for a later stage, also if Ray runs it in this task, where it may use the segments.
+    segments = OWN_SEGMENTS if reader else None
     release_when_closed(actor_name, pipeline_key, job_key)
     while (assigned := asking.answer()) is not None:
         asking.messages.begin_chunk()
@@ -117,7 +120,7 @@ def make_batches(
                 yield BlockWriter("", 0).table()
         OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
-            for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking):
+            for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
                 asking.made += 1
                 if last:
                     deliver(table, asking.origin, asking.messages)
@@ -195,8 +198,9 @@ def transform_batches(
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
     OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
+    segments = OWN_SEGMENTS if reader else None
     writer = BlockWriter(
-        frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=OWN_SEGMENTS
+        frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=segments
     )
     with working(pipeline_key):
         batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
@@ -304,10 +308,10 @@ def _make_chunk(
     make_copy: Callable[[], Job],
     cancelled: Callable[[], bool],
     asking: _Asking,
+    segments: SegmentPool | None,
 ) -> Iterator[pa.Table]:
     """Yield the blocks of a chunk, and request the next chunk shortly before the last block."""
     from dpex.wire.block_format import BlockWriter
-    from dpex.wire.segments import OWN_SEGMENTS
     from dpex.wire.timings import Costs
     from dpex.worker.iterable import stream_chunk
     from dpex.worker.map_style import fetch_chunk
@@ -315,7 +319,7 @@ def _make_chunk(
     again, binding = assigned.again, assigned.binding
     costs_before = Costs(retries=len(chunk.numbers) if again else 0)
     writer = BlockWriter(
-        chunk.run.key, chunk.number, costs_before, origin=asking.origin, segments=OWN_SEGMENTS
+        chunk.run.key, chunk.number, costs_before, origin=asking.origin, segments=segments
     )
     opened = time.monotonic()
     # Invariant: when `ask` is called, only the block with the last batch is still to be made.
