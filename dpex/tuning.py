@@ -168,7 +168,7 @@ IDLE_MAPPED_BYTES = 512 << 20
 """Idle segments that the training process keeps mapped. Living processes would keep most anyway."""
 PROCESS_END_S = 1.0
 """How long an ending process may still seem alive, although its segments are gone."""
-MOST_SEGMENTS = 64
+MOST_SEGMENTS = 128
 """Segments of a worker process, each of which is an open file."""
 COLLATE_BYTES = 1 << 17
 """A separate copy of a smaller tensor takes more time than reading it from memory once more."""

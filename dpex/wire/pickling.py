@@ -48,7 +48,14 @@ _ADVICE_ELSE = (
     "__getstate__"
 )
 # Methods with which a class decides about its pickle.
-_HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
+_HOOKS = (
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__setstate__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+)
 _PLAIN_PACKAGES = {*sys.stdlib_module_names, "numpy", "torch", "torchvision"}
 _TENSOR_FORMATS = (torch.channels_last, torch.channels_last_3d)
 

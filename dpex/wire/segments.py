@@ -290,11 +290,15 @@ class SegmentReader:
 
         Raises:
             SegmentLostError: The worker process has ended, or uses the segment for another batch.
+                Or the place has been read before.
             SegmentsUnreadableError: This process cannot open segments. ``readable_segments``
                 returns an empty string from now on.
         """
         mapping = self._idle.pop(place.name, None) or _open_segment(place)
         words = mapping.words
+        if words[_MAPPED] == place.use:
+            # Its release would let the worker process fill the batch that has been read already.
+            raise SegmentLostError(f"use {place.use} of {place.name} has been read already")
         words[_MAPPED] = place.use
         if words[_USE] != place.use:
             raise SegmentLostError(f"{place.name} is in use {words[_USE]}, not {place.use}")

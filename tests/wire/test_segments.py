@@ -140,6 +140,16 @@ def test_a_late_release_of_an_earlier_use_has_no_effect() -> None:
     assert (batch == 2).all()
 
 
+def test_a_block_that_comes_twice_is_read_once() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    place = placed(pool, 1)
+    batch = reader.view(place)
+    with pytest.raises(SegmentLostError, match="already"):
+        reader.view(place)
+    assert placed(pool, 2).name != place.name
+    assert (batch == 1).all()
+
+
 def test_memory_that_is_not_sent_is_free_again() -> None:
     pool = pool_of()
     memory = pool.empty(SIZE)
