@@ -64,7 +64,8 @@ class Cluster:
     def raylets(self) -> dict[str, str]:
         """Return the command line of each node's raylet, by node id."""
         commands = processes_in(self.place).values()
-        return {_flag(c, "node_id"): c for c in commands if "/raylet --" in c}
+        # A worker process that has just started has the raylet's socket in its command.
+        return {_flag(c, "node_id"): c for c in commands if c.split(" ")[0].endswith("/raylet")}
 
     def _start(self, *options: str, under: tuple[str, ...] = (), **variables: str) -> str:
         before = self.raylets().keys()
