@@ -48,8 +48,12 @@ test: check ## check, then the tests (TEST_ARGS="-k parity")
 
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
-	$(RUN) -m pytest -m "extended and not dist and not sabotage" $(IN_PARALLEL) --durations=30 \
-		$(TEST_ARGS)
+	$(RUN) -m pytest -m "extended and not (dist or long or sabotage)" $(IN_PARALLEL) \
+		--durations=30 $(TEST_ARGS)
+
+.PHONY: test-long
+test-long: $(VENV)/.installed-test ## Tests that wait for a minute or more, such as for a cut link (10 minutes)
+	$(RUN) -m pytest -m long $(IN_PARALLEL) --durations=0 $(TEST_ARGS)
 
 .PHONY: test-sabotage
 test-sabotage: $(VENV)/.installed-test ## Hide and spoil each private name of Ray's in turn (an hour)

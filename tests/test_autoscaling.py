@@ -84,6 +84,7 @@ def started(number: int) -> str:
     return f"{number:05}".rjust(56, "f")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variables",
     [{}, {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": started(0)}],

@@ -61,7 +61,11 @@ def undisturbed(cluster: Cluster) -> list[Drawn]:
     return drawn(TrainingProcess(cluster.place, cluster.address).finish())
 
 
-@pytest.mark.parametrize("seconds", [5, 30, None], ids="for {} s".format)
+@pytest.mark.parametrize(
+    "seconds",
+    [5, pytest.param(30, marks=pytest.mark.long), pytest.param(None, marks=pytest.mark.long)],
+    ids="for {} s".format,
+)
 def test_a_link_that_is_cut_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn], seconds: int | None
 ) -> None:

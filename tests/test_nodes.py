@@ -158,6 +158,7 @@ def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Clu
     cluster.wait_until_gone(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["yes", "!yes"])
 def test_the_training_process_s_node_comes_first_or_last(first: str) -> None:
     then = {"yes": "!yes", "!yes": "yes"}[first]
@@ -179,6 +180,7 @@ def test_the_training_process_s_node_comes_first_or_last(first: str) -> None:
         several.until_from(other)
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
     cluster: Cluster, undisturbed: list[Drawn]
 ) -> None:

@@ -177,6 +177,7 @@ def test_ray_s_own_program_takes_the_place_of_a_fork_that_fails() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_a_server_that_never_answers_is_told_of_and_ray_starts_the_workers() -> None:
     with workplace() as place:
         scenario = "a_server_that_never_answers"
