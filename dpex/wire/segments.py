@@ -189,16 +189,20 @@ class SegmentPool:
         self._usable = False
         self._lock = threading.RLock()
 
-    def serve(self, pipeline: str, run: str, reader: str) -> None:
+    def serve(self, pipeline: str, run: str, reader: str) -> SegmentPool | None:
         """Set the run that the next batches belong to.
 
         Args:
             pipeline: The pipeline that serves the run.
             run: Key of the run.
             reader: The training process's ``machine()``; empty if it reads no segments.
+
+        Returns:
+            This pool, or None if the training process cannot read the segments.
         """
         self._owner = (pipeline, run)
         self._usable = bool(reader) and reader == machine()
+        return self if self._usable else None
 
     def empty(self, nbytes: int) -> Bytes | None:
         """Return memory of a segment, or None if the memory should be elsewhere.

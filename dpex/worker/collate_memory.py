@@ -110,8 +110,7 @@ class _Stack:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the next sample's tensor and return the copy; return an unfit tensor unchanged."""
-        alike = tensor.shape == self._shape and tensor.dtype == self._dtype
-        if not alike or not _is_plain(tensor) or tensor.requires_grad:
+        if not _fits(tensor, self._shape, self._dtype):
             return tensor
         part = self._memory[len(self._parts)].copy_(tensor)
         self._parts.append(part)
@@ -158,12 +157,15 @@ def _are_alike(tensors: Sequence[Any]) -> bool:
     """Return whether tensors are plain, of one shape and dtype, and require no gradient."""
     first = tensors[0]
     return all(
-        type(tensor) is torch.Tensor
-        and _is_plain(tensor)
-        and not tensor.requires_grad
-        and (tensor.dtype, tensor.shape) == (first.dtype, first.shape)
+        type(tensor) is torch.Tensor and _fits(tensor, first.shape, first.dtype)
         for tensor in tensors
     )
+
+
+def _fits(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether a copy of a tensor may be part of a batch's memory."""
+    alike = tensor.shape == shape and tensor.dtype == dtype
+    return alike and _is_plain(tensor) and not tensor.requires_grad
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -104,8 +104,6 @@ def make_batches(
     asking = _Asking(actor_name, pipeline_key)
     interest = _interest(actor_name, pipeline_key)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
-    # Not for a later stage, also if Ray runs it in this task, where it may use the segments.
-    segments = OWN_SEGMENTS if reader else None
     release_when_closed(actor_name, pipeline_key, job_key)
     while (assigned := asking.answer()) is not None:
         asking.messages.begin_chunk()
@@ -118,7 +116,8 @@ def make_batches(
             asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
-        OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
+        # None before a later stage, also if Ray runs that stage in this task with segments.
+        segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
             for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
                 asking.made += 1
@@ -197,8 +196,7 @@ def transform_batches(
         return
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
-    OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
-    segments = OWN_SEGMENTS if reader else None
+    segments = OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
     writer = BlockWriter(
         frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=segments
     )

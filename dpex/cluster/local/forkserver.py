@@ -92,8 +92,7 @@ class Bequest:
 
     Attributes:
         pickled: The pickled job. Its buffers are the training process's memory.
-        job: The job itself, for the first copy that a fork needs of it. None after that, and if
-            only ``pickled`` may be used.
+        job: The job itself, for the first copy that a fork needs of it; None after that.
     """
 
     pickled: Pickled
