@@ -112,7 +112,8 @@ class ChunkPlanner:
         # Sizes vary. With equal sizes all tasks would end, and be replaced, at the same time.
         spread = self.chunks_issued * tuning.GOLDEN_SHARE % 1.0
         grown = tuning.CHUNK_GROWTH ** min(10, self.chunks_issued // workers)
-        sizes = [self.window // (tuning.CHUNKS_IN_WINDOW * workers)]
+        most = self.window // (tuning.CHUNKS_IN_WINDOW * workers)
+        sizes = [math.ceil((1 - tuning.WINDOW_SPREAD * (1 - spread)) * most)]
         if not self._observed:
             sizes.append(1)  # samples may wait for samples of other logical workers
         else:

@@ -130,21 +130,34 @@ class BlockWriter:
 
         Large tensors that are not in a segment yet are copied to one, if there are segments.
         """
-        batch = entry.value
-        self.batch_bytes += batch.size_bytes
-        if self._segments is not None:
-            batch = replace(
-                batch,
-                buffers=[
-                    # Only tensors: a fork of the training process shares them, but no other arrays.
-                    (self._segments.place(buffer) if slot in batch.tensor_slots else None) or buffer
-                    for slot, buffer in enumerate(batch.buffers)
-                ],
-            )
-        self._entries.append(replace(entry, value=batch))
+        self.batch_bytes += entry.value.size_bytes
+        entry = self._in_segments(entry, tuning.SEGMENT_BYTES)
+        self._entries.append(entry)
         self._costs.add(costs)
-        self.size_bytes += len(batch.head)
-        self.size_bytes += sum(b.nbytes for b in batch.buffers if not isinstance(b, Place))
+        self.size_bytes += len(entry.value.head)
+        self.size_bytes += sum(b.nbytes for b in _copied(entry.value))
+
+    def _in_segments(self, entry: Entry, nbytes: int) -> Entry:
+        """Return an entry with places in segments for its tensors of at least ``nbytes`` bytes."""
+        if self._segments is None:
+            return entry
+        buffers = list(entry.value.buffers)
+        for slot in _tensors(entry.value, nbytes):
+            buffers[slot] = self._segments.place(buffers[slot]) or buffers[slot]
+        return replace(entry, value=replace(entry.value, buffers=buffers))
+
+    def _shorten(self) -> None:
+        """Copy a few large tensors of a block to segments, if the rest is a small block."""
+        rest = self.size_bytes
+        if self._segments is None or rest < tuning.SMALL_BYTES:
+            return
+        tensors = [e.value.buffers[slot] for e in self._entries for slot in _tensors(e.value)]
+        sizes = sorted((tensor.nbytes for tensor in tensors), reverse=True)
+        for nbytes in sizes[: tuning.SEGMENTS_FOR_BLOCK]:
+            rest -= nbytes
+            if rest < tuning.SMALL_BYTES:
+                self._entries = [self._in_segments(entry, nbytes) for entry in self._entries]
+                return
 
     def table(self) -> pa.Table:
         """Return the block and start the next one.
@@ -155,6 +168,7 @@ class BlockWriter:
         """
         import pyarrow as pa  # takes 0.2 s, so `import dpex` does not import it
 
+        self._shorten()
         placements: list[list[Place | tuple[int, int, int]]] = []
         columns: dict[str, pa.Array] = {}
         small: list[tuple[int, np.ndarray[Any, Any]]] = []
@@ -198,6 +212,23 @@ class BlockWriter:
                 **columns,
             }
         )
+
+
+def _copied(batch: Pickled) -> list[Any]:
+    """Return the buffers of a batch that are not in segments."""
+    return [buffer for buffer in batch.buffers if not isinstance(buffer, Place)]
+
+
+def _tensors(batch: Pickled, nbytes: int = 0) -> list[int]:
+    """Return the slots of the tensors that have at least ``nbytes`` bytes and are in no segment.
+
+    Other arrays stay private: a fork of the training process shares its tensors, as in torch.
+    """
+    return [
+        slot
+        for slot in sorted(batch.tensor_slots)
+        if not isinstance(batch.buffers[slot], Place) and batch.buffers[slot].nbytes >= nbytes
+    ]
 
 
 def _view(table: pa.Table, column: int) -> np.ndarray[Any, Any]:

@@ -220,7 +220,7 @@ class SegmentPool:
 
         A buffer that is not in a segment yet is copied to one.
         """
-        if not self._usable or buffer.nbytes < tuning.SEGMENT_BYTES:
+        if not self._usable:
             return None
         with self._lock:
             start = address_of(buffer)
@@ -285,6 +285,7 @@ class SegmentReader:
         # By name, the oldest first. Without a lock, because a finalizer may interrupt any call:
         # each operation on the dict is atomic.
         self._idle: dict[str, _Mapping] = {}
+        self._releases = 0
         self._open = True
 
     def view(self, place: Place) -> Bytes:
@@ -328,11 +329,14 @@ class SegmentReader:
         mapping.words[_RELEASED] = use
         if self._open and not mapping.words[_GONE]:
             self._idle[mapping.name] = mapping
-            self._trim()
+            self._releases += 1
+            # Not at each release: the training loop pays for it.
+            if self._releases > len(self._idle) // 8:
+                self._trim()
 
     def _trim(self) -> None:
         """Unmap segments that their worker processes have dropped, and the oldest of too many."""
-        idle_bytes = 0
+        self._releases = idle_bytes = 0
         for mapping in reversed(list(self._idle.values())):
             idle_bytes += mapping.data.nbytes
             if mapping.words[_GONE] or idle_bytes > tuning.IDLE_MAPPED_BYTES:

@@ -107,6 +107,14 @@ def test_run_ahead_covers_every_worker_three_times() -> None:
     assert max(sizes(p, 200)) * 3 * p.parallel <= p.window
 
 
+def test_chunks_that_the_window_limits_differ() -> None:
+    p = planner(num_workers=32, free_cores=32)
+    observe(p, ms=1, kilobytes=1)
+    limit = p.window // (3 * 32)
+    settled = sizes(p, 200)[70:]
+    assert set(settled) == set(range(limit - 3, limit + 1))
+
+
 def test_chunks_shrink_towards_the_end() -> None:
     p = planner(prefetch_bytes=1 << 40)
     observe(p, ms=1, kilobytes=1)

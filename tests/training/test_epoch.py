@@ -218,6 +218,21 @@ def test_a_batch_is_delivered_once_though_it_comes_twice() -> None:
     assert reader.batches() == list(range(12))
 
 
+def test_no_batch_that_the_last_draw_waits_for_is_held_back() -> None:
+    patient: dict[int, bool] = {}
+
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        patient.update(dict.fromkeys(chunk.numbers, chunk.patient))
+        return made(chunk)
+
+    length = 200
+    assert Reader(fate, length=length).batches() == list(range(length))
+    # As in torch, the last batch is drawn once this one is delivered.
+    awaited = length - 1 - 2 * WORKERS
+    assert not any(held for batch, held in patient.items() if batch >= awaited)
+    assert any(patient.values())
+
+
 def test_what_a_worker_that_died_had_is_resent_one_by_one() -> None:
     reader = Reader(lambda chunk, alone: made(chunk) if alone or 4 not in chunk.numbers else [DIED])
     assert reader.batches() == list(range(12))

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 from dpex import DpexDataLoader, tuning
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire import segments
+from dpex.wire.block_format import BlockWriter, Entry, decode, places_in, read_block
+from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.memory_map import SEGMENT_NAME, spans
 from dpex.wire.pickling import dump
@@ -35,6 +37,7 @@ from dpex.wire.segments import (
     SegmentsUnreadableError,
     machine,
 )
+from dpex.wire.timings import Costs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no anonymous files")
 
@@ -255,14 +258,51 @@ def test_without_descriptors_there_are_no_more_segments() -> None:
     assert child.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "reader"), [(tuning.SEGMENT_BYTES - 1, machine()), (SIZE, ""), (SIZE, "elsewhere")]
-)
-def test_small_batches_and_other_machines_have_no_segments(nbytes: int, reader: str) -> None:
+@pytest.mark.parametrize("reader", ["", "elsewhere"])
+def test_batches_for_other_machines_have_no_segments(reader: str) -> None:
     pool = SegmentPool()
     pool.serve("pipeline", "run", reader)
-    assert pool.empty(nbytes) is None
-    assert pool.place(batch_of(1, nbytes)) is None
+    assert pool.empty(SIZE) is None
+    assert pool.place(batch_of(1)) is None
+
+
+def test_a_small_batch_is_not_made_in_a_segment() -> None:
+    assert pool_of().empty(tuning.SEGMENT_BYTES - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_segments"),
+    [
+        ([tuning.SMALL_BYTES], 1),
+        ([10_000, 400_000, 10_000], 1),
+        ([90_000], 0),  # the call can carry it
+        ([400_000] * tuning.SEGMENTS_FOR_BLOCK, tuning.SEGMENTS_FOR_BLOCK),
+        ([400_000] * (tuning.SEGMENTS_FOR_BLOCK + 1), 0),  # one transfer is better
+        ([tuning.SEGMENT_BYTES, 400_000], 2),
+        ([tuning.SEGMENT_BYTES, *[10_000] * 20], 1),
+    ],
+)
+def test_a_short_block_needs_no_object_store(sizes: list[int], in_segments: int) -> None:
+    reader = SegmentReader()
+    writer = BlockWriter("run", 0, segments=pool_of())
+    batches = [
+        torch.full((nbytes,), value, dtype=torch.uint8) for value, nbytes in enumerate(sizes)
+    ]
+    for number, batch in enumerate(batches):
+        writer.add(Entry(number, dump(batch, "batch")), Costs())
+    table = writer.table()
+    block = read_block(table)
+    assert len(places_in(block)) == in_segments
+    if max(sizes) < tuning.SEGMENT_BYTES:
+        assert (table.nbytes < tuning.SMALL_BYTES) == bool(in_segments or sizes == [90_000])
+    read = [e.value for e in decode(block, MemoryPool(), reader, pin_memory=False)]
+    assert all(map(torch.equal, read, batches))
+
+
+def test_a_short_block_copies_arrays_that_are_no_tensors() -> None:
+    writer = BlockWriter("run", 0, segments=pool_of())
+    writer.add(Entry(0, dump(np.ones(400_000, np.uint8), "batch")), Costs())
+    assert places_in(read_block(writer.table())) == []
 
 
 def in_child(function: Callable[..., None], *arguments: Any) -> Any:
