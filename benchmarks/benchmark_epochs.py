@@ -1,13 +1,19 @@
 """The benchmark ``epochs``: short epochs, epochs with new workers, and two ranks of one machine.
 
-- ``short``: 100 batches of 32 workers, whose samples wait 4 ms. Start and end of an epoch are a
-  large part of it.
-- ``new workers``: a list of a million tuples without ``persistent_workers``. In every epoch, torch
+- ``short``: 100 batches of 32 and of 8 workers, whose samples wait 4 ms. Start and end of an epoch
+  are a large part of it. ``thousand`` has ten times as many batches. A program without dpex sends
+  the messages of ``short`` through an actor of Ray.
+- ``new workers``: a list of 3 million tuples without ``persistent_workers``. In every epoch, torch
   forks its workers, and dpex pickles the list to see whether it has changed.
 - ``two ranks``: two processes of one machine, each with a ``DistributedSampler`` and one worker, as
   in DDP. Rank 0 measures. A barrier before each epoch keeps the ranks together.
 """
 
+import asyncio
+import pickle
+import statistics
+import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from benchmarks.fresh import run_fresh
+from benchmarks.goals import Goal
 from benchmarks.harness import (
     Case,
     Epoch,
@@ -24,6 +31,8 @@ from benchmarks.harness import (
     close,
     describe_machine,
     make_loader,
+    spread,
+    summarise,
     table,
     time_epoch,
     write,
@@ -34,28 +43,41 @@ from benchmarks.throughput import measure_apart, ratios, summarised
 from benchmarks.workloads import SleepingSamples, TinyImages
 
 PEERS = ("torch", "dpex")
-SHORT_WORKERS, SHORT_BATCHES, SHORT_WAIT_S = 32, 100, 0.004
-OBJECTS = 1_000_000
+SHORT_BATCH_SIZE, SHORT_WAIT_S = 32, 0.004
+# Batches, workers and goal of each short epoch.
+SHORT = {
+    "short": (100, 32, 0.95),
+    "short, 8 workers": (100, 8, 0.98),
+    "thousand": (1_000, 32, 0.98),
+}
+OBJECTS = 3_000_000
+GOAL_FIRST_BATCH_S = 1.0
 RANKS, RANK_WORKERS = 2, 1
 
 
 class QuickObjects(ObjectRows):
-    """Rows of a list of a million tuples, whose samples do not wait."""
+    """Rows of a list of tuples, whose samples do not wait."""
 
     sleep_s = 0.0
 
 
 def cases() -> dict[str, tuple[Case, int]]:
     """Return the cases that one process runs, by part, each with its number of workers."""
-    short = Case(
-        "epochs, short",
-        f"samples that sleep {SHORT_WAIT_S * 1e3:.0f} ms, {SHORT_BATCHES} batches of 32, "
-        f"{SHORT_WORKERS} workers",
-        SleepingSamples(SHORT_BATCHES * 32, SHORT_WAIT_S),
-        batch_size=32,
-        goals_over={"torch": 0.95},
-        subject="latency",
-    )
+    short = {
+        name: (
+            Case(
+                f"epochs, {name}",
+                f"samples that sleep {SHORT_WAIT_S * 1e3:.0f} ms, {batches:,} batches of "
+                f"{SHORT_BATCH_SIZE}, {workers} workers",
+                SleepingSamples(batches * SHORT_BATCH_SIZE, SHORT_WAIT_S),
+                batch_size=SHORT_BATCH_SIZE,
+                goals_over={"torch": goal},
+                subject="latency",
+            ),
+            workers,
+        )
+        for name, (batches, workers, goal) in SHORT.items()
+    }
     new = Case(
         "epochs, new workers",
         f"tuples of a list of {OBJECTS:,}, {ObjectRows.samples:,} an epoch, no persistent_workers, "
@@ -66,7 +88,7 @@ def cases() -> dict[str, tuple[Case, int]]:
         goals_over={"torch": 0.95},
         subject="latency",
     )
-    return {"short": (short, SHORT_WORKERS), "new workers": (new, 2)}
+    return {**short, "new workers": (new, 2)}
 
 
 def ranks_case() -> Case:
@@ -86,6 +108,7 @@ def main() -> None:
     parts: dict[str, dict[str, Any]] = {}
     for name, (case, options.workers) in cases().items():
         parts[name] = measure_apart(case, options)
+    add_floors(parts, options.rounds)
     parts["two ranks"] = two_ranks(options.rounds)
     record["parts"] = parts
     record["goals"] = [goal for part in parts.values() for goal in part.pop("goals")]
@@ -98,6 +121,92 @@ def main() -> None:
         1.0,
     )
     print(table([record]))
+
+
+def add_floors(parts: dict[str, dict[str, Any]], rounds: int) -> None:
+    """Add what Ray and pickle need without dpex to the notes of the goals."""
+    batches, workers, _ = SHORT["short"]
+    times = run_fresh(epochs_of_messages, batches=batches, workers=workers, rounds=rounds)
+    parts["short"]["ray_alone_s"] = times
+    torchs_s = [epoch["seconds"] for epoch in parts["short"]["runs"]["torch"]]
+    over = statistics.median(torchs_s) / statistics.median(times)
+    parts["short"]["goals"][0]["note"] = f"the messages alone, by Ray without dpex: {over:.2f}"
+    new = parts["new workers"]
+    new["pickle_s"] = pickle_s = run_fresh(pickle_objects)
+    firsts = {peer: [epoch["first_batch_s"] for epoch in new["runs"][peer]] for peer in PEERS}
+    goal = Goal.of(
+        "latency",
+        "epochs, new workers: first batch",
+        firsts["dpex"],
+        "<=",
+        GOAL_FIRST_BATCH_S,
+        "seconds",
+        f"torch {spread(summarise(firsts['torch']))}; pickle.dumps of the list {pickle_s:.2f} s",
+    )
+    new["goals"].append(asdict(goal))
+
+
+def pickle_objects() -> float:
+    """Return the least of three times of ``pickle.dumps`` for the list of ``new workers``."""
+    rows = QuickObjects(OBJECTS).rows
+    return min(timeit.repeat(lambda: pickle.dumps(rows, 5), number=1, repeat=3))
+
+
+def epochs_of_messages(batches: int, workers: int, rounds: int) -> list[float]:
+    """Measure epochs of ``short`` whose batches are messages of Ray, without dpex.
+
+    As in dpex, an actor gives tasks their batches, gets the results, and gives them to this
+    process.
+
+    Returns:
+        Seconds of each counted epoch.
+    """
+    import ray
+
+    class Queues:
+        def __init__(self) -> None:
+            self.wanted: asyncio.Queue[int] = asyncio.Queue()
+            self.made: asyncio.Queue[int] = asyncio.Queue()
+
+        async def want(self, batches: int) -> None:
+            for batch in range(batches):
+                self.wanted.put_nowait(batch)
+
+        async def next(self) -> int:
+            return await self.wanted.get()
+
+        async def deliver(self, batch: int) -> None:
+            self.made.put_nowait(batch)
+
+        async def take(self) -> list[int]:
+            taken = [await self.made.get()]
+            while not self.made.empty():
+                taken.append(self.made.get_nowait())
+            return taken
+
+    def work(queues: Any) -> None:
+        while True:
+            batch = ray.get(queues.next.remote())
+            for _ in range(SHORT_BATCH_SIZE):
+                time.sleep(SHORT_WAIT_S)
+            queues.deliver.remote(batch)
+
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    queues = ray.remote(Queues).options(num_cpus=0, max_concurrency=1_000).remote()
+    tasks = [ray.remote(work).remote(queues) for _ in range(workers)]
+    times = []
+    # The tasks start in the first epochs.
+    for _ in range(3 * rounds):
+        began = time.perf_counter()
+        queues.want.remote(batches)
+        left = batches
+        while left:
+            left -= len(ray.get(queues.take.remote()))
+        times.append(time.perf_counter() - began)
+    for task in tasks:
+        ray.cancel(task, force=True)
+    ray.shutdown()
+    return times[-rounds:]
 
 
 def two_ranks(rounds: int) -> dict[str, Any]:

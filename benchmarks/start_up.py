@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.fresh import since_start_s
-from benchmarks.workloads import JpegFiles, SleepingSamples
+from benchmarks.workloads import JpegFiles, SleepingSamples, TinyImages
 
 RATE_WINDOW_S = 1.0
 
@@ -63,22 +63,69 @@ def first_sleeping_batch(
     return {**moments, "full_rate_s": full_rate_s}
 
 
-def start(
-    peer: str, dataset: Dataset[Any], batch_size: int, workers: int
-) -> tuple[Iterator[Any], dict[str, float]]:
-    """Make a peer's loader and read its first batch; return the other batches and the times."""
+def two_epochs(peer: str, samples: int, batch_size: int, workers: int) -> dict[str, float]:
+    """Load two epochs of small pictures with persistent workers.
+
+    Args:
+        peer: ``"torch fork"`` or ``"dpex"``.
+        samples: Samples in an epoch.
+        batch_size: Samples in a batch.
+        workers: Number of workers.
+
+    Returns:
+        Times since the start of the process, when an epoch has ended: ``first_epoch_s`` and
+        ``second_epoch_s``.
+    """
+    loader, _ = make(peer, TinyImages(samples), batch_size, workers, persistent_workers=True)
+    ends = []
+    for _ in range(2):
+        for _ in loader:
+            pass
+        ends.append(since_start_s())
+    return {"first_epoch_s": ends[0], "second_epoch_s": ends[1]}
+
+
+def first_ray_task() -> dict[str, float]:
+    """Start a local Ray without dpex, and call one method of an actor: the least that dpex needs.
+
+    Returns:
+        Times since the start of the process: ``started_s`` (Ray has started) and ``first_call_s``
+        (the call has been answered).
+    """
+    import ray
+
+    class Actor:
+        def call(self) -> int:
+            return 1
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    started_s = since_start_s()
+    ray.get(ray.remote(Actor).remote().call.remote())
+    return {"started_s": started_s, "first_call_s": since_start_s()}
+
+
+def make(
+    peer: str, dataset: Dataset[Any], batch_size: int, workers: int, **more: Any
+) -> tuple[DataLoader[Any], float]:
+    """Return a peer's loader, and the age of the process when all imports were done."""
     torch.set_num_threads(1)
     shared: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": workers}
-    loader: DataLoader[Any]
     if peer == "dpex":
         from dpex import DpexDataLoader
 
         imported_s = since_start_s()
-        loader = DpexDataLoader(dataset, distribute_mode=True, head_address="local", **shared)
-    else:
-        imported_s = since_start_s()
-        start_method = peer.removeprefix("torch ")
-        loader = DataLoader(dataset, multiprocessing_context=start_method, **shared)
+        dpex = DpexDataLoader(dataset, distribute_mode=True, head_address="local", **shared, **more)
+        return dpex, imported_s
+    imported_s = since_start_s()
+    start_method = peer.removeprefix("torch ")
+    return DataLoader(dataset, multiprocessing_context=start_method, **shared, **more), imported_s
+
+
+def start(
+    peer: str, dataset: Dataset[Any], batch_size: int, workers: int
+) -> tuple[Iterator[Any], dict[str, float]]:
+    """Make a peer's loader and read its first batch; return the other batches and the times."""
+    loader, imported_s = make(peer, dataset, batch_size, workers)
     batches = iter(loader)
     iterated_s = since_start_s()
     next(batches)

@@ -165,13 +165,19 @@ MOST_SPARE = 1.25
 IDLE_BYTES = 128 << 20
 """Idle memory that a pool keeps for later batches."""
 SEGMENT_BYTES = 1 << 20
-"""A tensor of this size is in a segment: a smaller copy costs less than the calls for a segment."""
+"""A tensor of this size is always in a segment, and is made there if dpex collates it."""
 SEGMENTS_FOR_BLOCK = 8
-"""Smaller tensors of a block that are in segments, so that the block is not in the object store.
+"""Smaller tensors of a block that are copied to segments, so that a call can carry the block.
 
-A block in the object store costs the worker process 2.5 ms and the raylet 1 ms, a segment costs
+A block in the object store costs the worker process 2.5 ms and the raylet 1 ms. A segment costs
 both ends together 0.02 to 0.13 ms.
 """
+LEAST_SEGMENT_BYTES = 16 << 10
+"""Least size of these tensors: rounded up to pages, a segment is at most ``MOST_SPARE`` larger."""
+MOST_MAPPED = 1 << 14
+"""Segments that the training process maps, a quarter of the mappings that Linux allows it."""
+TRIM_SHARE = 1 / 8
+"""Share of the idle mapped segments, or of their limit, that is released before the next look."""
 IDLE_MAPPED_BYTES = 512 << 20
 """Idle segments that the training process keeps mapped. Living processes would keep most anyway."""
 PROCESS_END_S = 1.0

@@ -127,7 +127,7 @@ class IndexDemand(Demand):
         run: Iteration that the chunks belong to.
         length: Number of batches that the sampler yields, or None if unknown.
         patient: Whether the batches of a chunk may arrive together, once every logical worker has
-            had a chunk and while no draw waits for one of these batches.
+            had a chunk, and unless the epoch is near its end.
     """
 
     def __init__(
@@ -221,16 +221,16 @@ class IndexDemand(Demand):
             self._send(self._open.pop(first), send)
 
     def _send(self, chunk: _OpenChunk, send: Callable[[Chunk], None]) -> None:
-        patient = self._patient and self._planner.settled and not self._draw_waits_for(chunk)
+        patient = self._patient and self._planner.settled and not self._is_near_end(chunk)
         self._planner.issued()
         send(
             Chunk(self._run, 0, chunk.first_batch, chunk.batches, chunk.positions, patient=patient)
         )
 
-    def _draw_waits_for(self, chunk: _OpenChunk) -> bool:
-        """Return whether the epoch's last batch is drawn only once a batch of the chunk is there.
+    def _is_near_end(self, chunk: _OpenChunk) -> bool:
+        """Return whether the epoch's last batch is drawn only after a batch of the chunk has come.
 
-        The last batch is drawn as late as in torch. Meanwhile, logical workers run out of batches.
+        The last batch is drawn as late as in torch. Until then, logical workers have nothing to do.
         """
         if self._length is None:
             return False

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block"]
 
 _ALIGNMENT = 64
+# Upper bound for what an entry without long texts adds to a block, besides its batch.
+_ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class BlockWriter:
         chunk: Number of the chunk.
         costs: Earlier costs of the batches, which the first block includes.
         origin: IDs of the task and of the process that make the blocks.
-        segments: Segments for large tensors, if the training process reads the blocks.
+        segments: Segments for tensors, if the training process reads the blocks.
 
     Attributes:
         batch_bytes: Size in bytes of the batches in the present block.
@@ -130,33 +132,39 @@ class BlockWriter:
 
         Large tensors that are not in a segment yet are copied to one, if there are segments.
         """
-        self.batch_bytes += entry.value.size_bytes
-        entry = self._in_segments(entry, tuning.SEGMENT_BYTES)
-        self._entries.append(entry)
+        batch = entry.value
+        self.batch_bytes += batch.size_bytes
+        if self._segments is not None:
+            batch = replace(batch, buffers=list(batch.buffers))
+            for slot in _tensors(batch, tuning.SEGMENT_BYTES):
+                batch.buffers[slot] = (
+                    self._segments.place(batch.buffers[slot]) or batch.buffers[slot]
+                )
+        self._entries.append(replace(entry, value=batch))
         self._costs.add(costs)
-        self.size_bytes += len(entry.value.head)
-        self.size_bytes += sum(b.nbytes for b in _copied(entry.value))
-
-    def _in_segments(self, entry: Entry, nbytes: int) -> Entry:
-        """Return an entry with places in segments for its tensors of at least ``nbytes`` bytes."""
-        if self._segments is None:
-            return entry
-        buffers = list(entry.value.buffers)
-        for slot in _tensors(entry.value, nbytes):
-            buffers[slot] = self._segments.place(buffers[slot]) or buffers[slot]
-        return replace(entry, value=replace(entry.value, buffers=buffers))
+        self.size_bytes += len(batch.head) + len(entry.state or b"")
+        self.size_bytes += sum(b.nbytes for b in batch.buffers if not isinstance(b, Place))
 
     def _shorten(self) -> None:
-        """Copy a few large tensors of a block to segments, if the rest is a small block."""
-        rest = self.size_bytes
-        if self._segments is None or rest < tuning.SMALL_BYTES:
+        """Copy a few tensors of a block to segments, if the call can then carry the rest."""
+        rest, small = self.size_bytes, tuning.SMALL_BYTES - _ENTRY_BYTES * len(self._entries)
+        if self._segments is None or rest < small:
             return
-        tensors = [e.value.buffers[slot] for e in self._entries for slot in _tensors(e.value)]
-        sizes = sorted((tensor.nbytes for tensor in tensors), reverse=True)
-        for nbytes in sizes[: tuning.SEGMENTS_FOR_BLOCK]:
-            rest -= nbytes
-            if rest < tuning.SMALL_BYTES:
-                self._entries = [self._in_segments(entry, nbytes) for entry in self._entries]
+        largest = sorted(
+            (
+                (batch.buffers, slot)
+                for batch in (entry.value for entry in self._entries)
+                for slot in _tensors(batch, tuning.LEAST_SEGMENT_BYTES)
+            ),
+            key=lambda found: -found[0][found[1]].nbytes,
+        )
+        chosen = []
+        for buffers, slot in largest[: tuning.SEGMENTS_FOR_BLOCK]:
+            chosen.append((buffers, slot))
+            rest -= buffers[slot].nbytes
+            if rest < small:
+                for buffers, slot in chosen:
+                    buffers[slot] = self._segments.place(buffers[slot]) or buffers[slot]
                 return
 
     def table(self) -> pa.Table:
@@ -214,20 +222,15 @@ class BlockWriter:
         )
 
 
-def _copied(batch: Pickled) -> list[Any]:
-    """Return the buffers of a batch that are not in segments."""
-    return [buffer for buffer in batch.buffers if not isinstance(buffer, Place)]
-
-
-def _tensors(batch: Pickled, nbytes: int = 0) -> list[int]:
-    """Return the slots of the tensors that have at least ``nbytes`` bytes and are in no segment.
+def _tensors(batch: Pickled, least_bytes: int) -> list[int]:
+    """Return the slots of a batch's tensors of at least this size that are not in a segment.
 
     Other arrays stay private: a fork of the training process shares its tensors, as in torch.
     """
     return [
         slot
         for slot in sorted(batch.tensor_slots)
-        if not isinstance(batch.buffers[slot], Place) and batch.buffers[slot].nbytes >= nbytes
+        if not isinstance(batch.buffers[slot], Place) and batch.buffers[slot].nbytes >= least_bytes
     ]
 
 

@@ -285,7 +285,8 @@ class SegmentReader:
         # By name, the oldest first. Without a lock, because a finalizer may interrupt any call:
         # each operation on the dict is atomic.
         self._idle: dict[str, _Mapping] = {}
-        self._releases = 0
+        # Since the last trim.
+        self._releases = self._released_bytes = 0
         self._open = True
 
     def view(self, place: Place) -> Bytes:
@@ -330,13 +331,18 @@ class SegmentReader:
         if self._open and not mapping.words[_GONE]:
             self._idle[mapping.name] = mapping
             self._releases += 1
-            # Not at each release: the training loop pays for it.
-            if self._releases > len(self._idle) // 8:
+            self._released_bytes += mapping.data.nbytes
+            # The training loop waits for this, so it is not done at each release.
+            if (
+                self._releases > tuning.TRIM_SHARE * len(self._idle)
+                or self._released_bytes > tuning.TRIM_SHARE * tuning.IDLE_MAPPED_BYTES
+            ):
                 self._trim()
 
     def _trim(self) -> None:
         """Unmap segments that their worker processes have dropped, and the oldest of too many."""
-        self._releases = idle_bytes = 0
+        self._releases = self._released_bytes = 0
+        idle_bytes = 0
         for mapping in reversed(list(self._idle.values())):
             idle_bytes += mapping.data.nbytes
             if mapping.words[_GONE] or idle_bytes > tuning.IDLE_MAPPED_BYTES:
@@ -387,9 +393,18 @@ def _part(data: Bytes, start: int, nbytes: int) -> Bytes:
     return np.frombuffer(data.data[start : start + nbytes], np.uint8)
 
 
+_mapped_now: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
 def _open_segment(place: Place) -> _Mapping:
+    if len(_mapped_now) >= tuning.MOST_MAPPED:
+        kept = OSError(f"it has mapped {tuning.MOST_MAPPED:,} batches that the program keeps")
+        _stop_segments(kept)
+        raise SegmentsUnreadableError(str(kept))
     try:
-        return _Mapping(place)
+        mapping = _Mapping(place)
+        _mapped_now.add(mapping)
+        return mapping
     except FileNotFoundError as error:
         raise SegmentLostError(str(error)) from error
     except OSError as error:

@@ -280,6 +280,8 @@ def test_a_small_batch_is_not_made_in_a_segment() -> None:
         ([400_000] * (tuning.SEGMENTS_FOR_BLOCK + 1), 0),  # one transfer is better
         ([tuning.SEGMENT_BYTES, 400_000], 2),
         ([tuning.SEGMENT_BYTES, *[10_000] * 20], 1),
+        ([10_000] * 12, 0),  # too small for a segment each
+        ([20_000] * 8, 4),
     ],
 )
 def test_a_short_block_needs_no_object_store(sizes: list[int], in_segments: int) -> None:
@@ -391,6 +393,25 @@ def test_where_segments_cannot_be_read_there_is_one_warning_and_no_more_of_them(
                 reader.view(place)
     assert ["not yours" in str(warning.message) for warning in told] == [True]
     assert segments.readable_segments() == ""
+
+
+def test_a_program_that_keeps_too_many_batches_gets_no_more_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segments, "_readable", True)
+    monkeypatch.setattr(segments, "_mapped_now", weakref.WeakSet())
+    monkeypatch.setattr(tuning, "MOST_MAPPED", 3)
+    pool, reader = pool_of(), SegmentReader()
+    for value in range(5):
+        assert (reader.view(placed(pool, value)) == value).all(), "not kept, so used again"
+    kept = [reader.view(placed(pool, value)) for value in range(3)]
+    with (
+        pytest.warns(UserWarning, match="it has mapped 3 batches that the program keeps"),
+        pytest.raises(SegmentsUnreadableError),
+    ):
+        reader.view(placed(pool, 3))
+    assert segments.readable_segments() == ""
+    assert [int(batch[0]) for batch in kept] == [0, 1, 2]
 
 
 def test_an_ended_run_keeps_no_mapping() -> None:
