@@ -126,8 +126,8 @@ class IndexDemand(Demand):
     Args:
         run: Iteration that the chunks belong to.
         length: Number of batches that the sampler yields, or None if unknown.
-        patient: Whether the batches of a chunk may arrive together, once every logical worker has
-            had a chunk, and unless the epoch is near its end.
+        patient: Whether the batches of a chunk may arrive together, after each logical worker's
+            first chunk and before the last batches.
     """
 
     def __init__(
