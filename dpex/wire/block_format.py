@@ -137,9 +137,7 @@ class BlockWriter:
         if self._segments is not None:
             batch = replace(batch, buffers=list(batch.buffers))
             for slot in _tensors(batch, tuning.SEGMENT_BYTES):
-                batch.buffers[slot] = (
-                    self._segments.place(batch.buffers[slot]) or batch.buffers[slot]
-                )
+                _place(self._segments, batch.buffers, slot)
         self._entries.append(replace(entry, value=batch))
         self._costs.add(costs)
         self.size_bytes += len(batch.head) + len(entry.state or b"")
@@ -164,7 +162,7 @@ class BlockWriter:
             rest -= buffers[slot].nbytes
             if rest < small:
                 for buffers, slot in chosen:
-                    buffers[slot] = self._segments.place(buffers[slot]) or buffers[slot]
+                    _place(self._segments, buffers, slot)
                 return
 
     def table(self) -> pa.Table:
@@ -220,6 +218,11 @@ class BlockWriter:
                 **columns,
             }
         )
+
+
+def _place(segments: SegmentPool, buffers: list[Any], slot: int) -> None:
+    """Replace a buffer by its place in a segment, if there is a segment for it."""
+    buffers[slot] = segments.place(buffers[slot]) or buffers[slot]
 
 
 def _tensors(batch: Pickled, least_bytes: int) -> list[int]:
