@@ -123,6 +123,8 @@ RECORDER_S = 5.0
 
 SMALL_BYTES = 100_000
 """Ray passes arguments below about this size in the call, not through the object store."""
+ENTRY_BYTES = 256
+"""Upper bound for what an entry without long texts adds to a block, besides its batch."""
 BLOCK_BYTES = 8 << 20
 """A task sends a block of this size at once."""
 BLOCK_S = 0.25

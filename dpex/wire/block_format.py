@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block"]
 
 _ALIGNMENT = 64
-# Upper bound for what an entry without long texts adds to a block, besides its batch.
-_ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class BlockWriter:
 
     def _shorten(self) -> None:
         """Copy a few tensors of a block to segments, if the call can then carry the rest."""
-        rest, small = self.size_bytes, tuning.SMALL_BYTES - _ENTRY_BYTES * len(self._entries)
+        rest, small = self.size_bytes, tuning.SMALL_BYTES - tuning.ENTRY_BYTES * len(self._entries)
         if self._segments is None or rest < small:
             return
         largest = sorted(
