@@ -264,10 +264,16 @@ class _PipelineActor:
     def _opened(self) -> list[_Pipeline]:
         return [o.result() for o in self._pipelines.values() if o.done() and not o.exception()]
 
-    async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> None:
-        """Start a pipeline that serves ``run`` first."""
+    async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> bool:
+        """Start a pipeline that serves ``run`` first.
+
+        Returns:
+            False if worker processes should inherit the job but do not: this process has not.
+        """
+        if not spec.job and spec.job_key not in inheritance:
+            return False
         if pipeline_key in self._closed and pipeline_key not in self._pipelines:
-            return  # closed before this call arrived, and no call waits for it
+            return True  # closed before this call arrived, and no call waits for it
         loop = asyncio.get_running_loop()
         opening = self._opening(pipeline_key)
         try:
@@ -276,6 +282,7 @@ class _PipelineActor:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
             opening.set_exception(error)
+        return True
 
     async def begin(self, pipeline_key: str, run: str) -> bool:
         """Switch a pipeline to another run.
@@ -416,10 +423,6 @@ class _PipelineActor:
         """Return how many tasks make batches of a run; 0 if the run is over."""
         pipeline = await self._serving(pipeline_key, run)
         return pipeline.scheduler.tasks_at_work if pipeline is not None else 0
-
-    async def inherits(self, job_key: str) -> bool:
-        """Return whether this process inherited a job; if so, worker processes inherit it too."""
-        return job_key in inheritance
 
     async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
         """Store an inherited job, for a worker process that needs a further copy."""

@@ -74,11 +74,14 @@ class PipelineBegins:
 
     Attributes:
         pipeline: The pipeline.
-        answer: The pipeline actor's answer; None for a new pipeline, which needs no confirmation.
+        answer: The pipeline actor's answer; None for a new pipeline with a stored job, which needs
+            no confirmation.
+        opens: Whether the pipeline is new.
     """
 
     pipeline: _RemotePipeline
     answer: ray.ObjectRef | None
+    opens: bool
 
 
 class RemotePipelines:
@@ -106,9 +109,8 @@ class RemotePipelines:
                 # late, when the next run has started.
                 pipeline.ready = False
                 claim.attach(self._actor, pipeline, run.key)
-                begins = PipelineBegins(
-                    pipeline, self._actor.handle.begin.remote(pipeline.key, run.key)
-                )
+                answer = self._actor.handle.begin.remote(pipeline.key, run.key)
+                begins = PipelineBegins(pipeline, answer, opens=False)
             else:
                 self._drop(pipeline)
         return begins or self.new(run, spec, claim)
@@ -124,16 +126,19 @@ class RemotePipelines:
         return begins.pipeline.ready
 
     def new(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
-        """Start a pipeline that serves ``run`` first."""
+        """Start a pipeline that serves ``run`` first.
+
+        It does not begin if it has no stored job and the actor has not inherited the job.
+        """
         pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
         with self._lock:
             self._pipelines.append(pipeline)
         claim.attach(self._actor, pipeline, run.key)
-        self._actor.handle.open.remote(
+        answer = self._actor.handle.open.remote(
             pipeline.key, replace(spec, pipeline_key=pipeline.key), run.key
         )
-        pipeline.ready = True
-        return PipelineBegins(pipeline, None)
+        pipeline.ready = bool(spec.job)
+        return PipelineBegins(pipeline, None if pipeline.ready else answer, opens=True)
 
     def _drop(self, pipeline: _RemotePipeline) -> None:
         """Close a pipeline."""

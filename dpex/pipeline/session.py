@@ -58,7 +58,8 @@ class _StoredJob:
     Attributes:
         key: Digest of the job's bytes.
         refs: Reference to the bytes in the object store; empty if worker processes inherit them.
-        inherited: The bytes, as views of the user's own memory, if worker processes inherit them.
+        inherited: The bytes, as views of the user's own memory, if worker processes should
+            inherit them.
         later: The later stages, with their stored jobs.
     """
 
@@ -237,8 +238,11 @@ class Session:
         return frozenset()
 
     def _place(self, key: str, pickled: Pickled) -> _StoredJob:
-        if self._connection.kind == "local" and self._inherited(key):
+        if self._connection.kind == "local" and forkserver.bequeathed(key):
             return _StoredJob(key, [], pickled)
+        return _StoredJob(key, [self._put(pickled)], None)
+
+    def _put(self, pickled: Pickled) -> ray.ObjectRef:
         capacity = _store_capacity()
         if pickled.size_bytes > capacity:
             larger = (
@@ -260,7 +264,7 @@ class Session:
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
             )
-        return _StoredJob(key, [store_job(pickled)], None)
+        return store_job(pickled)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         _check_room(number, stage)
@@ -289,18 +293,6 @@ class Session:
             capped=stage.max_workers is not None,
             keeps_processes=bool(stage.num_gpus),
         )
-
-    def _inherited(self, key: str) -> bool:
-        # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
-        # start. An earlier load would keep the GIL from the thread that starts the actor.
-        threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
-        inherits = self._actor.handle.inherits.remote(key)
-        try:
-            return bool(self._nodes.answered(inherits))
-        except ACTOR_LOST:
-            self._actor.lost = True
-            self._start()
-            return bool(self._nodes.answered(self._actor.handle.inherits.remote(key)))
 
     def open(
         self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
@@ -337,25 +329,29 @@ class Session:
         try:
             begins = self._pipelines.begin(run, spec, claim)
         except ACTOR_LOST:
-            begins = self._begin_on_new_actor(run, spec, claim)
+            spec, begins = self._begin_on_new_actor(run, spec, claim)
+        # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
+        # start. An earlier load would keep the GIL from the thread that starts the actor.
+        threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         return functools.partial(self._opened, run, spec, claim, begins, pin_memory)
 
-    def _begin_on_new_actor(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+    def _begin_on_new_actor(
+        self, run: Run, spec: PipelineSpec, claim: Claim
+    ) -> tuple[PipelineSpec, PipelineBegins]:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
         self._actor.lost = True
         self._start()
-        assert self._stored is not None
-        spec = replace(spec, job=self._stored.refs, actor_name=self._actor.name)
-        return self._pipelines.new(run, spec, claim)
+        spec = replace(spec, actor_name=self._actor.name)
+        return spec, self._pipelines.new(run, spec, claim)
 
     def _opened(
         self, run: Run, spec: PipelineSpec, claim: Claim, begins: PipelineBegins, pin_memory: bool
     ) -> RemoteRun:
         try:
-            if not self._pipelines.begun(begins):
-                begins = self._pipelines.new(run, spec, claim)
+            begins = self._begun(run, spec, claim, begins)
         except ACTOR_LOST:
-            begins = self._begin_on_new_actor(run, spec, claim)
+            spec, begins = self._begin_on_new_actor(run, spec, claim)
+            begins = self._begun(run, spec, claim, begins)
         return RemoteRun(
             self._actor,
             begins.pipeline.key,
@@ -367,6 +363,24 @@ class Session:
             through_client=self._connection.kind == "client",
         )
 
+    def _begun(
+        self, run: Run, spec: PipelineSpec, claim: Claim, begins: PipelineBegins
+    ) -> PipelineBegins:
+        """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
+        while not self._pipelines.begun(begins):
+            if begins.opens:  # the fork server has died, or Ray started the actor without it
+                spec = replace(spec, job=self._store_inherited())
+            begins = self._pipelines.new(run, spec, claim)
+        return begins
+
+    def _store_inherited(self) -> list[ray.ObjectRef]:
+        """Store a job that worker processes do not inherit after all."""
+        assert self._stored is not None
+        if self._stored.inherited is not None:
+            refs = [self._put(self._stored.inherited)]
+            self._stored = replace(self._stored, refs=refs, inherited=None)
+        return self._stored.refs
+
     def _start(self) -> None:
         """Use this process's pipeline actor, or start an actor in place of a dead one."""
         self._actor: PipelineActor = get_pipeline_actor(self._connection.runtime_env)
@@ -375,11 +389,6 @@ class Session:
         self._release = weakref.finalize(self, release_later, self._pipelines.close)
         be_ready()
         self._release.atexit = False
-        if self._stored is not None and self._stored.inherited is not None:
-            # The fork server may have died with the pipeline actor. If it has, worker processes no
-            # longer inherit the job.
-            placed = self._place(self._stored.key, self._stored.inherited)
-            self._stored = replace(placed, later=self._stored.later)
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
         """Publish the increase of an epoch's statistics; see ``metrics.publish``."""

@@ -16,7 +16,8 @@ from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.binding import Binding
 
-SPEC = PipelineSpec([], "job", "actor", claims_cpus=False, num_workers=2)
+JOB: Any = "a reference"
+SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)
 STAGE = LaterStage([], "stage", {}, 1, capped=False, keeps_processes=False)
 ORIGIN = ("lease", "process")
 BLOCK = ("stage", 0, 0)
@@ -289,6 +290,22 @@ def test_a_pipeline_that_cannot_open_raises_in_every_call(
             with pytest.raises(OSError, match="no thread"):
                 await call
         await actor.close("pipeline")
+
+    play(scenario)
+
+
+def test_a_pipeline_of_an_inherited_job_opens_only_if_the_actor_inherited_it(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        inherited = replace(SPEC, job=[])
+        assert not await actor.open("one", inherited, "first")
+        assert executions == []
+        monkeypatch.setitem(actor_module.inheritance, "job", JOB)
+        assert await actor.open("two", inherited, "first")
+        assert len(executions) == 1
+        for key in ("one", "two"):
+            await actor.close(key)
 
     play(scenario)
 

@@ -15,7 +15,8 @@ from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, Re
 from dpex.worker.logical_worker import Run
 from dpex.worker.training_settings import Settings
 
-SPEC = PipelineSpec([], "job", "actor")
+JOB: Any = "a reference"
+SPEC = PipelineSpec([JOB], "job", "actor")
 RUN = Run("first", "loader", 7, 0, 2, 0, Settings(".", torch.float32))
 
 
@@ -89,6 +90,21 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
     second = pipelines.new(RUN, SPEC, claim)
     assert names(actor, first, second) == [("open", 0), ("begin", 0), ("close", 0), ("open", 1)]
+
+
+def test_a_new_pipeline_of_an_inherited_job_is_used_if_it_opens() -> None:
+    for opens in (True, False):
+        actor = FakePipelineActor(open=opens)
+        pipelines = pipelines_of(actor)
+        claim = Claim()
+        first = pipelines.begin(RUN, replace(SPEC, job=[]), claim)
+        assert pipelines.begun(first) is opens
+        del claim
+        claim = Claim()
+        second = pipelines.begin(RUN, replace(SPEC, job=[]), claim)
+        assert (second.pipeline is first.pipeline) is opens
+        expected = [("begin", 0)] if opens else [("close", 0), ("open", 1)]
+        assert names(actor, first, second) == [("open", 0), *expected]
 
 
 def test_a_pipeline_whose_answer_was_not_awaited_is_closed() -> None:

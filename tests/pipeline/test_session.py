@@ -63,7 +63,8 @@ class FakeRay:
         free: As ``ray.available_resources()`` returns them.
         starts_nodes: Whether an autoscaler starts nodes.
         actors: The pipeline actors. Each starts when the one before it is lost.
-        next_inherits: For each actor, its answer to ``inherits``. False if there is no entry.
+        bequeathed: Whether forks of the fork server inherit the job.
+        next_opens: For each actor, its answer to ``open``. True if there is no entry.
         environments: The runtime environment of each call for a pipeline actor.
         stored: Contents of the jobs in the object store, in order.
         kept: References to stored jobs that a session or a recorded call still has.
@@ -81,7 +82,8 @@ class FakeRay:
         self.starts_nodes = False
         self.actors: list[FakePipelineActor] = []
         self.environments: list[Any] = []
-        self.next_inherits: list[Any] = []
+        self.bequeathed = False
+        self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
@@ -114,6 +116,7 @@ class FakeRay:
         }.items():
             patch.setattr(session_module, name, value)
         patch.setattr(connect, "cluster_size", self.size)
+        patch.setattr(forkserver, "bequeathed", lambda key: self.bequeathed)
         patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
         patch.setattr(module_settings, "inherited", lambda: frozenset({"mine", "torch"}))
         patch.setattr(Session, "warned_of_size", False)
@@ -121,8 +124,8 @@ class FakeRay:
     def actor(self, runtime_env: Any) -> FakePipelineActor:
         self.environments.append(runtime_env)
         if not self.actors or self.actors[-1].lost:
-            inherits = self.next_inherits.pop(0) if self.next_inherits else False
-            self.actors.append(FakePipelineActor(f"actor {len(self.actors)}", inherits=inherits))
+            opens = self.next_opens.pop(0) if self.next_opens else True
+            self.actors.append(FakePipelineActor(f"actor {len(self.actors)}", open=opens))
         return self.actors[-1]
 
     def store(self, pickled: Pickled) -> Ref:
@@ -311,32 +314,47 @@ def test_a_module_that_has_no_value_is_an_error_that_names_changed_ones(
 
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_job_that_worker_processes_inherit_is_not_stored(inherits: bool, ray: FakeRay) -> None:
-    ray.next_inherits = [inherits]
+    ray.bequeathed, ray.next_opens = True, [inherits]
     session = ray.session()
-    key = session.store(Job())
     session.store(Job())
-    assert ray.actors[0].calls == [("inherits", key)], "the answer stays the same"
-    assert ray.stored == ([] if inherits else [b"job"])
-    open_run(session)
-    assert contents(opened(ray.actors[0]).job) == ray.stored
+    assert ray.stored == []
+    open_run(session).end()
+    session.store(Job())
+    open_run(session).end()
+    opens = ["open"] if inherits else ["open", "close", "open"]
+    assert calls(ray.actors[0]) == [*opens, "begin"], "the answer stays the same"
+    assert contents(opened(ray.actors[0]).job) == ray.stored == ([] if inherits else [b"job"])
 
 
 def test_worker_processes_of_a_cluster_inherit_nothing(ray: FakeRay) -> None:
-    ray.next_inherits = [True]
+    ray.bequeathed = True
     ray.session(ONE_HOST).store(Job())
-    assert ray.actors[0].calls == []
+    assert ray.stored == [b"job"]
+
+
+def test_a_job_that_the_fork_server_lacks_is_stored_at_once(ray: FakeRay) -> None:
+    """A later ``store`` might read memory that the sampler has changed meanwhile."""
+    ray.session().store(Job())
     assert ray.stored == [b"job"]
 
 
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_new_actor_says_whether_worker_processes_inherit(inherits: bool, ray: FakeRay) -> None:
-    ray.next_inherits = [ActorDiedError, inherits]
+    ray.bequeathed, ray.next_opens = True, [ActorDiedError, inherits]
     session = ray.session()
     session.store(Job())
-    assert [actor.lost for actor in ray.actors] == [True, False]
-    assert ray.stored == ([] if inherits else [b"job"])
     open_run(session)
-    assert calls(ray.actors[1]) == ["inherits", "open"]
+    assert [actor.lost for actor in ray.actors] == [True, False]
+    assert calls(ray.actors[1]) == (["open"] if inherits else ["open", "close", "open"])
+    assert contents(opened(ray.actors[1]).job) == ray.stored == ([] if inherits else [b"job"])
+
+
+def test_a_second_actor_that_dies_at_once_ends_the_wait(ray: FakeRay) -> None:
+    ray.bequeathed, ray.next_opens = True, [ActorDiedError, ActorDiedError]
+    session = ray.session()
+    session.store(Job())
+    with pytest.raises(ActorDiedError):
+        open_run(session)
 
 
 @pytest.mark.parametrize(
@@ -642,8 +660,8 @@ def lose_while_a_pipeline_is_replaced(actor: FakePipelineActor) -> None:
 def test_a_lost_actor_is_replaced(
     lose: Callable[[FakePipelineActor], None], inherits: bool | None, ray: FakeRay
 ) -> None:
-    """A job that worker processes inherited is placed again: the fork server may have died."""
-    ray.next_inherits = [inherits is not None, inherits]
+    """A job that worker processes inherited may have to be stored: the fork server may be dead."""
+    ray.bequeathed, ray.next_opens = inherits is not None, [True, inherits is not False]
     session = ray.session(LOCAL)
     stage = Stage(double), Job(b"stage")
     session.store(Job(), [stage])
@@ -654,7 +672,7 @@ def test_a_lost_actor_is_replaced(
     run = open_run(session)
     old, new = ray.actors
     assert old.lost
-    assert calls(new) == ["open"] if inherits is None else ["inherits", "open"]
+    assert calls(new) == (["open", "close", "open"] if inherits is False else ["open"])
     spec = opened(new)
     assert spec.actor_name == "actor 1"
     assert contents(spec.job) == ([] if inherits else [b"job"])

@@ -26,7 +26,7 @@ class FakePipelineActor:
         self.name = name
         self.lost = False
         self.connected = True
-        self.answers: dict[str, Any] = {"begin": True, "inherits": False, **answers}
+        self.answers: dict[str, Any] = {"begin": True, "open": True, **answers}
         self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.handle = _Handle(self)

@@ -57,6 +57,7 @@ __all__ = [
     "Bequest",
     "FIRST_JOB",
     "address",
+    "bequeathed",
     "fork_parent",
     "forked_from_here",
     "inheritance",
@@ -110,6 +111,7 @@ _job_id: str | None = None
 # Ids of the jobs of this process, in any Ray. Every local Ray of a single process has the first.
 _job_ids: set[str] = {FIRST_JOB}
 _pid: int | None = None
+_bequeathed: str | None = None
 
 
 def address(bequest: Callable[[], Bequest] | None, job_id: str) -> str | None:
@@ -159,7 +161,7 @@ def record_job(job_id: str) -> None:
 
 def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:
     """Fork the server from this process, and return whether that was possible."""
-    global _pid
+    global _bequeathed, _pid
     # Before the fork: afterwards each page that they read is copied.
     module_settings.remember()
     local_modules.remember()
@@ -171,7 +173,7 @@ def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_
     if pid == 0:
         inheritance[job.pickled.digest] = job
         _serve(listener, our_life, token, job_id)
-    _pid = pid
+    _bequeathed, _pid = job.pickled.digest, pid
     return True
 
 
@@ -208,6 +210,11 @@ def forked_from_here() -> bool:
     return _pid is not None
 
 
+def bequeathed(job_key: str) -> bool:
+    """Return whether the server's forks inherit the job with this digest, if it still runs."""
+    return _bequeathed == job_key
+
+
 def fork_parent() -> int | None:
     """Return the pid of the forked server, or of this process if it can still fork the server.
 
@@ -228,8 +235,8 @@ def _can_fork() -> bool:
 
 
 def _forget_in_child() -> None:
-    global _address, _job_id, _pid
-    _address = _job_id = _pid = None
+    global _address, _bequeathed, _job_id, _pid
+    _address = _bequeathed = _job_id = _pid = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
