@@ -258,12 +258,12 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                 persistent=self.persistent_workers,
             )
             state = self._cluster = _ClusterState(self, session)
-        job_key = state.session.store(
+        stored = state.session.store(
             pickle_job, [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
         )
         return ClusterIter(
             self,
-            job_key,
+            stored,
             state.session,
             state.planner,
             state.versions,

@@ -270,12 +270,13 @@ class _PipelineActor:
         Returns:
             False if worker processes should inherit the job but do not: this process has not.
         """
-        if not spec.job and spec.job_key not in inheritance:
-            return False
         if pipeline_key in self._closed and pipeline_key not in self._pipelines:
             return True  # closed before this call arrived, and no call waits for it
         loop = asyncio.get_running_loop()
         opening = self._opening(pipeline_key)
+        if not spec.job and spec.job_key not in inheritance:
+            opening.set_exception(LookupError("the pipeline actor has not inherited the job"))
+            return False
         try:
             opening.set_result(_Pipeline(spec, run, loop, self._somebody_waits))
             if spec.claims_cpus and self._sharing is None:

@@ -64,7 +64,7 @@ class PipelineSpec:
     Attributes:
         job: Reference to the training process's ``sys.path`` and the parts of the pickled ``Job``.
             A list holds it, so that Ray does not resolve it. The list is empty if worker processes
-            inherit the job.
+            should inherit the job.
         job_key: Digest of the job's bytes.
         actor_name: Name of the pipeline actor that the tasks call.
         pipeline_key: Key of the pipeline that the tasks belong to.

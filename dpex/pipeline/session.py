@@ -7,6 +7,7 @@ import functools
 import importlib
 import itertools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -43,16 +44,17 @@ if TYPE_CHECKING:
     from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
 
-__all__ = ["Session"]
+__all__ = ["Session", "StoredJob"]
 
 logger = logging.getLogger("dpex")
 
+_RECEIVER = "dpex.wire.receiver"
 # Numbers the sessions of this process, for the tag of their metrics.
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class _StoredJob:
+@dataclass(eq=False)
+class StoredJob:
     """A job that worker processes can read.
 
     Attributes:
@@ -110,7 +112,9 @@ class Session:
         self._number = str(next(_numbers))
         self._nodes = Nodes()
         self._pool = MemoryPool()
-        self._stored: _StoredJob | None = None
+        self._stored: StoredJob | None = None
+        # All jobs that an iteration may still use.
+        self._jobs: weakref.WeakSet[StoredJob] = weakref.WeakSet()
         self._start()
 
     def _check_room(self) -> None:
@@ -177,7 +181,7 @@ class Session:
         self,
         pickle_job: Callable[[bool], Pickled],
         later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
-    ) -> str:
+    ) -> StoredJob:
         """Store a loader's jobs for the worker processes, unless the same bytes are stored.
 
         Args:
@@ -186,7 +190,7 @@ class Session:
             later: The later stages, each with a function that pickles its ``StageJob``.
 
         Returns:
-            The digest of the job's bytes.
+            The stored jobs, for ``open``.
 
         Raises:
             ClusterError: No node has the resources that a worker of a later stage requests.
@@ -224,7 +228,8 @@ class Session:
             ]
             known = replace(known, later=tuple(stages))
         self._stored = known
-        return key
+        self._jobs.add(known)
+        return known
 
     def _inherited_modules(self, later: Sequence[Stage]) -> frozenset[str]:
         """Return the names of the modules that all worker processes inherit from this process."""
@@ -237,10 +242,11 @@ class Session:
             return module_settings.inherited()
         return frozenset()
 
-    def _place(self, key: str, pickled: Pickled) -> _StoredJob:
-        if self._connection.kind == "local" and forkserver.bequeathed(key):
-            return _StoredJob(key, [], pickled)
-        return _StoredJob(key, [self._put(pickled)], None)
+    def _place(self, key: str, pickled: Pickled) -> StoredJob:
+        job_id = str(ray.get_runtime_context().get_job_id())
+        if self._connection.kind == "local" and forkserver.bequeathed(key, job_id):
+            return StoredJob(key, [], pickled)
+        return StoredJob(key, [self._put(pickled)], None)
 
     def _put(self, pickled: Pickled) -> ray.ObjectRef:
         capacity = _store_capacity()
@@ -295,34 +301,34 @@ class Session:
         )
 
     def open(
-        self, run: Run, job_key: str, *, binding: Binding, pin_memory: bool
+        self, run: Run, job: StoredJob, *, binding: Binding, pin_memory: bool
     ) -> Callable[[], RemoteRun]:
         """Start an iteration without waiting for it.
 
         Args:
             run: The iteration.
-            job_key: The digest that ``store`` returned.
+            job: The jobs that ``store`` returned.
             binding: Initial binding of logical workers to processes.
             pin_memory: Whether batches go to page-locked memory.
 
         Returns:
             A function that waits until the iteration has started, and returns its ``RemoteRun``.
-            The caller can draw indices before it calls the function.
+            The caller can draw indices before it calls the function. The function raises
+            ``ClusterError`` or ``DatasetTooLargeError`` if worker processes cannot get the job.
         """
-        assert self._stored is not None
         make_no_errors_of_rays_warnings()
         if self._actor.lost:
             self._start()
         spec = PipelineSpec(
-            self._stored.refs,
-            job_key,
+            job.refs,
+            job.key,
             self._actor.name,
             claims_cpus=self.claims_cpus,
             num_workers=self._num_workers,
             binding=binding,
             persistent=self._persistent,
             options=self._options,
-            later=self._stored.later,
+            later=job.later,
             reader="" if self._connection.kind == "client" else readable_segments(),
         )
         claim = Claim()
@@ -332,8 +338,9 @@ class Session:
             spec, begins = self._begin_on_new_actor(run, spec, claim)
         # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
         # start. An earlier load would keep the GIL from the thread that starts the actor.
-        threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
-        return functools.partial(self._opened, run, spec, claim, begins, pin_memory)
+        if _RECEIVER not in sys.modules:
+            threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
+        return functools.partial(self._opened, run, job, spec, claim, begins, pin_memory)
 
     def _begin_on_new_actor(
         self, run: Run, spec: PipelineSpec, claim: Claim
@@ -345,13 +352,19 @@ class Session:
         return spec, self._pipelines.new(run, spec, claim)
 
     def _opened(
-        self, run: Run, spec: PipelineSpec, claim: Claim, begins: PipelineBegins, pin_memory: bool
+        self,
+        run: Run,
+        job: StoredJob,
+        spec: PipelineSpec,
+        claim: Claim,
+        begins: PipelineBegins,
+        pin_memory: bool,
     ) -> RemoteRun:
         try:
-            begins = self._begun(run, spec, claim, begins)
+            begins = self._begun(run, job, spec, claim, begins)
         except ACTOR_LOST:
             spec, begins = self._begin_on_new_actor(run, spec, claim)
-            begins = self._begun(run, spec, claim, begins)
+            begins = self._begun(run, job, spec, claim, begins)
         return RemoteRun(
             self._actor,
             begins.pipeline.key,
@@ -364,22 +377,35 @@ class Session:
         )
 
     def _begun(
-        self, run: Run, spec: PipelineSpec, claim: Claim, begins: PipelineBegins
+        self,
+        run: Run,
+        job: StoredJob,
+        spec: PipelineSpec,
+        claim: Claim,
+        begins: PipelineBegins,
     ) -> PipelineBegins:
         """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
         while not self._pipelines.begun(begins):
-            if begins.opens:  # the fork server has died, or Ray started the actor without it
-                spec = replace(spec, job=self._store_inherited())
+            if begins.opens:  # the fork server has died, or Ray started the actor itself
+                self._store_inherited(job)
+                spec = replace(spec, job=job.refs)
             begins = self._pipelines.new(run, spec, claim)
         return begins
 
-    def _store_inherited(self) -> list[ray.ObjectRef]:
-        """Store a job that worker processes do not inherit after all."""
-        assert self._stored is not None
-        if self._stored.inherited is not None:
-            refs = [self._put(self._stored.inherited)]
-            self._stored = replace(self._stored, refs=refs, inherited=None)
-        return self._stored.refs
+    def _store_inherited(self, job: StoredJob) -> None:
+        """Store a job that worker processes do not inherit after all.
+
+        Raises:
+            ClusterError: The user's memory, which the job refers to, has changed meanwhile.
+        """
+        if job.inherited is None:
+            return
+        if job.inherited.digest != job.key:
+            raise ClusterError(
+                "Ray could not fork a process, and the dataset has changed since iter() pickled it. "
+                "Call iter(loader) again"
+            )
+        job.refs, job.inherited = [self._put(job.inherited)], None
 
     def _start(self) -> None:
         """Use this process's pipeline actor, or start an actor in place of a dead one."""
@@ -432,6 +458,8 @@ class Session:
     def close(self) -> None:
         """Close the pipelines and release the stored jobs; running tasks stop."""
         self._stored = None
+        for job in self._jobs:
+            job.refs, job.later = [], ()
         if self._release.alive:
             self._pipelines.close()
             self._release.detach()
@@ -445,7 +473,7 @@ def _without_fork(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 
 def _load_ray_data() -> None:
     with contextlib.suppress(ImportError):  # the code that needs it raises the error again
-        importlib.import_module("dpex.wire.receiver")
+        importlib.import_module(_RECEIVER)
 
 
 def _in_units(size_bytes: int) -> str:

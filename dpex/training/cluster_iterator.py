@@ -21,7 +21,7 @@ from dpex.worker.training_settings import Settings
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from dpex.pipeline.session import Session
+    from dpex.pipeline.session import Session, StoredJob
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.training.dataset_versions import DatasetVersions
@@ -37,7 +37,7 @@ class ClusterIter(BaseDataLoaderIter):
 
     Args:
         loader: The loader.
-        job_key: Key of the loader's job, which ``session.store`` returned.
+        job: The loader's job, which ``session.store`` returned.
         session: The loader's job and pipelines on the cluster.
         planner: Planner of the chunk sizes, which keeps the costs of earlier iterations.
         versions: Source of the numbers of dataset versions.
@@ -56,7 +56,7 @@ class ClusterIter(BaseDataLoaderIter):
     def __init__(
         self,
         loader: DataLoader[Any],
-        job_key: str,
+        job: StoredJob,
         session: Session,
         planner: ChunkPlanner,
         versions: DatasetVersions,
@@ -80,7 +80,7 @@ class ClusterIter(BaseDataLoaderIter):
             max_skipped=max_skipped,
             timeout_s=self._timeout,
             pin_memory=self._pin_memory,
-            job_key=job_key,
+            job=job,
             binding=Binding.ALWAYS if streams or loader.worker_init_fn else Binding.WATCHED,
         )
         self._notes = StateNotes(versions)

@@ -22,7 +22,7 @@ from dpex.wire.loss_causes import joined
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
-    from dpex.pipeline.session import Session
+    from dpex.pipeline.session import Session, StoredJob
     from dpex.training.batch_order import Demand
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.wire.receiver import Arrival
@@ -44,7 +44,7 @@ class EpochOptions:
         max_skipped: Maximum number of samples to leave out.
         timeout_s: Maximum wait for a batch in seconds; 0 for no maximum.
         pin_memory: Whether batches go to page-locked memory.
-        job_key: Key of the loader's job, which ``session.store`` returned.
+        job: The loader's job, which ``session.store`` returned.
         binding: Whether logical workers are bound to processes at the start.
     """
 
@@ -52,7 +52,7 @@ class EpochOptions:
     max_skipped: int
     timeout_s: float
     pin_memory: bool
-    job_key: str
+    job: StoredJob
     binding: Binding
 
 
@@ -165,7 +165,7 @@ class Epoch:
         """Start a run, without waiting for it; ``_opened`` waits."""
         return self._session.open(
             self._run_spec,
-            self._options.job_key,
+            self._options.job,
             binding=self._options.binding,
             pin_memory=self._options.pin_memory,
         )

@@ -299,7 +299,10 @@ def test_a_pipeline_of_an_inherited_job_opens_only_if_the_actor_inherited_it(
 ) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         inherited = replace(SPEC, job=[])
+        taking = await started(actor.take("one", "first"))
         assert not await actor.open("one", inherited, "first")
+        with pytest.raises(LookupError, match="has not inherited"):
+            await taking
         assert executions == []
         monkeypatch.setitem(actor_module.inheritance, "job", JOB)
         assert await actor.open("two", inherited, "first")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from fake_actor import FakeNodes, FakePipelineActor
@@ -25,7 +26,7 @@ from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
 from dpex.pipeline import session as session_module
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.pipeline.remote_run import RemoteRun
-from dpex.pipeline.session import Session
+from dpex.pipeline.session import Session, StoredJob
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
@@ -93,7 +94,7 @@ class FakeRay:
         self.released: list[Callable[[], object]] = []
         self.settled = threading.Event()
 
-        context = SimpleNamespace(get_node_id=lambda: "here")
+        context = SimpleNamespace(get_node_id=lambda: "here", get_job_id=lambda: "01000000")
         ray = SimpleNamespace(
             nodes=lambda: self.nodes,
             available_resources=lambda: self.free,
@@ -116,7 +117,7 @@ class FakeRay:
         }.items():
             patch.setattr(session_module, name, value)
         patch.setattr(connect, "cluster_size", self.size)
-        patch.setattr(forkserver, "bequeathed", lambda key: self.bequeathed)
+        patch.setattr(forkserver, "bequeathed", self.inherits)
         patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
         patch.setattr(module_settings, "inherited", lambda: frozenset({"mine", "torch"}))
         patch.setattr(Session, "warned_of_size", False)
@@ -127,6 +128,10 @@ class FakeRay:
             opens = self.next_opens.pop(0) if self.next_opens else True
             self.actors.append(FakePipelineActor(f"actor {len(self.actors)}", open=opens))
         return self.actors[-1]
+
+    def inherits(self, job_key: str, job_id: str) -> bool:
+        assert job_id == "01000000"
+        return self.bequeathed
 
     def store(self, pickled: Pickled) -> Ref:
         ref = Ref(pickled.head)
@@ -188,8 +193,11 @@ def double(value: Any) -> Any:
     return 2 * value
 
 
-def open_run(session: Session) -> RemoteRun:
-    return session.open(RUN, "key", binding=Binding.ALWAYS, pin_memory=False)()
+def open_run(session: Session, job: StoredJob | None = None) -> RemoteRun:
+    """Open a run of a job, or of the job that a session has stored last."""
+    job = job or session._stored
+    assert job is not None
+    return session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)()
 
 
 def calls(actor: FakePipelineActor) -> list[str]:
@@ -218,15 +226,20 @@ def later_of(session: Session, ray: FakeRay, *stages: Stage) -> tuple[LaterStage
 
 def test_a_job_is_stored_again_only_if_its_bytes_differ(ray: FakeRay) -> None:
     session = ray.session()
-    key = session.store(Job(b"one"))
-    assert key == Pickled(b"one").digest
-    assert session.store(Job(b"one")) == key
+    one = session.store(Job(b"one"))
+    assert one.key == Pickled(b"one").digest
+    assert session.store(Job(b"one")) is one
     assert ray.stored == [b"one"]
-    assert session.store(Job(b"two")) == Pickled(b"two").digest
+    two = session.store(Job(b"two"))
+    assert two.key == Pickled(b"two").digest
     assert ray.stored == [b"one", b"two"]
+    for job, content in ((one, b"one"), (two, b"two")):
+        open_run(session, job).end()
+        spec = opened(ray.actors[0])
+        assert (contents(spec.job), spec.job_key) == ([content], job.key)
+    ray.actors[0].calls.clear()
+    del one, two, job, spec
     assert contents(list(ray.kept)) == [b"two"], "the first job is released"
-    open_run(session)
-    assert contents(opened(ray.actors[0]).job) == [b"two"]
 
 
 def test_later_stages_are_stored_again_only_if_their_bytes_differ(ray: FakeRay) -> None:
@@ -251,9 +264,10 @@ def test_later_stages_are_stored_again_only_if_their_bytes_differ(ray: FakeRay) 
 
 def test_a_close_releases_the_jobs(ray: FakeRay) -> None:
     session = ray.session()
-    session.store(Job(), [(Stage(double), Job(b"stage"))])
-    assert len(ray.kept) == 2
+    jobs = [session.store(Job(), [(Stage(double), Job(stage))]) for stage in (b"a", b"b")]
+    assert len(ray.kept) == 3
     session.close()
+    assert len(jobs) == 2, "iterators may still have them"
     assert not ray.kept
 
 
@@ -347,6 +361,20 @@ def test_a_new_actor_says_whether_worker_processes_inherit(inherits: bool, ray: 
     assert [actor.lost for actor in ray.actors] == [True, False]
     assert calls(ray.actors[1]) == (["open"] if inherits else ["open", "close", "open"])
     assert contents(opened(ray.actors[1]).job) == ray.stored == ([] if inherits else [b"job"])
+
+
+def test_a_job_that_has_changed_is_not_stored_late(ray: FakeRay) -> None:
+    """A sampler may have written to the dataset before the fork server's death is known."""
+    ray.bequeathed, ray.next_opens = True, [False]
+    session = ray.session()
+    data = np.zeros(8, np.uint8)
+    job = session.store(lambda _: Pickled(b"head", [data]))
+    data[0] = 1
+    with pytest.raises(ClusterError, match=r"the dataset has changed.*Call iter\(loader\) again"):
+        open_run(session, job)
+    assert ray.stored == []
+    open_run(session, session.store(Job()))
+    assert ray.stored == [b"job"]
 
 
 def test_a_second_actor_that_dies_at_once_ends_the_wait(ray: FakeRay) -> None:
@@ -585,7 +613,7 @@ def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> 
     assert (method, run_key) == ("open", RUN.key)
     assert spec == PipelineSpec(
         spec.job,
-        "key",
+        Pickled(b"job").digest,
         "actor 0",
         key,
         claims_cpus=connection is not LOCAL,
@@ -611,7 +639,8 @@ def idle_pipeline(session: Session) -> None:
 def test_an_iteration_starts_without_a_wait_for_the_answer(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
     idle_pipeline(session)
-    run_of = session.open(RUN, "key", binding=Binding.ALWAYS, pin_memory=False)
+    job = session.store(Job())
+    run_of = session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)
     assert calls(ray.actors[0]) == ["open", "begin"]
     assert ray.health.waits == 0
     run = run_of()

@@ -11,6 +11,7 @@ import torch
 
 from dpex import tuning
 from dpex.errors import BatchLostError, SerializationError, TooManySkippedError
+from dpex.pipeline.session import StoredJob
 from dpex.stats import Meter
 from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
@@ -127,7 +128,7 @@ class Pipeline:
         self.messages: list[tuple[str, list[list[int]], bool]] = []
         self.runs: list[FakeRun] = []
 
-    def open(self, run: Run, job_key: str, **_: Any) -> Callable[[], FakeRun]:
+    def open(self, run: Run, job: StoredJob, **_: Any) -> Callable[[], FakeRun]:
         self.runs.append(FakeRun(self, run.key))
         return lambda: self.runs[-1]
 
@@ -167,7 +168,11 @@ class Reader:
             IndexDemand(self.indices, planner, run=RUN, length=length, patient=True),
             session=self.pipeline,
             planner=planner,
-            options=EpochOptions(**{**given, **options}, job_key="job", binding=Binding.RELEASED),
+            options=EpochOptions(
+                **{**given, **options},
+                job=StoredJob("job", [], None),
+                binding=Binding.RELEASED,
+            ),
             notes=StateNotes(DatasetVersions()),
         )
         self.epoch.fill()

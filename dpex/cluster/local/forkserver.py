@@ -165,15 +165,16 @@ def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_
     # Before the fork: afterwards each page that they read is copied.
     module_settings.remember()
     local_modules.remember()
+    digest = job.pickled.digest
     try:
         pid = os.fork()
     except OSError as error:  # for example a limit on overcommitted memory
         logger.info("worker processes cannot be forks of this process: %s", error)
         return False
     if pid == 0:
-        inheritance[job.pickled.digest] = job
+        inheritance[digest] = job
         _serve(listener, our_life, token, job_id)
-    _bequeathed, _pid = job.pickled.digest, pid
+    _pid, _bequeathed = pid, digest
     return True
 
 
@@ -210,9 +211,14 @@ def forked_from_here() -> bool:
     return _pid is not None
 
 
-def bequeathed(job_key: str) -> bool:
-    """Return whether the server's forks inherit the job with this digest, if it still runs."""
-    return _bequeathed == job_key
+def bequeathed(job_key: str, job_id: str) -> bool:
+    """Return whether worker processes should inherit a job; they do not if the server has died.
+
+    Args:
+        job_key: Digest of the job.
+        job_id: Id that Ray has given this process.
+    """
+    return (_bequeathed, _job_id) == (job_key, job_id)
 
 
 def fork_parent() -> int | None:

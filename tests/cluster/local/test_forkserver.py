@@ -117,6 +117,14 @@ def test_the_id_of_a_server_is_kept_until_a_job_has_had_it(monkeypatch: pytest.M
     assert forkserver.unused_job_id() is None
 
 
+def test_only_the_job_of_a_server_gets_forks_that_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_job_id", "02000000")
+    monkeypatch.setattr(forkserver, "_bequeathed", "digest")
+    assert forkserver.bequeathed("digest", "02000000")
+    assert not forkserver.bequeathed("another", "02000000")
+    assert not forkserver.bequeathed("digest", "03000000")
+
+
 @pytest.mark.parametrize("public_only", ["0", "1"])
 @pytest.mark.extended
 def test_without_a_fork_server_workers_have_the_variables_of_their_rank(public_only: str) -> None:
