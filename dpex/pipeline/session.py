@@ -402,8 +402,8 @@ class Session:
             return
         if job.inherited.digest != job.key:
             raise ClusterError(
-                "Ray could not fork a process, and the dataset has changed since iter() pickled it. "
-                "Call iter(loader) again"
+                "Ray could not fork a process, and the dataset has changed since iter() pickled "
+                "it. Call iter(loader) again"
             )
         job.refs, job.inherited = [self._put(job.inherited)], None
 
