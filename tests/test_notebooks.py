@@ -20,7 +20,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-CELL_SECONDS = 150
+CELL_SECONDS = 190
 GONE_SECONDS = 60
 # Time in which a kernel must end, before Jupyter terminates it. A kernel that waits for its child
 # processes waits for 28 s.
