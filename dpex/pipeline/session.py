@@ -385,7 +385,10 @@ class Session:
         begins: PipelineBegins,
     ) -> PipelineBegins:
         """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
-        while not self._pipelines.begun(begins):
+        # The first may work for a cancelled run, and the second may be one of an inherited job.
+        for _ in range(2):
+            if self._pipelines.begun(begins):
+                break
             if begins.opens:  # the fork server has died, or Ray started the actor itself
                 self._store_inherited(job)
                 spec = replace(spec, job=job.refs)

@@ -377,6 +377,18 @@ def test_a_job_that_has_changed_is_not_stored_late(ray: FakeRay) -> None:
     assert ray.stored == [b"job"]
 
 
+def test_a_begin_ends_though_the_loader_is_closed_meanwhile(ray: FakeRay) -> None:
+    ray.bequeathed, ray.next_opens = True, [False]
+    session = ray.session()
+    job = session.store(Job())
+    begin = session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)
+    open_run(session)
+    assert ray.stored == [b"job"]
+    session.close()
+    begin()
+    assert calls(ray.actors[0]).count("open") == 5
+
+
 def test_a_second_actor_that_dies_at_once_ends_the_wait(ray: FakeRay) -> None:
     ray.bequeathed, ray.next_opens = True, [ActorDiedError, ActorDiedError]
     session = ray.session()
