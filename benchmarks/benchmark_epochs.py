@@ -126,13 +126,12 @@ def main() -> None:
 def add_floors(parts: dict[str, dict[str, Any]], rounds: int) -> None:
     """Add what Ray and pickle need without dpex to the notes of the goals."""
     for name, (batches, workers, _) in SHORT.items():
+        part = parts[name]
         times = run_fresh(epochs_of_messages, batches=batches, workers=workers, rounds=rounds)
-        parts[name]["ray_alone_s"] = times
-        torchs_s = [epoch["seconds"] for epoch in parts[name]["runs"]["torch"]]
+        part["ray_alone_s"] = times
+        torchs_s = [epoch["seconds"] for epoch in part["runs"]["torch"]]
         over = statistics.median(torchs_s) / statistics.median(times)
-        parts[name]["goals"][0]["note"] = (
-            f"messages for each batch alone, by Ray without dpex: {over:.2f}"
-        )
+        part["goals"][0]["note"] = f"messages for each batch alone, by Ray without dpex: {over:.2f}"
     new = parts["new workers"]
     new["pickle_s"] = pickle_s = run_fresh(pickle_objects)
     firsts = {peer: [epoch["first_batch_s"] for epoch in new["runs"][peer]] for peer in PEERS}

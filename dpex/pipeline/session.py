@@ -59,7 +59,8 @@ class StoredJob:
 
     Attributes:
         key: Digest of the job's bytes.
-        refs: Reference to the bytes in the object store; empty if worker processes inherit them.
+        refs: Reference to the bytes in the object store; empty if worker processes should inherit
+            them.
         inherited: The bytes, as views of the user's own memory, if worker processes should
             inherit them.
         later: The later stages, with their stored jobs.
@@ -243,7 +244,7 @@ class Session:
         return frozenset()
 
     def _place(self, key: str, pickled: Pickled) -> StoredJob:
-        job_id = str(ray.get_runtime_context().get_job_id())
+        _, job_id = self._actor.driver
         if self._connection.kind == "local" and forkserver.bequeathed(key, job_id):
             return StoredJob(key, [], pickled)
         return StoredJob(key, [self._put(pickled)], None)
@@ -332,43 +333,45 @@ class Session:
             reader="" if self._connection.kind == "client" else readable_segments(),
         )
         claim = Claim()
+        new = functools.partial(self._new, run, job, spec, claim)
         try:
             begins = self._pipelines.begin(run, spec, claim)
         except ACTOR_LOST:
-            spec, begins = self._begin_on_new_actor(run, spec, claim)
+            begins = self._on_new_actor(new)
         # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
         # start. An earlier load would keep the GIL from the thread that starts the actor.
         if _RECEIVER not in sys.modules:
             threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
-        return functools.partial(self._opened, run, job, spec, claim, begins, pin_memory)
+        return functools.partial(self._opened, run.key, job, claim, new, begins, pin_memory)
 
-    def _begin_on_new_actor(
-        self, run: Run, spec: PipelineSpec, claim: Claim
-    ) -> tuple[PipelineSpec, PipelineBegins]:
+    def _new(self, run: Run, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+        """Start a new pipeline on the present actor, with the job as it is stored now."""
+        spec = replace(spec, job=job.refs, actor_name=self._actor.name)
+        return self._pipelines.new(run, spec, claim)
+
+    def _on_new_actor(self, new: Callable[[], PipelineBegins]) -> PipelineBegins:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
         self._actor.lost = True
         self._start()
-        spec = replace(spec, actor_name=self._actor.name)
-        return spec, self._pipelines.new(run, spec, claim)
+        return new()
 
     def _opened(
         self,
-        run: Run,
+        run: str,
         job: StoredJob,
-        spec: PipelineSpec,
         claim: Claim,
+        new: Callable[[], PipelineBegins],
         begins: PipelineBegins,
         pin_memory: bool,
     ) -> RemoteRun:
         try:
-            begins = self._begun(run, job, spec, claim, begins)
+            begins = self._begun(job, new, begins)
         except ACTOR_LOST:
-            spec, begins = self._begin_on_new_actor(run, spec, claim)
-            begins = self._begun(run, job, spec, claim, begins)
+            begins = self._begun(job, new, self._on_new_actor(new))
         return RemoteRun(
             self._actor,
             begins.pipeline.key,
-            run.key,
+            run,
             self._nodes,
             claim,
             self._pool,
@@ -377,12 +380,7 @@ class Session:
         )
 
     def _begun(
-        self,
-        run: Run,
-        job: StoredJob,
-        spec: PipelineSpec,
-        claim: Claim,
-        begins: PipelineBegins,
+        self, job: StoredJob, new: Callable[[], PipelineBegins], begins: PipelineBegins
     ) -> PipelineBegins:
         """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
         # The first may work for a cancelled run, and the second may be one of an inherited job.
@@ -391,8 +389,7 @@ class Session:
                 break
             if begins.opens:  # the fork server has died, or Ray started the actor itself
                 self._store_inherited(job)
-                spec = replace(spec, job=job.refs)
-            begins = self._pipelines.new(run, spec, claim)
+            begins = new()
         return begins
 
     def _store_inherited(self, job: StoredJob) -> None:

@@ -94,7 +94,7 @@ class FakeRay:
         self.released: list[Callable[[], object]] = []
         self.settled = threading.Event()
 
-        context = SimpleNamespace(get_node_id=lambda: "here", get_job_id=lambda: "01000000")
+        context = SimpleNamespace(get_node_id=lambda: "here")
         ray = SimpleNamespace(
             nodes=lambda: self.nodes,
             available_resources=lambda: self.free,

@@ -15,6 +15,7 @@ class FakePipelineActor:
         name: Its name.
         lost: As in ``PipelineActor``.
         connected: As in ``PipelineActor``.
+        driver: As in ``PipelineActor``.
         answers: Answer of each method. The wait for an answer raises it if it is an exception's
             type. An exception itself would keep its traceback, and so its frames, alive.
         failure: Type of the exception that every call raises; None if the actor can be reached.
@@ -26,6 +27,7 @@ class FakePipelineActor:
         self.name = name
         self.lost = False
         self.connected = True
+        self.driver = ("10.0.0.5:6379", "01000000")
         self.answers: dict[str, Any] = {"begin": True, "open": True, **answers}
         self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
