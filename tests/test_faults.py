@@ -19,8 +19,10 @@ from living import (
     DividesByZero,
     Draws,
     Hangs,
+    HangsOnce,
     KillsOnce,
     KillsPipelineActor,
+    LastSamplesAreSlow,
     Plain,
     read_past_errors,
 )
@@ -254,6 +256,34 @@ def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> No
     del iterator
     assert len(list(loader_of(Plain()))) == 20
     assert next(iter(loader))[1].tolist()[0] == 0
+
+
+def test_a_task_that_hangs_in_its_last_sample_gets_no_chunk_of_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    """Before its last sample, the task has asked for its next chunk."""
+    mark = tmp_path / "mark"
+    # The loader requests all batches at once, so the last one is made without the training loop.
+    loader = loader_of(HangsOnce(mark), num_workers=1, prefetch_factor=20, timeout=20)
+    iterator = iter(loader)
+    next(iterator)
+    wait_until(mark.exists, 60, "start of the sample that hangs")
+    del iterator
+    assert [int(batch[1][0]) for batch in loader] == list(range(0, 200, 10))
+
+
+def test_a_task_that_is_cancelled_in_its_last_batch_serves_the_next_epoch(tmp_path: Path) -> None:
+    """Before its last samples, the task has asked for its next chunk."""
+    loader = loader_of(
+        LastSamplesAreSlow(tmp_path), num_workers=1, prefetch_factor=20, persistent_workers=True
+    )
+    iterator: Any = iter(loader)
+    next(iterator)
+    wait_until((tmp_path / "mark").exists, 60, "start of the sample that waits")
+    iterator._epoch.close()
+    (tmp_path / "go").touch()
+    counts, _ = next(iter(loader))
+    assert 197 < counts[0] <= 201
 
 
 def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:

@@ -303,6 +303,12 @@ class _PipelineActor:
         pipeline.begin(run)
         return True
 
+    async def keeps_state(self, pipeline_key: str) -> bool:
+        """Return whether the logical workers of an open pipeline outlive an iteration."""
+        if pipeline_key in self._closed:
+            return False
+        return (await self._opening(pipeline_key)).scheduler.keeps_state
+
     async def feed(
         self,
         pipeline_key: str,

@@ -17,9 +17,15 @@ from dpex.cluster.local.launch import within
 from dpex.errors import ClusterError
 from dpex.log import waits
 
-__all__ = ["Nodes"]
+__all__ = ["ACTOR_STARTS", "Nodes"]
 
 logger = logging.getLogger("dpex")
+
+ACTOR_STARTS = (
+    "waiting for the process that runs the pipeline, which Ray starts on this node: %.0f s by now. "
+    "If it does not start, Ray's logs say why: raylet.out, and python-core-worker-*.log"
+)
+"""Reason why a first answer is late; the number is the wait in seconds."""
 
 
 class Nodes:
@@ -73,10 +79,14 @@ class Nodes:
                 dead[number]["NodeManagerHostname"],
             )
 
-    def answered(self, ref: ray.ObjectRef) -> Any:
+    def answered(self, ref: ray.ObjectRef, reason: str = ACTOR_STARTS) -> Any:
         """Return the pipeline actor's answer, however late, while this process's node is alive.
 
         dpex logs the wait after 10 s, 20 s, 40 s and so on.
+
+        Args:
+            ref: Reference to the answer.
+            reason: The likely reason of a wait, as a text with a place for the seconds.
 
         Raises:
             ClusterError: This process's node has died.
@@ -92,9 +102,4 @@ class Nodes:
             waited_s = time.monotonic() - began
             if waited_s >= 2 * told_s:
                 told_s = waited_s
-                waits.warning(
-                    "waiting for the process that runs the pipeline, which Ray starts on this "
-                    "node: %.0f s by now. If it does not start, Ray's logs say why: raylet.out, "
-                    "and python-core-worker-*.log",
-                    waited_s,
-                )
+                waits.warning(reason, waited_s)

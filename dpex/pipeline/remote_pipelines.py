@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import uuid
 import weakref
@@ -12,14 +13,21 @@ from dataclasses import dataclass, replace
 
 import ray
 
+from dpex import tuning
 from dpex.cluster.releasing import release_later
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.node_health import Nodes
+from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
 from dpex.worker.logical_worker import Run
 
 __all__ = ["ACTOR_LOST", "Claim", "PipelineBegins", "RemotePipelines"]
+
+logger = logging.getLogger("dpex")
+
+_SAMPLES_OF_THE_LAST_EPOCH = (
+    "waiting for workers that still make samples of the last epoch: %.0f s by now"
+)
 
 ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
 """Errors of a pipeline actor that dpex replaces, because it is dead or cannot be reached."""
@@ -119,11 +127,24 @@ class RemotePipelines:
         """Wait for a pipeline to begin; return whether it has, and drop it if not."""
         if begins.answer is None:
             return True
+        reason = ACTOR_STARTS if begins.opens else _SAMPLES_OF_THE_LAST_EPOCH
         with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            begins.pipeline.ready = bool(self._nodes.answered(begins.answer))
+            begins.pipeline.ready = bool(self._nodes.answered(begins.answer, reason))
         if not begins.pipeline.ready:
+            if not begins.opens:
+                self._warn_of_lost_state(begins.pipeline)
             self._drop(begins.pipeline)
         return begins.pipeline.ready
+
+    def _warn_of_lost_state(self, pipeline: _RemotePipeline) -> None:
+        """Warn if a pipeline that does not begin has persistent workers with a state."""
+        if self._nodes.answered(self._actor.handle.keeps_state.remote(pipeline.key)):
+            logger.warning(
+                "the persistent workers of the last epoch are lost, or a worker has needed more "
+                "than %.0f s for the sample that it was making. The state of all workers "
+                "(generators, counters, the result of worker_init_fn) starts again",
+                tuning.STATE_QUIET_S,
+            )
 
     def new(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
         """Start a pipeline that serves ``run`` first.

@@ -110,8 +110,6 @@ class Scheduler:
         """Reset the state for a new iteration, or for a pause between iterations."""
         self._run += in_run
         self._stuck = False
-        for lease in self._leases.values():
-            lease.made = lease.delivered  # blocks in flight are no longer awaited
         self._asked_at = math.inf
         self._bindings.begin(in_run=in_run)
         self.in_run = in_run
@@ -294,7 +292,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Update ``quiet_at`` if nothing is in flight, and report a change once."""
-        if self._chunks or any(lease.in_flight for lease in self._leases.values()):
+        if self.at_work:
             return
         self._releasing = False
         if self.quiet_at != self.fed:
@@ -303,8 +301,11 @@ class Scheduler:
 
     @property
     def at_work(self) -> bool:
-        """Whether any chunk waits or is being made."""
-        return bool(self._chunks) or self.tasks_at_work > 0
+        """Whether any chunk waits or is being made, or a block is not delivered.
+
+        A task that has asked for its next chunk may still make its last batch.
+        """
+        return bool(self._chunks) or any(lease.in_flight for lease in self._leases.values())
 
     @property
     def tasks_at_work(self) -> int:

@@ -113,6 +113,7 @@ class Session:
         self._number = str(next(_numbers))
         self._nodes = Nodes()
         self._pool = MemoryPool()
+        self._served = False
         self._stored: StoredJob | None = None
         # All jobs that an iteration may still use.
         self._jobs: weakref.WeakSet[StoredJob] = weakref.WeakSet()
@@ -319,7 +320,7 @@ class Session:
         """
         make_no_errors_of_rays_warnings()
         if self._actor.lost:
-            self._start()
+            self._replace_actor()
         spec = PipelineSpec(
             job.refs,
             job.key,
@@ -351,8 +352,7 @@ class Session:
 
     def _on_new_actor(self, new: Callable[[], PipelineBegins]) -> PipelineBegins:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
-        self._actor.lost = True
-        self._start()
+        self._replace_actor()
         return new()
 
     def _opened(
@@ -368,6 +368,7 @@ class Session:
             begins = self._begun(job, new, begins)
         except ACTOR_LOST:
             begins = self._begun(job, new, self._on_new_actor(new))
+        self._served = True
         return RemoteRun(
             self._actor,
             begins.pipeline.key,
@@ -406,6 +407,12 @@ class Session:
                 "it. Call iter(loader) again"
             )
         job.refs, job.inherited = [self._put(job.inherited)], None
+
+    def _replace_actor(self) -> None:
+        self._actor.lost = True
+        if self._persistent and self._served:
+            logger.warning("the pipeline actor has died, so persistent workers start again")
+        self._start()
 
     def _start(self) -> None:
         """Use this process's pipeline actor, or start an actor in place of a dead one."""

@@ -113,19 +113,20 @@ def make_batches(
         asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
         for _ in range(assigned.skipped_blocks):
             # Ray has these blocks from an earlier attempt, and drops the empty replacements.
-            asking.made += 1
+            asking.note_made()
             if not last:
                 yield BlockWriter("", 0).table()
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
             for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
-                asking.made += 1
+                asking.note_made()
                 if last:
                     deliver(table, asking.origin, asking.messages)
                 else:
                     yield table
                 del table  # the next batch reuses its memory
+        asking.settle()
     asking.messages.confirm()
 
 
@@ -227,7 +228,6 @@ class _Asking:
     """A task's requests for its next chunk.
 
     Attributes:
-        made: Number of blocks that the task has made.
         origin: Identifiers of the task and of its process.
         keeps_cpu: Whether the task keeps its CPU for the first second of a wait for an answer.
         unchanged: Whether the last batch has left its copy unchanged; None if this is not known.
@@ -239,7 +239,9 @@ class _Asking:
         self._pipeline_key = pipeline_key
         self.origin = (ray.get_runtime_context().get_task_id(), uuid.uuid4().hex)
         self._place = 0
-        self.made = 0
+        self._made = 0
+        # How many blocks the task has announced and not made.
+        self._coming = 0
         self.keeps_cpu = True
         self.unchanged: bool | None = None
         self.messages = Messages(actor_name, pipeline_key)
@@ -261,9 +263,28 @@ class _Asking:
             self.messages.confirm_earlier()
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 self._answer = pipeline_actor(self._actor_name).next_chunk.remote(
-                    self._pipeline_key, self.origin, self._place, self.made + coming, self.unchanged
+                    self._pipeline_key,
+                    self.origin,
+                    self._place,
+                    self._made + coming,
+                    self.unchanged,
                 )
                 self._told, self.unchanged = self.unchanged, None
+                self._coming = coming
+
+    def note_made(self) -> None:
+        """Record that the task has made a block."""
+        self._made += 1
+        self._coming = 0
+
+    def settle(self) -> None:
+        """Report the announced block, if a cancelled chunk ended without it.
+
+        The pipeline actor takes the task for busy until then.
+        """
+        if self._coming:
+            self.note_made()
+            self.messages.send("deliver", self.origin, [], 0, None)
 
     def tell_changed(self) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""

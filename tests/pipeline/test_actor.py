@@ -181,9 +181,11 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
         begins = await started(actor.begin("pipeline", "second"))
         assert not begins.done()
         asking = await started(ask(actor, 1, 1))  # the task has made its chunk
+        await deliver(actor, 1, "late block")
         assert await begins
         await feed(actor, 0, b"2", run="second")
         assert await asking == b"2"
+        assert not await actor.keeps_state("pipeline")
         monkeypatch.setattr(tuning, "QUIET_S", 0.0)
         await actor.cancel("pipeline", "second")
         assert not await actor.begin("pipeline", "third")

@@ -89,7 +89,26 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     claim = Claim()
     assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
     second = pipelines.new(RUN, SPEC, claim)
-    assert names(actor, first, second) == [("open", 0), ("begin", 0), ("close", 0), ("open", 1)]
+    assert names(actor, first, second) == [
+        ("open", 0),
+        ("begin", 0),
+        ("keeps_state", 0),
+        ("close", 0),
+        ("open", 1),
+    ]
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
+    state: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipelines = pipelines_of(FakePipelineActor(begin=False, keeps_state=state))
+    claim = Claim()
+    pipelines.begin(RUN, SPEC, claim)
+    del claim
+    claim = Claim()
+    assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
+    assert ("persistent workers of the last epoch are lost" in caplog.text) == state
 
 
 def test_a_new_pipeline_of_an_inherited_job_is_used_if_it_opens() -> None:

@@ -666,9 +666,22 @@ def test_a_pipeline_that_does_not_begin_is_replaced(ray: FakeRay) -> None:
     idle_pipeline(session)
     ray.actors[0].answers["begin"] = False
     run = open_run(session)
-    assert calls(ray.actors[0]) == ["open", "begin", "close", "open"]
+    assert calls(ray.actors[0]) == ["open", "begin", "keeps_state", "close", "open"]
     assert run._pipeline_key == ray.actors[0].calls[-1][1] != ray.actors[0].calls[0][1]
     assert len(ray.actors) == 1
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_that_are_lost_with_the_actor_are_reported(
+    persistent: bool, ray: FakeRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray.next_opens = [ActorDiedError]
+    session = ray.session(CLUSTER, persistent=persistent)
+    idle_pipeline(session)
+    assert "persistent workers start again" not in caplog.text, "none have started"
+    ray.actors[-1].lost = True
+    open_run(session)
+    assert ("persistent workers start again" in caplog.text) == persistent
 
 
 def lose_before(actor: FakePipelineActor) -> None:

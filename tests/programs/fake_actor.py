@@ -28,7 +28,12 @@ class FakePipelineActor:
         self.lost = False
         self.connected = True
         self.driver = ("10.0.0.5:6379", "01000000")
-        self.answers: dict[str, Any] = {"begin": True, "open": True, **answers}
+        self.answers: dict[str, Any] = {
+            "begin": True,
+            "open": True,
+            "keeps_state": False,
+            **answers,
+        }
         self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.handle = _Handle(self)
@@ -72,7 +77,7 @@ class FakeNodes:
         self.waits = 0
         self.error: Exception | None = None
 
-    def answered(self, ref: Callable[[], Any]) -> Any:
+    def answered(self, ref: Callable[[], Any], reason: str = "") -> Any:
         self.waits += 1
         return ref()
 

@@ -150,6 +150,39 @@ class Hangs(Plain):
         return super().__getitem__(index)
 
 
+class HangsOnce(Plain):
+    """Sample 199 does not return the first time; a mark shows that a worker process started it."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 199 and not self.mark.exists():
+            self.mark.touch()
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+class LastSamplesAreSlow(Plain):
+    """Counts its samples; once, sample 196 waits for a file, and the last three take some time."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+        self.count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        if index == 196 and not (self.place / "mark").exists():
+            (self.place / "mark").touch()
+            while not (self.place / "go").exists():
+                time.sleep(0.01)
+        elif index > 196 and self.count <= 200:
+            time.sleep(0.15)
+        return self.count, index
+
+
 class Slow(Plain):
     """Samples that take some time; each sample adds its index to a log when it is made."""
 
