@@ -155,7 +155,9 @@ class InFlight:
 
         Args:
             number: Number of their chunk.
-            entries: The batches. An entry with the outcome ``"end"`` ends the chunk.
+            entries: The batches. An entry with the outcome ``"end"`` means that the chunk has no
+                later batch. Batches before it may arrive after it, because blocks may overtake one
+                another.
 
         Returns:
             The entries that arrive for the first time; None if the chunk is not in flight.
@@ -166,7 +168,7 @@ class InFlight:
         new = []
         for entry in entries:
             if entry.outcome == "end":
-                chunk.missing.clear()
+                chunk.missing = {batch for batch in chunk.missing if batch < entry.batch}
                 new.append(entry)
             elif entry.batch in chunk.missing:
                 chunk.missing.discard(entry.batch)

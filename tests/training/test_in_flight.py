@@ -52,6 +52,15 @@ def test_a_batch_arrives_once() -> None:
     assert not flight
 
 
+def test_the_end_of_a_stream_may_overtake_its_last_batches() -> None:
+    flight = in_flight(sent(0, 0, 4, stream=True).chunk)
+    end = entries(6, outcome="end")
+    assert flight.arrive(0, end) == end
+    assert flight.arrive(0, entries(3)) == entries(3)
+    assert flight.arrive(0, [*entries(0), *end]) == [*entries(0), *end]
+    assert not flight
+
+
 def test_the_end_of_a_stream_ends_its_chunk() -> None:
     flight = in_flight(sent(0, 0, 3, stream=True).chunk)
     end = entries(3, outcome="end")
