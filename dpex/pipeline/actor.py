@@ -65,6 +65,7 @@ class _Pipeline:
 
     Attributes:
         job_key: Digest of the job that the worker processes read.
+        keeps_processes: Whether a later stage keeps its processes, which may have loaded a model.
         arrived: The latest messages from worker processes, to recognise resent messages.
     """
 
@@ -76,6 +77,7 @@ class _Pipeline:
         somebody_waits: Callable[[], bool],
     ) -> None:
         self.job_key = spec.job_key
+        self.keeps_processes = any(stage.keeps_processes for stage in spec.later)
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
         self._losses: list[Loss] = []
@@ -294,8 +296,8 @@ class _PipelineActor:
         if pipeline_key in self._closed:
             return False
         pipeline = await self._opening(pipeline_key)
-        patience_s = tuning.STATE_QUIET_S if pipeline.scheduler.keeps_state else tuning.QUIET_S
-        deadline = time.monotonic() + patience_s
+        keeps = pipeline.scheduler.keeps_state or pipeline.keeps_processes
+        deadline = time.monotonic() + (tuning.STATE_QUIET_S if keeps else tuning.QUIET_S)
         while pipeline.scheduler.at_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         if pipeline.broken or pipeline.scheduler.at_work or pipeline_key in self._closed:

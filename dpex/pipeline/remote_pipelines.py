@@ -138,7 +138,10 @@ class RemotePipelines:
 
     def _warn_of_lost_state(self, pipeline: _RemotePipeline) -> None:
         """Warn if a pipeline that does not begin has persistent workers with a state."""
-        if self._nodes.answered(self._actor.handle.keeps_state.remote(pipeline.key)):
+        keeps_state = False
+        with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
+            keeps_state = self._nodes.answered(self._actor.handle.keeps_state.remote(pipeline.key))
+        if keeps_state:
             logger.warning(
                 "the persistent workers of the last epoch are lost, or a worker has needed more "
                 "than %.0f s for the sample that it was making. The state of all workers "

@@ -193,6 +193,28 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
     play(scenario)
 
 
+def test_the_next_run_waits_longer_for_a_stage_that_keeps_its_processes(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "QUIET_S", 0.0)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        stage = replace(STAGE, keeps_processes=True)
+        await actor.open("pipeline", replace(SPEC, later=(stage,)), "first")
+        await feed(actor, 0, b"0")
+        assert await ask(actor) == b"0"
+        asking = await started(ask(actor, 1, 1))  # the later stage still has the block
+        await actor.cancel("pipeline", "first")
+        begins = await started(actor.begin("pipeline", "second"))
+        assert not begins.done()
+        await deliver(actor, 1, "late block")
+        assert await begins
+        await actor.close("pipeline")
+        assert await asking is None
+
+    play(scenario)
+
+
 def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", SPEC, "first")

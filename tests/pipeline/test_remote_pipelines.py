@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_actor import FakeNodes, FakePipelineActor
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from dpex.pipeline.dataset import PipelineSpec
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
@@ -98,17 +98,29 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     ]
 
 
-@pytest.mark.parametrize("state", [True, False])
+class FailedToOpen(RayTaskError):
+    def __init__(self) -> None:
+        super().__init__("open", "", LookupError())
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"),
+    [
+        ({"begin": False, "keeps_state": True}, True),
+        ({"begin": False, "keeps_state": False}, False),
+        ({"begin": FailedToOpen, "keeps_state": FailedToOpen}, False),
+    ],
+)
 def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
-    state: bool, caplog: pytest.LogCaptureFixture
+    answers: dict[str, Any], lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipelines = pipelines_of(FakePipelineActor(begin=False, keeps_state=state))
+    pipelines = pipelines_of(FakePipelineActor(**answers))
     claim = Claim()
     pipelines.begin(RUN, SPEC, claim)
     del claim
     claim = Claim()
     assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
-    assert ("persistent workers of the last epoch are lost" in caplog.text) == state
+    assert ("persistent workers of the last epoch are lost" in caplog.text) == lost
 
 
 def test_a_new_pipeline_of_an_inherited_job_is_used_if_it_opens() -> None:
