@@ -212,10 +212,7 @@ HOPELESS_S = 60.0
 QUIET_S = 1.0
 """A new iteration waits this long for the tasks of a cancelled one."""
 STATE_QUIET_S = 60.0
-"""The same for persistent logical workers, which keep state: torch waits for them as well.
-
-A later stage that keeps its processes, which may have loaded a model, gets as long.
-"""
+"""The same for persistent logical workers, which keep state: torch waits for them as well."""
 END_S = 5.0
 """How long a closed pipeline waits for its execution and tasks; torch gives its workers as long."""
 NODE_REPLACED_S = 10.0

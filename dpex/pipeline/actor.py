@@ -65,7 +65,6 @@ class _Pipeline:
 
     Attributes:
         job_key: Digest of the job that the worker processes read.
-        keeps_processes: Whether a later stage keeps its processes, which may have loaded a model.
         arrived: The latest messages from worker processes, to recognise resent messages.
     """
 
@@ -77,7 +76,6 @@ class _Pipeline:
         somebody_waits: Callable[[], bool],
     ) -> None:
         self.job_key = spec.job_key
-        self.keeps_processes = any(stage.keeps_processes for stage in spec.later)
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
         self._losses: list[Loss] = []
@@ -296,8 +294,8 @@ class _PipelineActor:
         if pipeline_key in self._closed:
             return False
         pipeline = await self._opening(pipeline_key)
-        keeps = pipeline.scheduler.keeps_state or pipeline.keeps_processes
-        deadline = time.monotonic() + (tuning.STATE_QUIET_S if keeps else tuning.QUIET_S)
+        patience_s = tuning.STATE_QUIET_S if pipeline.scheduler.keeps_state else tuning.QUIET_S
+        deadline = time.monotonic() + patience_s
         while pipeline.scheduler.at_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         if pipeline.broken or pipeline.scheduler.at_work or pipeline_key in self._closed:
@@ -358,6 +356,8 @@ class _PipelineActor:
         place: int,
         made: int,
         unchanged: bool | None,
+        *,
+        early: bool = False,
     ) -> AssignedChunk | None:
         """Return a task's next chunk, or None if its lease is over.
 
@@ -367,6 +367,7 @@ class _PipelineActor:
             place: See ``Scheduler.next_chunk``.
             made: See ``Scheduler.next_chunk``.
             unchanged: Whether the last batch left its dataset copy unchanged; None if unknown.
+            early: See ``Scheduler.next_chunk``.
         """
         if pipeline_key in self._closed:
             return None
@@ -375,7 +376,7 @@ class _PipelineActor:
         if unchanged is not None:
             pipeline.scheduler.note_state(name, unchanged)
         try:
-            return await pipeline.scheduler.next_chunk(name, place, made, attempt)
+            return await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
         except DeadlyChunkError as error:
             pipeline.note_loss(Loss(LossCause.TASK, str(error)))
             return None
@@ -404,6 +405,15 @@ class _PipelineActor:
             pipeline = await self._opening(pipeline_key)
             if pipeline.arrived.add(message):
                 pipeline.deliver(origin, blocks, size_bytes, loss)
+
+    async def finish(
+        self, pipeline_key: str, message: tuple[str, int], origin: tuple[str, str], place: int
+    ) -> None:
+        """Record the end of a task's last sample; see ``Scheduler.finish``."""
+        if pipeline_key not in self._closed:
+            pipeline = await self._opening(pipeline_key)
+            if pipeline.arrived.add(message):
+                pipeline.scheduler.finish(*origin, place)
 
     async def may_begin(
         self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]

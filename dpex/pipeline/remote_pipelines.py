@@ -41,13 +41,20 @@ class Claim:
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] = lambda: None
+        self._pipeline: _RemotePipeline | None = None
         self._finalizer: weakref.finalize[[Callable[[], None]], Claim] | None = None
 
     def attach(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
         """Attach the token to a run, before the run begins."""
         self._cancel = functools.partial(_cancel, actor, pipeline.key, run)
+        self._pipeline = pipeline
         self._finalizer = weakref.finalize(self, release_later, self._cancel)
         self._finalizer.atexit = False
+
+    def forsake_pipeline(self) -> None:
+        """Use the pipeline for no further run, because it has lost a node."""
+        if self._pipeline is not None:
+            self._pipeline.ready = False
 
     def cancel(self) -> None:
         """Cancel the run now."""
@@ -144,7 +151,7 @@ class RemotePipelines:
         if keeps_state:
             logger.warning(
                 "the persistent workers of the last epoch are lost, or a worker has needed more "
-                "than %.0f s for the sample that it was making. The state of all workers "
+                "than %.0f s for the sample that it was making. State that the workers kept "
                 "(generators, counters, the result of worker_init_fn) starts again",
                 tuning.STATE_QUIET_S,
             )

@@ -127,6 +127,8 @@ class RemoteRun:
         if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
             return False
         self._failure = ray.exceptions.NodeDiedError("a node died, and no batch has come since")
+        if self._claim is not None:
+            self._claim.forsake_pipeline()
         return True
 
     def tasks_at_work(self) -> int | None:

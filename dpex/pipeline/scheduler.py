@@ -110,6 +110,8 @@ class Scheduler:
         """Reset the state for a new iteration, or for a pause between iterations."""
         self._run += in_run
         self._stuck = False
+        for lease in self._leases.values():
+            lease.made = lease.delivered  # blocks in flight are no longer awaited
         self._asked_at = math.inf
         self._bindings.begin(in_run=in_run)
         self.in_run = in_run
@@ -135,7 +137,7 @@ class Scheduler:
             self._changed.set()
 
     async def next_chunk(
-        self, name: str, place: int, made: int, attempt: str = ""
+        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
     ) -> AssignedChunk | None:
         """Wait for a task's next chunk, and return it.
 
@@ -144,6 +146,7 @@ class Scheduler:
             place: How many chunks the task has made; a restarted task begins at 0.
             made: How many blocks the process has made of these chunks, or is about to finish.
             attempt: Name of the task's process.
+            early: Whether the task still makes samples of its last chunk; see ``finish``.
 
         Returns:
             The next chunk, or None if the lease has ended.
@@ -173,7 +176,7 @@ class Scheduler:
                 if not had_ended:
                     self._note_ended()
                 raise
-        lease.ask()
+        lease.ask(place, early=early)
         self._bindings.note_asked(lease)
         if lease.waiting and not self._advance(lease):
             self._waiting[name] = lease
@@ -287,12 +290,27 @@ class Scheduler:
         """
         lease = self._leases.get(name)
         if lease is not None and lease.attempt == attempt:
-            lease.delivered += 1
+            lease.note_delivered()
             self._settle()
+
+    def finish(self, name: str, attempt: str, place: int) -> None:
+        """Record that a task that asked early has no more samples to make.
+
+        The delivery of the chunk's last block says the same. So this call comes only if there is no
+        such block, or if a later stage delivers it.
+
+        Args:
+            name: Name of the task's lease.
+            attempt: Name of the task's process.
+            place: The ``place`` of the task's request.
+        """
+        lease = self._leases.get(name)
+        if lease is not None and lease.attempt == attempt:
+            lease.finish(place)
 
     def _settle(self) -> None:
         """Update ``quiet_at`` if nothing is in flight, and report a change once."""
-        if self.at_work:
+        if self._chunks or any(lease.in_flight for lease in self._leases.values()):
             return
         self._releasing = False
         if self.quiet_at != self.fed:
@@ -301,11 +319,8 @@ class Scheduler:
 
     @property
     def at_work(self) -> bool:
-        """Whether any chunk waits or is being made, or a block is not delivered.
-
-        A task that has asked for its next chunk may still make its last batch.
-        """
-        return bool(self._chunks) or any(lease.in_flight for lease in self._leases.values())
+        """Whether any chunk waits or is being made."""
+        return bool(self._chunks) or any(t.busy or t.making for t in self._leases.values())
 
     @property
     def tasks_at_work(self) -> int:

@@ -411,7 +411,7 @@ class Session:
     def _replace_actor(self) -> None:
         self._actor.lost = True
         if self._persistent and self._served:
-            logger.warning("the pipeline actor has died, so persistent workers start again")
+            logger.warning("the pipeline actor has died. State of persistent workers starts again")
         self._start()
 
     def _start(self) -> None:

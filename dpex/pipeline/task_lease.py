@@ -85,6 +85,7 @@ class TaskLease:
             to another process before.
         made: How many blocks this process has made, or will have made when it finishes the chunk.
         delivered: How many of these blocks have been delivered.
+        making: Whether the task asked before its last sample, and may still make that sample.
     """
 
     name: str
@@ -102,6 +103,11 @@ class TaskLease:
     restarted: bool = False
     made: int = 0
     delivered: int = 0
+    making: bool = False
+    # How many blocks the process will have made when it has made the last sample.
+    _made_then: int = 0
+    # The place of the last request whose task has made its last sample.
+    _finished: int = -1
     # The last payloads, and for each how many blocks the task had made before it.
     _payloads: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
@@ -142,12 +148,33 @@ class TaskLease:
         if attempt != self.attempt:
             self._past_attempts.add(self.attempt)
             self.attempt, self.delivered = attempt, 0
+            self._finished = -1
         self.made = made
+        self.making = False
 
-    def ask(self) -> None:
-        """Record that the task has finished its chunks, and asks for the next."""
+    def ask(self, place: int, *, early: bool) -> None:
+        """Record that the task has finished its chunks, and asks for the next.
+
+        Args:
+            place: How many chunks the task has made.
+            early: Whether it still makes samples of the last chunk. The report of their end may
+                overtake the request.
+        """
+        self._made_then = self.made
+        self.making = early and self.delivered < self.made and self._finished < place
         self._most_made = max(self._most_made, self.made)
         self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
+
+    def note_delivered(self) -> None:
+        """Record that a block of the task's process has been delivered, or is lost."""
+        self.delivered += 1
+        if self.delivered >= self._made_then:
+            self.making = False
+
+    def finish(self, place: int) -> None:
+        """Record that the task has made the last sample before a request."""
+        self._finished = place
+        self.making = False
 
     def give(self, chunk: WaitingChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""

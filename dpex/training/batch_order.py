@@ -328,6 +328,13 @@ class StreamDemand(Demand):
         requests, begin = [self._request] * size, self._begins[worker]
         send(Chunk(self._run, 0, first, requests, [0] * size, stream=True, begin=begin))
 
+    def choose(self, made: Collection[int], *, in_order: bool) -> int | None:
+        """Return the number of the batch to deliver now; each stream stays in order."""
+        if in_order:
+            return super().choose(made, in_order=True)
+        following = (self._handed_out[w] * self._workers + w for w in self._open)
+        return min((batch for batch in following if batch in made), default=None)
+
     def deliver(self, entry: Entry) -> None:
         """Record that a batch, or an error in its place, is delivered."""
         worker = entry.batch % self._workers

@@ -89,13 +89,14 @@ class ChunkInFlight:
 
 
 def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
-    """Join the chunks of each stream into one chunk; other chunks stay as they are."""
+    """Join adjoining chunks of each stream into one chunk; other chunks stay as they are."""
     joined: list[ChunkInFlight] = []
     streams: dict[int, int] = {}
     for sent in lost:
         chunk = sent.chunk
         place = streams.get(chunk.worker) if chunk.stream else None
-        if place is None:
+        # A chunk between them may have arrived.
+        if place is None or joined[place].chunk.numbers.stop != chunk.first_batch:
             streams[chunk.worker] = len(joined)
             joined.append(sent)
             continue

@@ -113,20 +113,20 @@ def make_batches(
         asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
         for _ in range(assigned.skipped_blocks):
             # Ray has these blocks from an earlier attempt, and drops the empty replacements.
-            asking.note_made()
+            asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
             for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
-                asking.note_made()
+                asking.made += 1
                 if last:
                     deliver(table, asking.origin, asking.messages)
                 else:
                     yield table
                 del table  # the next batch reuses its memory
-        asking.settle()
+        asking.finish(delivers=last)
     asking.messages.confirm()
 
 
@@ -228,6 +228,7 @@ class _Asking:
     """A task's requests for its next chunk.
 
     Attributes:
+        made: Number of blocks that the task has made.
         origin: Identifiers of the task and of its process.
         keeps_cpu: Whether the task keeps its CPU for the first second of a wait for an answer.
         unchanged: Whether the last batch has left its copy unchanged; None if this is not known.
@@ -239,20 +240,21 @@ class _Asking:
         self._pipeline_key = pipeline_key
         self.origin = (ray.get_runtime_context().get_task_id(), uuid.uuid4().hex)
         self._place = 0
-        self._made = 0
-        # How many blocks the task has announced and not made.
-        self._coming = 0
+        self.made = 0
+        # How many blocks the task will have made at the end of a chunk in which it asked early.
+        self._made_then: int | None = None
         self.keeps_cpu = True
         self.unchanged: bool | None = None
         self.messages = Messages(actor_name, pipeline_key)
         self._told: bool | None = None
         self._answer: ray.ObjectRef | None = None
 
-    def ask(self, coming: int = 0) -> None:
+    def ask(self, coming: int = 0, *, early: bool = False) -> None:
         """Send a request for the next chunk, if none is pending; ``answer`` returns the chunk.
 
         Args:
             coming: Number of blocks of the current chunk that the task still has to make.
+            early: Whether it also has samples to make; ``finish`` reports their end.
 
         Raises:
             ActorUnavailableError: The pipeline actor cannot be reached.
@@ -266,25 +268,24 @@ class _Asking:
                     self._pipeline_key,
                     self.origin,
                     self._place,
-                    self._made + coming,
+                    self.made + coming,
                     self.unchanged,
+                    early=early,
                 )
                 self._told, self.unchanged = self.unchanged, None
-                self._coming = coming
+                self._made_then = self.made + coming if early else None
 
-    def note_made(self) -> None:
-        """Record that the task has made a block."""
-        self._made += 1
-        self._coming = 0
+    def finish(self, *, delivers: bool) -> None:
+        """Report the end of a chunk in which the task asked early, if no delivery reports it.
 
-    def settle(self) -> None:
-        """Report the announced block, if a cancelled chunk ended without it.
+        Until then the pipeline actor gives the task no chunk of the next iteration.
 
-        The pipeline actor takes the task for busy until then.
+        Args:
+            delivers: Whether this task delivers its blocks itself.
         """
-        if self._coming:
-            self.note_made()
-            self.messages.send("deliver", self.origin, [], 0, None)
+        made_then, self._made_then = self._made_then, None
+        if made_then is not None and not (delivers and self.made >= made_then):
+            self.messages.send("finish", self.origin, self._place)
 
     def tell_changed(self) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""
@@ -343,6 +344,7 @@ def _make_chunk(
     opened = time.monotonic()
     # Invariant: when `ask` is called, only the block with the last batch is still to be made.
     ask = functools.partial(asking.ask, coming=1)
+    ask_early = functools.partial(ask, early=True)
     if chunk.stream:
         batches = stream_chunk(chunk, make_copy, _here(), cancelled)
     else:
@@ -361,7 +363,7 @@ def _make_chunk(
             binding=binding,
             restarted=assigned.restarted,
             # For a watched logical worker, the request waits until the last batch has been checked.
-            nearly_made=None if binding is Binding.WATCHED else ask,
+            nearly_made=None if binding is Binding.WATCHED else ask_early,
             seen_unchanged=note_state,
         )
     remaining = len(chunk.batches)

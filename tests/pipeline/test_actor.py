@@ -181,7 +181,6 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
         begins = await started(actor.begin("pipeline", "second"))
         assert not begins.done()
         asking = await started(ask(actor, 1, 1))  # the task has made its chunk
-        await deliver(actor, 1, "late block")
         assert await begins
         await feed(actor, 0, b"2", run="second")
         assert await asking == b"2"
@@ -189,28 +188,6 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
         monkeypatch.setattr(tuning, "QUIET_S", 0.0)
         await actor.cancel("pipeline", "second")
         assert not await actor.begin("pipeline", "third")
-
-    play(scenario)
-
-
-def test_the_next_run_waits_longer_for_a_stage_that_keeps_its_processes(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "QUIET_S", 0.0)
-
-    async def scenario(actor: _PipelineActor, _: Any) -> None:
-        stage = replace(STAGE, keeps_processes=True)
-        await actor.open("pipeline", replace(SPEC, later=(stage,)), "first")
-        await feed(actor, 0, b"0")
-        assert await ask(actor) == b"0"
-        asking = await started(ask(actor, 1, 1))  # the later stage still has the block
-        await actor.cancel("pipeline", "first")
-        begins = await started(actor.begin("pipeline", "second"))
-        assert not begins.done()
-        await deliver(actor, 1, "late block")
-        assert await begins
-        await actor.close("pipeline")
-        assert await asking is None
 
     play(scenario)
 

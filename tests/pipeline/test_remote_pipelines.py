@@ -68,6 +68,18 @@ def test_a_pipeline_of_another_job_is_closed() -> None:
     assert names(actor, first, second) == [("open", 0), ("close", 0), ("open", 1)]
 
 
+def test_a_pipeline_that_lost_a_node_serves_no_further_run() -> None:
+    actor = FakePipelineActor()
+    pipelines = pipelines_of(actor)
+    claim = Claim()
+    first = pipelines.begin(RUN, SPEC, claim)
+    claim.forsake_pipeline()
+    del claim
+    claim = Claim()
+    second = pipelines.begin(RUN, SPEC, claim)
+    assert names(actor, first, second) == [("open", 0), ("close", 0), ("open", 1)]
+
+
 def test_one_of_two_idle_pipelines_is_closed() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)

@@ -48,9 +48,9 @@ def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
         scheduler.feed(payload, worker, alone=alone)
 
 
-async def waits(scheduler: Scheduler, *request: Any) -> bool:
+async def waits(scheduler: Scheduler, *request: Any, early: bool = False) -> bool:
     """Return whether a task has to wait for its next chunk."""
-    asking = asyncio.ensure_future(scheduler.next_chunk(*request))
+    asking = asyncio.ensure_future(scheduler.next_chunk(*request, early=early))
     await asyncio.sleep(0)
     waiting = not asking.done()
     asking.cancel()
@@ -72,8 +72,6 @@ def test_who_asks_first_gets_the_first_chunk() -> None:
             asyncio.ensure_future(scheduler.next_chunk("a", 1, 1)),
         ]
         await asyncio.sleep(0)
-        scheduler.delivered("a", "")
-        scheduler.delivered("b", "")
         assert not scheduler.at_work
         feed(scheduler, b"2", b"3")
         assert [payload_of(answer) for answer in await asyncio.gather(*waiting)] == [b"2", b"3"]
@@ -252,13 +250,12 @@ def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None
         scheduler.delivered("a", "process")
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 2, "process"))
         await asyncio.sleep(0)
+        assert not scheduler.at_work
         assert scheduler.quiet_at == 0
         scheduler.delivered("a", "another process")
         assert scheduler.quiet_at == 0
-        assert scheduler.at_work
         scheduler.delivered("a", "process")
         assert scheduler.quiet_at == 1
-        assert not scheduler.at_work
         scheduler.close()
         assert await waiting is None
 
@@ -281,21 +278,79 @@ def test_blocks_of_a_process_that_has_died_are_not_waited_for() -> None:
     play(scenario)
 
 
-def test_a_task_that_has_asked_is_at_work_until_its_last_block_is_delivered() -> None:
+def test_blocks_of_another_iteration_are_not_waited_for() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9))  # of a cancelled iteration
+        await asyncio.sleep(0)
+        scheduler.begin(in_run=True)
+        feed(scheduler, b"1")
+        assert payload_of(await waiting) == b"1"
+        assert await waits(scheduler, "a", 2, 0)
+        assert scheduler.quiet_at == 2
+
+    play(scenario)
+
+
+def deliver_last_block(scheduler: Scheduler) -> None:
+    scheduler.delivered("a", "process")
+
+
+def finish(scheduler: Scheduler) -> None:
+    scheduler.finish("a", "process", 1)
+
+
+@pytest.mark.parametrize("end", [deliver_last_block, finish])
+def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
+    end: Callable[[Scheduler], None],
+) -> None:
     """Otherwise the next iteration would give a chunk to a task whose last sample hangs."""
 
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
-        await scheduler.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
+        await scheduler.next_chunk("a", 0, 0, "process")
+        request = scheduler.next_chunk("a", 1, 2, "process", early=True)
+        waiting = asyncio.ensure_future(request)
         await asyncio.sleep(0)
         scheduler.begin(in_run=False)
+        scheduler.delivered("a", "process")  # the block before the last one
         assert scheduler.at_work
-        scheduler.delivered("a", "")
+        end(scheduler)
         assert not scheduler.at_work
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
         assert payload_of(await waiting) == b"1"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("end", [deliver_last_block, finish])
+def test_the_end_of_the_last_sample_may_overtake_the_request(
+    end: Callable[[Scheduler], None],
+) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "process")
+        end(scheduler)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "process", early=True))
+        await asyncio.sleep(0)
+        assert not scheduler.at_work
+        scheduler.close()
+        assert await waiting is None
+
+    play(scenario)
+
+
+def test_a_process_that_dies_after_an_early_request_makes_no_sample() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "first")
+        assert await waits(scheduler, "a", 1, 1, "first", early=True)
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
+        scheduler.finish("a", "first", 1)
+        assert await waits(scheduler, "a", 1, 1, "second")
+        assert not scheduler.at_work
 
     play(scenario)
 

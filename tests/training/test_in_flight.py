@@ -29,6 +29,12 @@ def test_chunks_of_one_stream_are_joined() -> None:
     assert [(s.chunk.worker, sorted(s.missing)) for s in joined] == [(0, [0, 3, 6, 9]), (1, [1])]
 
 
+def test_chunks_of_one_stream_are_not_joined_across_a_gap() -> None:
+    lost = [sent(0, 0, 2, stream=True), sent(2, 12, 2, stream=True), sent(3, 18, 1, stream=True)]
+    rest = [list(part.numbers) for chunk in joined_streams(lost) for part in chunk.rest()]
+    assert rest == [[0, 3], [12, 15, 18]]
+
+
 def test_other_chunks_of_one_logical_worker_are_not() -> None:
     lost = [sent(0, 0, 2), sent(1, 6, 2)]
     assert joined_streams(lost) == lost

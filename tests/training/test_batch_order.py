@@ -1,0 +1,58 @@
+"""Tests of the order in which the batches of streams are delivered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dpex.training.batch_order import StreamDemand
+from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.wire.block_format import Entry
+from dpex.worker.logical_worker import Run
+from dpex.worker.training_settings import Settings
+
+WORKERS = 2
+RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
+
+
+class Streams:
+    """The indices of streams that start at their first batch."""
+
+    request = (None, None)
+    unread = None
+
+    def __init__(self) -> None:
+        self.epoch = self
+        self.states: list[tuple[int, bytes | None]] = []
+
+    def begin_streams(self, workers: int, _: None) -> tuple[list[int], list[None]]:
+        return [0] * workers, [None] * workers
+
+    def deliver_stream(self, worker: int, _: int, state: bytes | None) -> None:
+        self.states.append((worker, state))
+
+    def end_stream(self, worker: int, state: bytes | None) -> None:
+        pass
+
+
+def test_each_stream_stays_in_order_if_batches_may_come_in_any_order() -> None:
+    """Otherwise the state after the last delivered batch would not be the stream's state."""
+    streams: Any = Streams()
+    planner = ChunkPlanner(num_workers=WORKERS, prefetch_factor=4, prefetch_bytes=0)
+    planner.begin(free_cores=WORKERS)
+    demand = StreamDemand(streams, planner, run=RUN)
+    demand.fill(lambda _: None)
+    demand.end_stream(6)
+    entries = {batch: Entry(batch, None, state=str(batch).encode()) for batch in (2, 4)}
+    assert demand.choose(entries, in_order=False) is None
+    entries |= {batch: Entry(batch, None, state=str(batch).encode()) for batch in (1, 3)}
+    found = []
+    while (batch := demand.choose(entries, in_order=False)) is not None:
+        found.append(batch)
+        demand.deliver(entries.pop(batch))
+    assert found == [1, 3]
+    assert streams.states == [(1, b"1"), (1, b"3")]
+    entries[0] = Entry(0, None)
+    assert demand.choose(entries, in_order=True) == 0
+    assert demand.choose(entries, in_order=False) == 0
