@@ -53,6 +53,7 @@ class Made:
         self.nodes = FakeNodes()
         self.actor = SimpleNamespace(lost=False)
         self.cancelled = 0
+        self.forsaken = False
         monkeypatch.setattr("dpex.wire.receiver.Receiver", lambda *_, **__: self.receiver)
         given: Any = self
         self.run = RemoteRun(
@@ -69,6 +70,9 @@ class Made:
     def cancel(self) -> None:
         self.cancelled += 1
 
+    def forsake_pipeline(self) -> None:
+        self.forsaken = True
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
@@ -80,9 +84,11 @@ def test_a_run_is_given_up_if_nothing_comes_after_a_node_s_death(made: Made) -> 
     made.now = 110.0 + tuning.NODE_REPLACED_S + BATCH_S - 1
     assert not made.run.forsaken(BATCH_S)
     made.now += 2
+    assert not made.forsaken
     assert made.run.forsaken(BATCH_S)
     assert isinstance(made.run.failure(), NodeDiedError)
     assert made.run.lost
+    assert made.forsaken, "the pipeline serves no further run"
 
 
 def test_a_block_after_a_node_s_death_shows_that_the_run_continues(made: Made) -> None:

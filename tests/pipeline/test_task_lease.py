@@ -27,7 +27,7 @@ def test_a_lease_waits_works_and_ends() -> None:
     seen = [lease.state]
     give(lease, b"0")
     seen.append(lease.state)
-    lease.ask()
+    lease.ask(1, early=False)
     seen.append(lease.state)
     lease.end()
     seen.append(lease.state)
@@ -54,11 +54,11 @@ def test_a_restarted_task_repeats_its_chunk_and_ends_only_if_it_had_ended(ended:
     lease = new_lease()
     give(lease, b"0")
     if ended:
-        lease.ask()
+        lease.ask(1, early=False)
         lease.end()
     assert lease.repeat(0, RELEASED) == AssignedChunk(b"0", 0, RELEASED, again=True)
     assert lease.state is (LeaseState.REPEATING if ended else LeaseState.WORKING)
-    lease.ask()
+    lease.ask(1, early=False)
     assert lease.state is (LeaseState.ENDED if ended else LeaseState.WAITING)
 
 
@@ -80,7 +80,7 @@ def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
         give(lease, payload)
         for _ in range(MAX_DEATHS - 1):
             lease.repeat(0, RELEASED)
-        lease.ask()
+        lease.ask(1, early=False)
     assert lease.waiting
 
 
@@ -88,7 +88,7 @@ def test_blocks_of_an_earlier_process_are_no_longer_in_flight() -> None:
     lease = new_lease()
     give(lease, b"0")
     lease.note_process("process", 2)
-    lease.ask()
+    lease.ask(1, early=False)
     assert lease.in_flight
     lease.note_process("another", 0)
     assert not lease.in_flight
@@ -100,7 +100,7 @@ def test_who_waits_learns_of_each_change(change: str) -> None:
         lease = new_lease()
         if change == "repeat":
             give(lease, b"0")
-            lease.ask()
+            lease.ask(1, early=False)
         waiting = asyncio.ensure_future(lease.answered(30))
         await asyncio.sleep(0)
         assert not await lease.answered(0.001)
