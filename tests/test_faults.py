@@ -19,7 +19,6 @@ from living import (
     DividesByZero,
     Draws,
     Hangs,
-    HangsOnce,
     KillsOnce,
     KillsPipelineActor,
     LastSamplesAreSlow,
@@ -264,7 +263,7 @@ def test_a_task_that_hangs_in_its_last_sample_gets_no_chunk_of_the_next_epoch(
     """Before its last sample, the task has asked for its next chunk."""
     mark = tmp_path / "mark"
     # The loader requests all batches at once, so the last one is made without the training loop.
-    loader = loader_of(HangsOnce(mark), num_workers=1, prefetch_factor=20, timeout=20)
+    loader = loader_of(Hangs(mark, 199, once=True), num_workers=1, prefetch_factor=20, timeout=20)
     iterator = iter(loader)
     next(iterator)
     wait_until(mark.exists, 60, "start of the sample that hangs")

@@ -284,8 +284,12 @@ class StreamDemand(Demand):
     @property
     def next_batch(self) -> int | None:
         """Number of the next batch to deliver, or None at the end of the epoch."""
-        numbers = (self._handed_out[w] * self._workers + w for w in self._open)
-        return min(numbers, default=None)
+        return min(self._following, default=None)
+
+    @property
+    def _following(self) -> list[int]:
+        """Number of the next batch of each stream that may have one."""
+        return [self._handed_out[w] * self._workers + w for w in self._open]
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Request as many batches of every logical worker as torch does."""
@@ -332,8 +336,7 @@ class StreamDemand(Demand):
         """Return the number of the batch to deliver now; each stream stays in order."""
         if in_order:
             return super().choose(made, in_order=True)
-        following = (self._handed_out[w] * self._workers + w for w in self._open)
-        return min((batch for batch in following if batch in made), default=None)
+        return min((batch for batch in self._following if batch in made), default=None)
 
     def deliver(self, entry: Entry) -> None:
         """Record that a batch, or an error in its place, is delivered."""

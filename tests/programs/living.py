@@ -137,28 +137,22 @@ class KillsPipelineActor(Plain):
 
 
 class Hangs(Plain):
-    """Sample 57 never returns; a mark shows that a worker process has started it."""
+    """One sample never returns; a mark shows that a worker process has started it.
 
-    def __init__(self, mark: Path) -> None:
+    Args:
+        mark: Path of the mark.
+        at: Index of the sample.
+        once: Whether the sample returns if the mark exists.
+    """
+
+    def __init__(self, mark: Path, at: int = 57, *, once: bool = False) -> None:
         super().__init__()
         self.mark = mark
+        self.at = at
+        self.once = once
 
     def __getitem__(self, index: int) -> Any:
-        if index == 57:
-            self.mark.touch()
-            threading.Event().wait()
-        return super().__getitem__(index)
-
-
-class HangsOnce(Plain):
-    """Sample 199 does not return the first time; a mark shows that a worker process started it."""
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__()
-        self.mark = mark
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 199 and not self.mark.exists():
+        if index == self.at and not (self.once and self.mark.exists()):
             self.mark.touch()
             threading.Event().wait()
         return super().__getitem__(index)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import torch
+import chunks
 
 from dpex.training.batch_order import StreamDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.wire.block_format import Entry
-from dpex.worker.logical_worker import Run
-from dpex.worker.training_settings import Settings
 
 WORKERS = 2
-RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
+RUN = replace(chunks.RUN, num_workers=WORKERS)
 
 
 class Streams:
