@@ -11,7 +11,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from dpex import tuning
-from dpex.cluster.connect import connect, parse_address
+from dpex.cluster.connect import connect, fork_first_workers, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
 from dpex.errors import SerializationError
@@ -27,9 +27,11 @@ from dpex.training.index_iterator import Indices, Source
 from dpex.training.local_iterator import PlainIter, plain_iterator
 from dpex.training.sampler_epochs import SamplerEpochs
 from dpex.training.stage_plan import StagePlan, divide
+from dpex.training.starting_session import StartingSession
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
+from dpex.worker.state_watch import is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -247,17 +249,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
         state = self._cluster
         if state is None or not state.session.alive:
-            connection = connect(self.head_address, bequest=bequest if self._forks else None)
-            from dpex.pipeline.session import Session  # loads Ray
-
-            session = Session(
-                connection,
-                worker_options=self.worker_options,
-                fork_workers=self._forks,
-                num_workers=self.num_workers,
-                persistent=self.persistent_workers,
-            )
-            state = self._cluster = _ClusterState(self, session)
+            session = self._starting_session(bequest) if not later else None
+            state = self._cluster = _ClusterState(self, session or self._connected(bequest))
         stored = state.session.store(
             pickle_job, [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
         )
@@ -271,6 +264,38 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             max_skipped=self.max_skipped,
             forks=self._forks,
             seeded=self._progress.seeded,
+        )
+
+    def _starting_session(
+        self, bequest: Callable[[], forkserver.Bequest]
+    ) -> StartingSession | None:
+        """Fork first workers, if this iteration can begin on them while a local Ray starts."""
+        keeps_state = isinstance(self.dataset, IterableDataset) or self.worker_init_fn is not None
+        if not self._forks or keeps_state or self.worker_options:
+            return None
+        inherited = functools.cache(bequest)
+
+        def most() -> int:
+            """Return 0 if dpex cannot tell whether a batch changes its dataset copy."""
+            pickled = inherited().pickled
+            return self.num_workers if is_watchable(len(pickled.head), pickled.size_bytes) else 0
+
+        connections = fork_first_workers(self.head_address, inherited, most)
+        if not connections:
+            return None
+        connected = functools.partial(self._connected, inherited)
+        return StartingSession(connected, connections, inherited().pickled.digest)
+
+    def _connected(self, bequest: Callable[[], forkserver.Bequest]) -> Session:
+        connection = connect(self.head_address, bequest=bequest if self._forks else None)
+        from dpex.pipeline.session import Session  # loads Ray
+
+        return Session(
+            connection,
+            worker_options=self.worker_options,
+            fork_workers=self._forks,
+            num_workers=self.num_workers,
+            persistent=self.persistent_workers,
         )
 
     def _note_pickling(self, seconds: float) -> None:
@@ -493,7 +518,7 @@ class DataLoader(DpexDataLoader[T_co]):
 class _ClusterState:
     """The state that a loader keeps from one iteration to the next."""
 
-    def __init__(self, loader: DpexDataLoader[Any], session: Session) -> None:
+    def __init__(self, loader: DpexDataLoader[Any], session: Session | StartingSession) -> None:
         assert loader.prefetch_factor is not None
         self.session = session
         self.versions = DatasetVersions()

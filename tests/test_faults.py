@@ -234,11 +234,11 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     iterator: Any = iter(loader)
     next(iterator)
     epoch = iterator._epoch
-    receiver = epoch._run.receiver
-    wait_until(lambda: receiver.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
+    arrivals = epoch._run.arrivals
+    wait_until(lambda: arrivals.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
     full = Loss(LossCause.NO_ROOM, "a full disk")
     ask_actor(loader, lambda actor: [pipeline.note_loss(full) for pipeline in actor._opened()])
-    wait_until(lambda: receiver._losses == [full], 30, "reason")
+    wait_until(lambda: arrivals._losses == [full], 30, "reason")
     assert len(list(iterator)) == 3
 
 

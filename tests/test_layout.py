@@ -29,6 +29,8 @@ DOORS_TO_RAY = {
     "dpex.doctor.report",
     "dpex.training.cluster_iterator",
     "dpex.training.epoch",
+    "dpex.training.first_workers",
+    "dpex.training.starting_session",
 }
 # Only the module of the same name in dpex.integrations may import a framework.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}

@@ -8,6 +8,7 @@ a live cluster that this user started here. Otherwise dpex starts a local Ray, b
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -41,6 +42,8 @@ from dpex.log import announce
 from dpex.worker import environment
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection as FirstWorkerConnection
+
     from dpex.cluster.local.forkserver import Bequest
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "cluster_size",
     "connect",
     "cpu_users",
+    "fork_first_workers",
     "parse_address",
 ]
 
@@ -133,6 +137,54 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
             _announce(connection)
         _current = (_session(), connection)
         return connection
+
+
+def fork_first_workers(
+    head_address: str, bequest: Callable[[], Bequest], most: Callable[[], int]
+) -> list[FirstWorkerConnection]:
+    """Fork the fork server and first workers, if ``connect`` will start a local Ray.
+
+    Args:
+        head_address: As for ``connect``.
+        bequest: As for ``connect``.
+        most: Function that returns the maximum number of first workers.
+
+    Returns:
+        Connections to the first workers. Empty if there are none: another Ray will be used, or
+        started with other ranks, or this process cannot fork them.
+
+    Raises:
+        ClusterError: As ``connect``, but only what shows at once.
+        ValueError: ``head_address`` has none of the forms.
+    """
+    parse_address(head_address, "head_address")
+    versions.check_programs()
+    with _lock, _undivided():
+        if (
+            _forked_from_driver
+            or not forkserver.can_fork_now()
+            or shared_by_ranks.shared_job() is not None
+            or choose(head_address)[0] != "local"
+        ):
+            return []
+        launch.check_settings()
+        environment.remember()
+        with _uncollected():
+            first_workers = min(most(), launch.free_cores())
+            forkserver.address(bequest, forkserver.FIRST_JOB, first_workers=first_workers)
+        return forkserver.take_first_workers()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Put off garbage collections: after the imports of torch, one takes 0.15 s."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _announce(connection: Connection) -> None:

@@ -210,6 +210,7 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
+            self.scheduler.has_task.set()
             self._losses.append(loss)
             self.changed.set()
 
@@ -229,9 +230,9 @@ class _Recent(OrderedDict[str, None]):
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``over``, ``closed``, ``more_tasks`` and ``next_chunk`` wait without a time limit.
-    ``begin`` and ``close`` wait for a limited time until no task works. The other methods are
-    short.
+    ``take``, ``over``, ``closed``, ``has_task``, ``more_tasks`` and ``next_chunk`` wait without a
+    time limit. ``begin`` and ``close`` wait for a limited time until no task works. The other
+    methods are short.
     """
 
     def __init__(self) -> None:
@@ -342,6 +343,11 @@ class _PipelineActor:
             pipeline.scheduler.parallel, pipeline.scheduler.starting = parallel, starting
             pipeline.scheduler.one_by_one = one_by_one
             pipeline.feed(number, payloads, workers, alone=alone)
+
+    async def has_task(self, pipeline_key: str) -> None:
+        """Wait until a task of a pipeline has asked for a chunk."""
+        if pipeline_key not in self._closed:
+            await (await self._opening(pipeline_key)).scheduler.has_task.wait()
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
         """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""

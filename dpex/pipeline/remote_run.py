@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim
+from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.map_style import Chunk
@@ -50,7 +52,11 @@ die_at_once()  # registered last, so its handler runs first
 
 
 class RemoteRun:
-    """One iteration, as the training process sees it."""
+    """One iteration on a pipeline, as the training process sees it.
+
+    Attributes:
+        arrivals: What has arrived of the iteration.
+    """
 
     def __init__(
         self,
@@ -60,10 +66,13 @@ class RemoteRun:
         nodes: Nodes,
         claim: Claim,
         pool: MemoryPool,
+        arrivals: Arrivals,
         *,
         pin_memory: bool,
         through_client: bool,
     ) -> None:
+        self.arrivals = arrivals
+        self._fed = 0
         self._actor = actor
         self._pipeline_key = pipeline_key
         self._run = run
@@ -87,6 +96,7 @@ class RemoteRun:
                 self._actor,
                 self._pipeline_key,
                 self._run,
+                self.arrivals,
                 self._pool,
                 pin_memory=self._pin_memory,
                 through_client=self._through_client,
@@ -94,20 +104,28 @@ class RemoteRun:
             _receivers.add(self._receiver)
         return self._receiver
 
-    def feed(self, chunks: Sequence[Chunk], *, alone: bool, **how: Any) -> None:
-        """Send chunks; see ``_PipelineActor.feed``."""
+    def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:
+        """Pickle chunks and send them; see ``send``.
+
+        Raises:
+            SerializationError: A chunk's indices cannot be pickled.
+        """
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
+        self.send(payloads, [chunk.worker for chunk in chunks], **how)
+
+    def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
+        """Send pickled chunks of these logical workers; see ``_PipelineActor.feed``."""
         self._actor.handle.feed.remote(
-            self._pipeline_key,
-            self._run,
-            chunks[0].number,
-            payloads,
-            workers=[chunk.worker for chunk in chunks],
-            alone=alone,
-            **how,
+            self._pipeline_key, self._run, self._fed, payloads, workers=workers, **how
         )
+        self._fed += len(payloads)
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
+
+    def wait_for_task(self) -> None:
+        """Wait until a task waits for the run's chunks, or until the pipeline is lost."""
+        with contextlib.suppress(Exception):  # the next call to the actor raises it again
+            ray.get(self._actor.handle.has_task.remote(self._pipeline_key))
 
     def forsaken(self, batch_s: float) -> bool:
         """Return whether the run waits in vain because a node died.
@@ -123,7 +141,7 @@ class RemoteRun:
             self._failure = error.with_traceback(None)  # its frames refer to this object
             return True
         died_at = self._nodes.died_at
-        quiet_s = time.monotonic() - max(died_at, self.receiver.arrived_at)
+        quiet_s = time.monotonic() - max(died_at, self.arrivals.arrived_at)
         if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
             return False
         self._failure = ray.exceptions.NodeDiedError("a node died, and no batch has come since")

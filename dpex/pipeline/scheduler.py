@@ -54,6 +54,7 @@ class Scheduler:
         fed: Number of chunks fed so far.
         quiet_at: How many chunks had been fed when last all of them were done, and all their blocks
             were delivered or lost.
+        has_task: Set when a task has asked for a chunk, or will never ask for one.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Scheduler:
         self.one_by_one = False
         self.in_run = True
         self.fed = self.quiet_at = 0
+        self.has_task = asyncio.Event()
         self._run = 0
         self._chunks: deque[WaitingChunk] = deque()
         # The lease whose task asked last is the last one.
@@ -164,6 +166,7 @@ class Scheduler:
         if lease.is_past(attempt):
             return None
         self._asked_at = time.monotonic()
+        self.has_task.set()
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
         self._waiting.pop(name, None)
@@ -375,6 +378,7 @@ class Scheduler:
         self._closed = True
         self.drop()
         self.release()
+        self.has_task.set()
         self._changed.set()
 
     # --- starting tasks ---------------------------------------------------------------------------

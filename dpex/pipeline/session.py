@@ -32,6 +32,7 @@ from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, Re
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
+from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
@@ -183,6 +184,8 @@ class Session:
         self,
         pickle_job: Callable[[bool], Pickled],
         later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
+        *,
+        inherited_key: str | None = None,
     ) -> StoredJob:
         """Store a loader's jobs for the worker processes, unless the same bytes are stored.
 
@@ -190,6 +193,8 @@ class Session:
             pickle_job: Pickles a ``Job``. Its argument: whether all worker processes run on this
                 machine.
             later: The later stages, each with a function that pickles its ``StageJob``.
+            inherited_key: Digest of the job when the fork server was forked with it, if it was.
+                The user's memory, which the pickled job refers to, may have changed meanwhile.
 
         Returns:
             The stored jobs, for ``open``.
@@ -217,7 +222,7 @@ class Session:
                     f"import: {', '.join(differ)}. After a restart, worker processes import them"
                 )
             raise
-        key = pickled.digest
+        key = inherited_key or pickled.digest
         known = self._stored
         if known is None or known.key != key:
             known = self._place(key, pickled)
@@ -246,9 +251,10 @@ class Session:
 
     def _place(self, key: str, pickled: Pickled) -> StoredJob:
         _, job_id = self._actor.driver
-        if self._connection.kind == "local" and forkserver.bequeathed(key, job_id):
-            return StoredJob(key, [], pickled)
-        return StoredJob(key, [self._put(pickled)], None)
+        job = StoredJob(key, [], pickled)
+        if self._connection.kind != "local" or not forkserver.bequeathed(key, job_id):
+            self._store_inherited(job)
+        return job
 
     def _put(self, pickled: Pickled) -> ray.ObjectRef:
         capacity = _store_capacity()
@@ -303,7 +309,13 @@ class Session:
         )
 
     def open(
-        self, run: Run, job: StoredJob, *, binding: Binding, pin_memory: bool
+        self,
+        run: Run,
+        job: StoredJob,
+        *,
+        binding: Binding,
+        pin_memory: bool,
+        arrivals: Arrivals | None = None,
     ) -> Callable[[], RemoteRun]:
         """Start an iteration without waiting for it.
 
@@ -312,6 +324,8 @@ class Session:
             job: The jobs that ``store`` returned.
             binding: Initial binding of logical workers to processes.
             pin_memory: Whether batches go to page-locked memory.
+            arrivals: Gets what arrives of the iteration, as other arrivals do; a new object if
+                None.
 
         Returns:
             A function that waits until the iteration has started, and returns its ``RemoteRun``.
@@ -343,7 +357,9 @@ class Session:
         # start. An earlier load would keep the GIL from the thread that starts the actor.
         if _RECEIVER not in sys.modules:
             threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
-        return functools.partial(self._opened, run.key, job, claim, new, begins, pin_memory)
+        return functools.partial(
+            self._opened, run.key, job, claim, new, begins, arrivals or Arrivals(), pin_memory
+        )
 
     def _new(self, run: Run, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
         """Start a new pipeline on the present actor, with the job as it is stored now."""
@@ -362,6 +378,7 @@ class Session:
         claim: Claim,
         new: Callable[[], PipelineBegins],
         begins: PipelineBegins,
+        arrivals: Arrivals,
         pin_memory: bool,
     ) -> RemoteRun:
         try:
@@ -376,6 +393,7 @@ class Session:
             self._nodes,
             claim,
             self._pool,
+            arrivals,
             pin_memory=pin_memory,
             through_client=self._connection.kind == "client",
         )
@@ -394,7 +412,7 @@ class Session:
         return begins
 
     def _store_inherited(self, job: StoredJob) -> None:
-        """Store a job that worker processes do not inherit after all.
+        """Store a job that worker processes do not inherit.
 
         Raises:
             ClusterError: The user's memory, which the job refers to, has changed meanwhile.
@@ -423,9 +441,10 @@ class Session:
         be_ready()
         self._release.atexit = False
 
-    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
-        """Publish the increase of an epoch's statistics; see ``metrics.publish``."""
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
+        """Publish the increase of an epoch's statistics, and return True; see ``metrics``."""
         publish(stats, before, loader=self._number)
+        return True
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
         """Return a text that says why a batch is late; see ``wait_text``.

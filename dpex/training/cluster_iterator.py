@@ -21,11 +21,12 @@ from dpex.worker.training_settings import Settings
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from dpex.pipeline.session import Session, StoredJob
+    from dpex.pipeline.session import Session
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs
+    from dpex.training.starting_session import StartingSession
 
 __all__ = ["ClusterIter"]
 
@@ -56,8 +57,8 @@ class ClusterIter(BaseDataLoaderIter):
     def __init__(
         self,
         loader: DataLoader[Any],
-        job: StoredJob,
-        session: Session,
+        job: Any,
+        session: Session | StartingSession,
         planner: ChunkPlanner,
         versions: DatasetVersions,
         epochs: SamplerEpochs,
@@ -172,8 +173,8 @@ class ClusterIter(BaseDataLoaderIter):
         if over or now - self._published_at > tuning.PUBLISH_S:
             self._published_at = now
             stats = self.meter.stats(samples=self._epoch_progress.samples)
-            self._session.publish(stats, self.meter.published)
-            self.meter.published = stats
+            if self._session.publish(stats, self.meter.published):
+                self.meter.published = stats
 
     def _next_batch(self) -> Any:
         assert self._epoch is not None

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import tuning
 from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
@@ -22,10 +22,12 @@ from dpex.wire.loss_causes import joined
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
-    from dpex.pipeline.session import Session, StoredJob
+    from dpex.pipeline.session import Session
     from dpex.training.batch_order import Demand
     from dpex.training.chunk_sizes import ChunkPlanner
-    from dpex.wire.receiver import Arrival
+    from dpex.training.first_workers import FirstRun
+    from dpex.training.starting_session import StartingSession
+    from dpex.wire.arrivals import Arrival
     from dpex.worker.binding import Binding
     from dpex.worker.logical_worker import Run
     from dpex.worker.map_style import Chunk
@@ -52,7 +54,7 @@ class EpochOptions:
     max_skipped: int
     timeout_s: float
     pin_memory: bool
-    job: StoredJob
+    job: Any
     binding: Binding
 
 
@@ -113,7 +115,7 @@ class Epoch:
         run: Run,
         demand: Demand,
         *,
-        session: Session,
+        session: Session | StartingSession,
         planner: ChunkPlanner,
         options: EpochOptions,
         notes: StateNotes,
@@ -131,8 +133,8 @@ class Epoch:
         self._ready: dict[int, Entry] = {}
         self._losses_in_a_row = 0
         self._failure: KeptError | None = None
-        self._run: RemoteRun | None = None
-        self._opening: Callable[[], RemoteRun] | None = self._open()
+        self._run: RemoteRun | FirstRun | None = None
+        self._opening: Callable[[], RemoteRun | FirstRun] | None = self._open()
 
     @property
     def open(self) -> bool:
@@ -161,7 +163,7 @@ class Epoch:
             self._run.end()
             self._run = None
 
-    def _open(self) -> Callable[[], RemoteRun]:
+    def _open(self) -> Callable[[], RemoteRun | FirstRun]:
         """Start a run, without waiting for it; ``_opened`` waits."""
         return self._session.open(
             self._run_spec,
@@ -199,7 +201,7 @@ class Epoch:
             if waiting:
                 time.sleep(0)  # the thread that receives needs the GIL more
                 assert self._run is not None
-                return self._run.receiver.wait(0, self._quiet_seen)
+                return self._run.arrivals.wait(0, self._quiet_seen)
             return time.monotonic() >= stop_at
 
         draining = self._in_flight.draining
@@ -331,14 +333,14 @@ class Epoch:
                 waits.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
                 self._session.name_dead_nodes()
                 self._session.check_still_possible(waited_s)
-            if self._in_flight and self._run.receiver.ended:
+            if self._in_flight and self._run.arrivals.ended:
                 self._replace_pipeline()
             prompt_s = min(wait_s, tuning.PROMPT_S)
-            if self._run.receiver.wait(prompt_s, self._quiet_seen):
+            if self._run.arrivals.wait(prompt_s, self._quiet_seen):
                 continue
             if self._ask_ahead(waiting=True):
                 continue  # the wait is used to draw further ahead
-            arrived = self._run.receiver.wait(wait_s - prompt_s, self._quiet_seen)
+            arrived = self._run.arrivals.wait(wait_s - prompt_s, self._quiet_seen)
             if not arrived and self._run.forsaken(self._planner.batch_s):
                 # ``forsaken`` reports a node's death only once, so this loss need not count.
                 self._losses_in_a_row -= 1
@@ -362,15 +364,15 @@ class Epoch:
     def _collect(self) -> None:
         """Process the blocks and errors that have arrived."""
         assert self._run is not None
-        receiver = self._run.receiver
+        arrivals = self._run.arrivals
         # Read before the loop, so that the loop takes every block of the chunks that it counts.
-        quiet_at = receiver.quiet_at
-        while (arrival := receiver.take()) is not None:
+        quiet_at = arrivals.quiet_at
+        while (arrival := arrivals.take()) is not None:
             self._losses_in_a_row = 0
             if arrival.block.run == self._run_spec.key:
                 self._take_block(arrival)
                 self._notes.note(arrival, self._run_spec.num_workers)  # may raise a warning
-        self._in_flight.note_losses(receiver.take_losses())
+        self._in_flight.note_losses(arrivals.take_losses())
         if self._in_flight.lost(quiet_at):
             self._resend_lost(self._recover)
         self._in_flight.settle()
@@ -458,7 +460,7 @@ class Epoch:
         """
         assert self._run is not None
         failure = self._run.failure()
-        self._in_flight.losses.extend(self._run.receiver.take_losses())
+        self._in_flight.losses.extend(self._run.arrivals.take_losses())
         self._losses_in_a_row += 1
         if (
             not self._run.lost

@@ -163,8 +163,16 @@ class BlockWriter:
                     _place(self._segments, buffers, slot)
                 return
 
+    def block(self) -> Block:
+        """Return the block, whose batches are still pickled, and start the next one."""
+        block = Block(
+            self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
+        )
+        self._clear()
+        return block
+
     def table(self) -> pa.Table:
-        """Return the block and start the next one.
+        """Return the block as a row of a table and start the next one.
 
         Returns:
             A table of one row and large_binary columns: ``head``, ``small``, and one column for

@@ -8,45 +8,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
-import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex import tuning
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
-from dpex.wire.block_format import Block, Entry, decode, places_in, read_block
+from dpex.wire.arrivals import Arrival, Arrivals, Decoder
+from dpex.wire.block_format import read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import Loss, LossCause
-from dpex.wire.segments import SegmentLostError, SegmentReader, SegmentsUnreadableError
+from dpex.wire.segments import SegmentsUnreadableError
 
-__all__ = ["Arrival", "BlockSource", "Receiver"]
+__all__ = ["BlockSource", "Receiver"]
 
 logger = logging.getLogger("dpex")
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One decoded block.
-
-    Attributes:
-        block: The block without its entries.
-        batches: Its decoded batches.
-        decode_s: Seconds to decode it.
-        transfer_s: Seconds to fetch it, from the arrival of its reference or of the block before
-            it, whichever is later.
-        lost: Why its batches are lost; empty if they are not.
-    """
-
-    block: Block
-    batches: list[Entry]
-    decode_s: float = 0.0
-    transfer_s: float = 0.0
-    lost: str = ""
 
 
 class BlockSource(Protocol):
@@ -70,45 +50,17 @@ class _Decode(ArrowBatchCollateFn):
         failure: The last exception that it raised; None if it raised none.
     """
 
-    def __init__(
-        self,
-        run: str,
-        pool: MemoryPool,
-        segments: SegmentReader,
-        *,
-        pin_memory: bool,
-        device_index: int,
-    ) -> None:
-        self._run = run
-        self._pool = pool
-        self._segments = segments
-        self._pin_memory = pin_memory
-        self._device_index = device_index
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         self.failure: BaseException | None = None
 
     def __call__(self, table: pa.Table) -> Arrival:
         """Decode a block: copy its batches to memory that belongs to them."""
         try:
-            return self._decode(table)
+            return self._decoder(read_block(table))
         except BaseException as error:
             self.failure = error
             raise
-
-    def _decode(self, table: pa.Table) -> Arrival:
-        started = time.perf_counter()
-        block = read_block(table)
-        if block.run != self._run:  # a chunk of a cancelled iteration
-            return Arrival(replace(block, entries=[]), [])
-        if self._pin_memory:
-            torch.accelerator.set_device_index(self._device_index)
-        try:
-            batches = list(decode(block, self._pool, self._segments, pin_memory=self._pin_memory))
-        except SegmentLostError as error:
-            self._segments.release(places_in(block))
-            return Arrival(replace(block, entries=[]), [], lost=str(error))
-        # Drop the entries: they are views that would keep the block in the object store.
-        block = replace(block, entries=[])
-        return Arrival(block, batches, time.perf_counter() - started)
 
 
 def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
@@ -122,18 +74,18 @@ def _fetched(replies: Iterable[list[StoredBlock]]) -> Iterator[pa.Table]:
 
 
 class Receiver:
-    """A thread that decodes one run's blocks, and its queue of batches for the training loop.
+    """A thread that decodes one run's blocks for the training loop.
 
     Args:
         actor: The pipeline actor.
         pipeline_key: Key of the pipeline that serves the run.
         run: Key of the run.
+        arrivals: Gets the decoded blocks.
         pool: Source of the batches' memory, unless it is pinned.
         pin_memory: Whether to copy batches to pinned memory.
         through_client: Whether this process is a Ray Client.
 
     Attributes:
-        arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
         replaceable: Whether a new pipeline can continue, because a private name of Ray ended this
             one, or because this process cannot read segments.
     """
@@ -143,35 +95,29 @@ class Receiver:
         actor: BlockSource,
         pipeline_key: str,
         run: str,
+        arrivals: Arrivals,
         pool: MemoryPool,
         *,
         pin_memory: bool,
         through_client: bool,
     ) -> None:
-        self._changed = threading.Condition()
-        self._arrivals: deque[Arrival] = deque()
+        self._arrivals = arrivals
+        self._counting = threading.Lock()
         self._read = 0
         self._handed = 0
         self._notes: deque[tuple[int, int]] = deque()
-        self._quiet_at = 0
-        self._losses: list[Loss] = []
         self._failure: BaseException | None = None
-        self._ended = False
         self.replaceable = False
         self._all_told = False
         self._stopped = False
         self._through_data = False
         self._known_at = self._last_at = 0.0
-        self.arrived_at = 0.0
         self._actor, self._pipeline_key, self._run = actor, pipeline_key, run
-        device_index = torch.accelerator.current_device_index() if pin_memory else -1
-        self._segments = SegmentReader()
-        self._decode = decode_block = _Decode(
-            run, pool, self._segments, pin_memory=pin_memory, device_index=device_index
-        )
+        self._decoder = Decoder(run, pool, pin_memory=pin_memory)
+        self._decode = decode_block = _Decode(self._decoder)
         replies = self._replies()
 
-        def arrivals() -> Iterator[Arrival]:
+        def decoded() -> Iterator[Arrival]:
             # Ray Data does not work through a Ray Client. Some versions of Ray lack the private
             # names that data_iterator needs.
             blocks = None if through_client else data_iterator(replies)
@@ -185,7 +131,7 @@ class Receiver:
             )
 
         self._thread = threading.Thread(
-            target=self._receive, args=(arrivals,), name="dpex-receive", daemon=True
+            target=self._receive, args=(decoded,), name="dpex-receive", daemon=True
         )
         self._thread.start()
 
@@ -227,17 +173,17 @@ class Receiver:
     def stop(self) -> None:
         """Stop reading, because the run is finished or cancelled."""
         self._stopped = True
-        self._segments.close()
+        self._decoder.close()
 
     def join(self, timeout: float) -> None:
         """Wait until the reading thread ends, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
-    def _receive(self, arrivals: Callable[[], Iterator[Arrival]]) -> None:
+    def _receive(self, decoded: Callable[[], Iterator[Arrival]]) -> None:
         try:
             while True:
                 try:
-                    for arrival in arrivals():
+                    for arrival in decoded():
                         self._take_in(arrival)
                     if self._all_told or not self._may_call:
                         break
@@ -260,9 +206,7 @@ class Receiver:
             # would free that reference cycle.
             self._failure = error.with_traceback(None)
         finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._arrivals.end()
 
     def _take_in(self, arrival: Arrival) -> None:
         """Add a decoded block to the queue of the training loop."""
@@ -272,15 +216,10 @@ class Receiver:
         self._last_at = now
         if arrival.lost:
             self._release_tasks()
-        with self._changed:
-            self.arrived_at = time.monotonic()
+        self._arrivals.add(replace(arrival, transfer_s=transfer_s))
+        with self._counting:
             self._read += 1
-            if arrival.lost:
-                self._losses.append(Loss(LossCause.BLOCK, f"a block was lost: {arrival.lost}"))
-            else:
-                self._arrivals.append(replace(arrival, transfer_s=transfer_s))
             self._settle()
-            self._changed.notify_all()
 
     def _release_tasks(self) -> None:
         if self._may_call:
@@ -289,12 +228,11 @@ class Receiver:
     def _lose(self, error: Exception) -> None:
         """Report the blocks of the last reply as lost, so that their batches are recomputed."""
         self._release_tasks()
-        with self._changed:
-            text = f"a block was lost: {type(error).__name__}"
-            self._losses.append(Loss(LossCause.BLOCK, text))
+        text = f"a block was lost: {type(error).__name__}"
+        self._arrivals.lose([Loss(LossCause.BLOCK, text)])
+        with self._counting:
             self._read = self._handed
             self._settle()
-            self._changed.notify_all()
 
     def _note(self, blocks: int, quiet_at: int, losses: list[Loss]) -> None:
         """Record the contents of a reply, apart from its blocks.
@@ -304,52 +242,16 @@ class Receiver:
             quiet_at: Number of chunks that are finished once all these blocks are read.
             losses: Blocks or chunks in flight that were lost.
         """
-        with self._changed:
+        self._arrivals.lose(losses)
+        with self._counting:
             self._notes.append((blocks, quiet_at))
-            self._losses.extend(losses)
             self._settle()
-            self._changed.notify_all()
 
     def _settle(self) -> None:
         while self._notes and self._notes[0][0] <= self._read:
-            self._quiet_at = self._notes.popleft()[1]
-
-    def wait(self, timeout: float | None, quiet_above: int) -> bool:
-        """Wait for a block, a loss, the end, or more than ``quiet_above`` finished chunks.
-
-        Returns:
-            Whether there was such an event before the timeout.
-        """
-        with self._changed:
-            return self._changed.wait_for(lambda: self._has_news(quiet_above), timeout)
-
-    def _has_news(self, quiet_above: int) -> bool:
-        return bool(self._arrivals or self._losses or self._ended or self._quiet_at > quiet_above)
-
-    def take(self) -> Arrival | None:
-        """Return the next decoded block, or None if none has arrived."""
-        with self._changed:
-            return self._arrivals.popleft() if self._arrivals else None
-
-    def take_losses(self) -> list[Loss]:
-        """Return the losses since the last call."""
-        with self._changed:
-            losses, self._losses = self._losses, []
-            return losses
-
-    @property
-    def quiet_at(self) -> int:
-        """Number of finished chunks: each of their blocks has arrived or is lost."""
-        with self._changed:
-            return self._quiet_at
+            self._arrivals.set_quiet(self._notes.popleft()[1])
 
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the reading; None if there was no error."""
         return self._failure
-
-    @property
-    def ended(self) -> bool:
-        """Whether ``take`` can return no more blocks."""
-        with self._changed:
-            return self._ended and not self._arrivals

@@ -8,32 +8,26 @@ import gc
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from dpex import tuning
-from dpex.cluster.local.forkserver import Bequest, inheritance
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
-from dpex.wire.memory_map import shared_memory
 from dpex.worker.actor_calls import ACTOR_DIED, ask_actor, pipeline_actor
+from dpex.worker.inherited_job import inherited_job, with_size
 from dpex.worker.module_sources import import_from
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dpex.wire.pickling import Pickled
-    from dpex.worker.map_style import Job
 
 __all__ = ["read_job", "release_when_closed", "working"]
 
-# For each inherited job: the copy that uses the inherited memory itself.
-_borrowers: dict[str, weakref.ref[Job]] = {}
 _stored_jobs: dict[str, Pickled] = {}
 # The open pipelines that this process keeps jobs for, each with the keys of these jobs.
 _jobs_of: dict[str, set[str]] = {}
@@ -46,15 +40,9 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
     """Return a new copy of a job; what this process inherited is copied on write where possible."""
     from dpex.wire.pickling import Pickled, load, own_copy
 
-    inherited = inheritance.get(job_key)
-    if inherited is not None:
-        borrower = _borrowers.get(job_key)
-        # Invariant: at most one live copy uses the inherited memory. A later copy may use it only
-        # if the earlier ones left its contents unchanged.
-        if borrower is None or (borrower() is None and inherited.pickled.digest == job_key):
-            copy = _with_size(_borrow(inherited), inherited.pickled)
-            _borrowers[job_key] = weakref.ref(copy)
-            return copy
+    copy = inherited_job(job_key)
+    if copy is not None:
+        return copy
     pickled = _stored_jobs.get(job_key)
     if pickled is None:
         if not job:  # this process has inherited the job, and needs a second copy
@@ -72,34 +60,7 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
         own = mapped[id(view)]
         return own_copy(view) if own is None else own
 
-    return _with_size(load(pickled, take), pickled)
-
-
-def _borrow(inherited: Bequest) -> Any:
-    """Return a copy of a job in the memory that this process inherited."""
-    from dpex.wire.pickling import load, own_copy
-
-    shared = shared_memory()
-    pickled = inherited.pickled
-    # A write to a shared mapping would reach the file or other processes. So dpex copies such
-    # memory now.
-    exposed = {
-        id(buffer) for buffer in pickled.buffers if buffer.flags.writeable and shared(buffer)
-    }
-    job, inherited.job = inherited.job, None
-    # A small job is unpickled, because dpex compares its pickle after batches. Nothing compares a
-    # large one, whose objects take as much time and memory again.
-    large = len(pickled.head) > tuning.WATCHED_PICKLE_BYTES
-    if large and pickled.plain and not exposed and job is not None:
-        return job
-    return load(pickled, lambda buffer: own_copy(buffer) if id(buffer) in exposed else buffer)
-
-
-def _with_size(job: Any, pickled: Pickled) -> Any:
-    """Return a job with the sizes of its pickle, if it is a ``Job``."""
-    if hasattr(job, "pickled_bytes"):
-        return replace(job, pickled_bytes=(len(pickled.head), pickled.size_bytes))
-    return job
+    return with_size(load(pickled, take), pickled)
 
 
 def release_when_closed(actor_name: str, pipeline_key: str, job_key: str) -> None:

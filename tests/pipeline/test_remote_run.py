@@ -13,18 +13,18 @@ from dpex import tuning
 from dpex.errors import ClusterError
 from dpex.pipeline import remote_run
 from dpex.pipeline.remote_run import RemoteRun
+from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 
 BATCH_S = 5.0
 
 
 class FakeReceiver:
-    """A receiver that has received nothing since ``arrived_at``."""
+    """A receiver that receives nothing."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.replaceable = False
-        self.arrived_at = 0.0
         self.stopped = 0
 
     def stop(self) -> None:
@@ -63,6 +63,7 @@ class Made:
             given.nodes,
             given,
             MemoryPool(),
+            Arrivals(),
             pin_memory=False,
             through_client=False,
         )
@@ -93,7 +94,7 @@ def test_a_run_is_given_up_if_nothing_comes_after_a_node_s_death(made: Made) -> 
 
 def test_a_block_after_a_node_s_death_shows_that_the_run_continues(made: Made) -> None:
     made.nodes.died_at = 110.0
-    made.run.receiver.arrived_at = made.now = 110.0 + tuning.NODE_REPLACED_S
+    made.run.arrivals.arrived_at = made.now = 110.0 + tuning.NODE_REPLACED_S
     made.now += tuning.NODE_REPLACED_S
     assert not made.run.forsaken(BATCH_S)
     assert made.run.failure() is None

@@ -17,9 +17,9 @@ from dpex.training.batch_order import IndexDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
+from dpex.wire.arrivals import Arrival
 from dpex.wire.block_format import Block, Entry
 from dpex.wire.loss_causes import Loss, LossCause
-from dpex.wire.receiver import Arrival
 from dpex.wire.timings import Costs
 from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
@@ -59,14 +59,14 @@ class Indices:
 
 
 class FakeRun:
-    """A run and its receiver. The fate of each chunk is known as soon as it is fed."""
+    """A run and its arrivals. The fate of each chunk is known as soon as it is fed."""
 
     def __init__(self, pipeline: Pipeline, key: str) -> None:
         self._pipeline, self._key = pipeline, key
         self._arrivals: deque[Arrival] = deque()
         self._late: deque[Arrival] = deque()
         self._losses: list[Loss] = []
-        self.receiver = self
+        self.arrivals = self
         self._fed = 0
         self.ended = self.lost = self.closed = False
 

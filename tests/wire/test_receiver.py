@@ -14,6 +14,7 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
+from dpex.wire.arrivals import Arrivals
 from dpex.wire.block_format import BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import LossCause
@@ -78,20 +79,27 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     actor = actor_class.remote([*replies, Reply(ended=True)])
     context = ray.get_runtime_context()
     handle = PipelineActor(actor, "actor", (context.gcs_address, context.get_job_id()))
+    arrivals = Arrivals()
     receiver = Receiver(
-        handle, "pipeline", "run", MemoryPool(), pin_memory=False, through_client=through_client
+        handle,
+        "pipeline",
+        "run",
+        arrivals,
+        MemoryPool(),
+        pin_memory=False,
+        through_client=through_client,
     )
-    wait_until(lambda: receiver._ended, 60, "end of the replies")
+    wait_until(lambda: arrivals._ended, 60, "end of the replies")
     read = []
-    while (arrival := receiver.take()) is not None:
+    while (arrival := arrivals.take()) is not None:
         read += [entry.batch for entry in arrival.batches]
     assert read == [0, 2]
     assert receiver.failure is None
-    [loss] = receiver.take_losses()
+    [loss] = arrivals.take_losses()
     assert loss.cause is LossCause.BLOCK
     assert loss.text.startswith("a block was lost: ")
     assert ray.get(actor.calls.remote()) == [("pipeline", "run")]
-    assert receiver.quiet_at == 0, "of the last reply, which has ended the run"
+    assert arrivals.quiet_at == 0, "of the last reply, which has ended the run"
 
 
 class DiesAfterLargeBatches(Plain):

@@ -26,6 +26,7 @@ import gc
 import hmac
 import importlib
 import logging
+import multiprocessing
 import os
 import pickle
 import resource
@@ -38,7 +39,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,6 +52,8 @@ from dpex.wire import local_modules
 from dpex.worker import module_settings
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from dpex.wire.pickling import Pickled
 
 __all__ = [
@@ -58,12 +61,14 @@ __all__ = [
     "FIRST_JOB",
     "address",
     "bequeathed",
+    "can_fork_now",
     "fork_parent",
     "forked_from_here",
     "inheritance",
     "record_job",
     "serve",
     "show_script_arguments",
+    "take_first_workers",
     "unused_job_id",
 ]
 
@@ -107,6 +112,7 @@ script_arguments: list[str] = []
 """In a forked worker process: the script's ``sys.argv``; empty in other processes."""
 
 _address: str | None = None
+_first_workers: list[Connection] = []
 _job_id: str | None = None
 # Ids of the jobs of this process, in any Ray. Every local Ray of a single process has the first.
 _job_ids: set[str] = {FIRST_JOB}
@@ -114,7 +120,9 @@ _pid: int | None = None
 _bequeathed: str | None = None
 
 
-def address(bequest: Callable[[], Bequest] | None, job_id: str) -> str | None:
+def address(
+    bequest: Callable[[], Bequest] | None, job_id: str, *, first_workers: int = 0
+) -> str | None:
     """Return the server's address; the first call in a process starts the server.
 
     Args:
@@ -122,6 +130,8 @@ def address(bequest: Callable[[], Bequest] | None, job_id: str) -> str | None:
             the training process.
         job_id: Id that Ray will give this process. A server forks for one id only, because Ray's
             library reads the id when it is loaded.
+        first_workers: Number of first workers that the forked server forks at once;
+            ``take_first_workers`` returns the connections to them.
 
     Returns:
         ``"name/token"``: the name of an abstract socket, and the token that each request must
@@ -138,7 +148,10 @@ def address(bequest: Callable[[], Bequest] | None, job_id: str) -> str | None:
             our_life, alive_end = os.pipe()
             hold(alive_end)
             try:
-                if job is None or not _fork(job, listener, our_life, token, job_id):
+                forked = job is not None and _fork(
+                    job, listener, our_life, token, job_id, first_workers
+                )
+                if not forked:
                     _start(listener, our_life, token, job_id)
             except OSError as error:
                 logger.info("no fork server, so Ray starts the worker processes: %s", error)
@@ -159,13 +172,28 @@ def record_job(job_id: str) -> None:
     _job_ids.add(job_id)
 
 
-def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_id: str) -> bool:
+def take_first_workers() -> list[Connection]:
+    """Return the connections to the server's first workers, once."""
+    global _first_workers
+    taken, _first_workers = _first_workers, []
+    return taken
+
+
+def _fork(
+    job: Bequest,
+    listener: socket.socket,
+    our_life: int,
+    token: str,
+    job_id: str,
+    first_workers: int,
+) -> bool:
     """Fork the server from this process, and return whether that was possible."""
-    global _bequeathed, _pid
+    global _bequeathed, _first_workers, _pid
     # Before the fork: afterwards each page that they read is copied.
     module_settings.remember()
     local_modules.remember()
     digest = job.pickled.digest
+    pipes = [multiprocessing.Pipe() for _ in range(first_workers)]
     try:
         pid = os.fork()
     except OSError as error:  # for example a limit on overcommitted memory
@@ -173,7 +201,12 @@ def _fork(job: Bequest, listener: socket.socket, our_life: int, token: str, job_
         return False
     if pid == 0:
         inheritance[digest] = job
-        _serve(listener, our_life, token, job_id)
+        for ours, _ in pipes:
+            ours.close()
+        _serve(listener, our_life, token, job_id, [theirs for _, theirs in pipes])
+    for _, theirs in pipes:
+        theirs.close()
+    _first_workers = [ours for ours, _ in pipes]
     _pid, _bequeathed = pid, digest
     return True
 
@@ -230,6 +263,11 @@ def fork_parent() -> int | None:
     return _pid or (os.getpid() if _can_fork() else None)
 
 
+def can_fork_now() -> bool:
+    """Return whether the server does not exist, and can be a fork of this process."""
+    return _address is None and _can_fork()
+
+
 def _can_serve() -> bool:
     """Return whether this process can have a server, either a fork or a new process."""
     return hasattr(os, "pidfd_open") and private_ray_allowed()
@@ -241,14 +279,21 @@ def _can_fork() -> bool:
 
 
 def _forget_in_child() -> None:
-    global _address, _bequeathed, _job_id, _pid
+    global _address, _bequeathed, _first_workers, _job_id, _pid
     _address = _bequeathed = _job_id = _pid = None
+    _first_workers = []
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _serve(listener: socket.socket, parents_life: int, token: str, job_id: str) -> NoReturn:
+def _serve(
+    listener: socket.socket,
+    parents_life: int,
+    token: str,
+    job_id: str,
+    first_workers: Sequence[Connection] = (),
+) -> NoReturn:
     """Fork worker processes until the training process ends."""
     try:
         # A garbage collection, here or in a fork, would write to shared pages and so copy them.
@@ -256,6 +301,9 @@ def _serve(listener: socket.socket, parents_life: int, token: str, job_id: str) 
         gc.freeze()
         _leave_training_process()
         _end_with(parents_life)
+        if first_workers:
+            _fork_first_workers(first_workers, listener)
+            time.sleep(tuning.HEAD_START_S)
         # Ray's library reads these variables when it is loaded. A worker process ends when the
         # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
         # server, and the server kills the worker processes of a raylet that has ended.
@@ -284,6 +332,44 @@ def _serve(listener: socket.socket, parents_life: int, token: str, job_id: str) 
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
+
+
+def _fork_first_workers(connections: Sequence[Connection], listener: socket.socket) -> None:
+    """Fork the first workers, before this process has anything of Ray."""
+    for connection in connections:
+        if os.fork() == 0:
+            listener.close()
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            _work_first(connection)
+    for connection in connections:
+        connection.close()
+
+
+def _work_first(connection: Connection) -> NoReturn:
+    """Turn this fork into a first worker."""
+    try:
+        _behave_as_worker()
+        from dpex.worker.first_worker import make_chunks
+
+        # A broken connection means that the training process has ended.
+        with contextlib.suppress(ConnectionError):
+            make_chunks(connection, next(iter(inheritance)))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _behave_as_worker() -> None:
+    """Undo in a fork what only the server needs, and end the fork with the server."""
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    make_no_errors_of_rays_warnings()
 
 
 def _end_with(life: int) -> None:
@@ -398,9 +484,7 @@ class _Server:
 def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
     """Turn this fork into the worker process that Ray requested."""
     try:
-        gc.enable()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _behave_as_worker()
         _join_group(0, request["group"])
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -411,8 +495,6 @@ def _work(request: dict[str, Any], streams: list[int]) -> NoReturn:
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
         script_arguments[:], sys.argv = sys.argv, request["arguments"]
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        make_no_errors_of_rays_warnings()
         from dpex.compat.authentication import reread
 
         if not reread():  # without the token, the raylet would refuse it

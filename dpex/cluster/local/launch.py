@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from dpex import tuning
 from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
-from dpex.cluster.local.directory import delete_ended, make_directory
+from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
 from dpex.cluster.local.process_end import end_ray_after_us
 from dpex.cluster.tokens import FILE, forget_token, hide_token, require_token, token_variables
 from dpex.errors import ClusterError
@@ -27,6 +27,7 @@ from dpex.errors import ClusterError
 __all__ = [
     "OUR_MODULES",
     "StartedRay",
+    "check_settings",
     "disconnect",
     "free_cores",
     "init_ray",
@@ -97,6 +98,20 @@ class StartedRay:
     jobs: Path | None
 
 
+def check_settings() -> None:
+    """Check what the user has set for a local Ray, before anything starts.
+
+    Raises:
+        ClusterError: DPEX_OBJECT_STORE_MEMORY is no size that Ray accepts, or dpex cannot write
+            Ray's files.
+    """
+    _store_setting()
+    try:
+        runtime_directory()
+    except OSError as error:
+        raise _no_directory(error) from error
+
+
 def start(fork_server: str | None = None, *, for_ranks: bool = False) -> StartedRay:
     """Start a local Ray, and connect this process to it.
 
@@ -136,10 +151,7 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
         directory = make_directory()
         token = token_variables(directory)
     except OSError as error:
-        raise ClusterError(
-            f"a local Ray did not start, because dpex cannot write its files: {error}. Set TMPDIR "
-            "to a writable directory with free space"
-        ) from error
+        raise _no_directory(error) from error
     # Ray makes its socket directories writable for all users, so they need a private parent.
     variables["RAY_TMPDIR"] = str(directory)
     if for_ranks:
@@ -163,6 +175,13 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
     end_ray_after_us(Path(context.address_info["session_dir"]), directory / FILE)
     threading.Thread(target=delete_ended, name="dpex-delete", daemon=True).start()
     return StartedRay(token, directory / "jobs" if for_ranks and _is_lean() else None)
+
+
+def _no_directory(error: OSError) -> ClusterError:
+    return ClusterError(
+        f"a local Ray did not start, because dpex cannot write its files: {error}. Set TMPDIR "
+        "to a writable directory with free space"
+    )
 
 
 def _is_lean() -> bool:
@@ -378,15 +397,10 @@ def _object_store_bytes() -> int:
     10 GB, as in most containers, and uses the disk.
 
     Raises:
-        ClusterError: The variable is not a number of bytes, or less than Ray accepts.
+        ClusterError: As for ``_store_setting``.
     """
-    if given := os.environ.get(_STORE_VARIABLE):
-        if not given.isdecimal() or int(given) < tuning.LEAST_STORE_BYTES:
-            raise ClusterError(
-                f"{_STORE_VARIABLE}={given!r} must be the size of the local Ray's object store in "
-                f"bytes, at least {tuning.LEAST_STORE_BYTES:,}"
-            )
-        return int(given)
+    if (given := _store_setting()) is not None:
+        return given
     wanted = max(_GIB // 8, min(int(0.3 * usable_memory()), free_memory() // 2, 200 * _GIB))
     if not sys.platform.startswith("linux"):
         return min(wanted, 2 * _GIB)
@@ -400,6 +414,23 @@ def _object_store_bytes() -> int:
         max(1, wanted // _GIB),
     )
     return min(wanted, 2 * _GIB)
+
+
+def _store_setting() -> int | None:
+    """Return DPEX_OBJECT_STORE_MEMORY, or None if it is not set.
+
+    Raises:
+        ClusterError: The variable is not a number of bytes, or less than Ray accepts.
+    """
+    given = os.environ.get(_STORE_VARIABLE)
+    if not given:
+        return None
+    if not given.isdecimal() or int(given) < tuning.LEAST_STORE_BYTES:
+        raise ClusterError(
+            f"{_STORE_VARIABLE}={given!r} must be the size of the local Ray's object store in "
+            f"bytes, at least {tuning.LEAST_STORE_BYTES:,}"
+        )
+    return int(given)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,394 @@
+"""The first workers of a loader, as the training process sees them.
+
+They make batches from ``iter()`` on, while the local Ray starts. They keep no state of logical
+workers: if a batch changes its dataset copy, the pipeline makes that batch again on its own copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, cast
+
+from dpex import tuning
+from dpex.cluster.releasing import be_ready, release_later
+from dpex.wire.arrivals import Arrivals, Decoder
+from dpex.wire.block_format import Block
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.pickling import dump_in_band
+from dpex.wire.segments import readable_segments
+from dpex.worker.binding import Binding
+from dpex.worker.first_worker import CANCEL, END, Assignment, Made
+
+if TYPE_CHECKING:
+    from dpex.pipeline.remote_run import RemoteRun
+    from dpex.worker.logical_worker import Run
+    from dpex.worker.map_style import Chunk
+
+__all__ = ["FirstRun", "FirstWorkers"]
+
+logger = logging.getLogger("dpex")
+
+
+@dataclass(frozen=True)
+class _SentChunk:
+    """A chunk that the epoch has sent.
+
+    Attributes:
+        payload: The pickled chunk.
+        worker: Its logical worker.
+        how: The other arguments of ``RemoteRun.send``.
+    """
+
+    payload: bytes
+    worker: int
+    how: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a first worker makes.
+
+    Attributes:
+        queue: The queue that the chunk comes from.
+        chunk: The chunk.
+        watched: Whether its logical worker is watched, see ``Binding``.
+    """
+
+    queue: _ChunkQueue
+    chunk: _SentChunk
+    watched: bool
+
+
+class _FirstWorker:
+    """A first worker.
+
+    Attributes:
+        connection: The connection to its process.
+        work: What it makes; None if it is idle.
+        cancelled_at: When the run of its chunk ended; infinite before.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.work: _Work | None = None
+        self.cancelled_at = math.inf
+        self._process: int | None = None
+
+    def know_process(self, pid: int) -> None:
+        """Open its process, so that no later process with the same id is taken for it."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._process = os.pidfd_open(pid)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; if its process has ended, the next read reports that."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    def kill(self) -> None:
+        """Kill its process."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+
+
+class FirstWorkers:
+    """The first workers of a loader, and a thread that reads what they make.
+
+    Args:
+        connections: Connections to their processes.
+
+    Attributes:
+        lock: Guards the first workers and the queues of their chunks.
+    """
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.lock = threading.RLock()
+        self._workers = [_FirstWorker(connection) for connection in connections]
+        self._ending = False
+        be_ready()
+        threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
+
+    @property
+    def at_work(self) -> int:
+        """Number of first workers that make a chunk."""
+        return sum(worker.work is not None for worker in list(self._workers))
+
+    def watched(self, queue: _ChunkQueue) -> set[int]:
+        """Return the watched logical workers of which a chunk is being made."""
+        works = [w.work for w in self._workers if w.work is not None and w.work.queue is queue]
+        return {work.chunk.worker for work in works if work.watched}
+
+    def give(self, work: _Work) -> bool:
+        """Give a chunk to an idle first worker, and return whether there is one."""
+        idle = next((worker for worker in self._workers if worker.work is None), None)
+        if idle is None or self._ending:
+            return False
+        idle.work = work
+        binding = Binding.WATCHED if work.watched else Binding.RELEASED
+        given = Assignment(work.chunk.payload, binding, readable_segments())
+        idle.send(pickle.dumps(given))
+        return True
+
+    def cancel(self, queue: _ChunkQueue) -> None:
+        """Stop the work on the chunks of a queue."""
+        with self.lock:
+            for worker in self._workers:
+                if worker.work is not None and worker.work.queue is queue:
+                    worker.cancelled_at = time.monotonic()
+                    worker.send(CANCEL)
+
+    def end(self) -> None:
+        """Give no more chunks, and end each first worker as soon as it is idle."""
+        with self.lock:
+            self._ending = True
+            for worker in self._workers:
+                if worker.work is None:
+                    worker.send(END)
+
+    def _receive(self) -> None:
+        while workers := {worker.connection: worker for worker in self._workers}:
+            for ready in wait(list(workers), tuning.END_S):
+                worker = workers[cast("Connection", ready)]
+                try:
+                    message = worker.connection.recv()
+                except Exception as error:  # most often EOFError: the process has ended
+                    logger.debug("a first worker has ended: %r", error)
+                    self._lose(worker)
+                else:
+                    self._take(worker, message)
+            for worker in workers.values():
+                # Nothing waits for its sample any more, and the sample does not end.
+                if time.monotonic() - worker.cancelled_at > tuning.END_S:
+                    worker.kill()
+
+    def _take(self, worker: _FirstWorker, message: int | Block | Made) -> None:
+        if isinstance(message, int):
+            worker.know_process(message)
+            return
+        work = worker.work
+        assert work is not None
+        if isinstance(message, Block):
+            work.queue.take(message)
+            return
+        with self.lock:
+            worker.work, worker.cancelled_at = None, math.inf
+            work.queue.made(work, message.unchanged)
+            if self._ending and worker.work is None:
+                worker.send(END)
+
+    def _lose(self, worker: _FirstWorker) -> None:
+        with self.lock:
+            self._workers.remove(worker)
+            worker.kill()
+            worker.close()
+            if worker.work is not None:
+                worker.work.queue.lose()
+
+
+class _ChunkQueue:
+    """The chunks of one run: first workers make them, and the pipeline once it has a task.
+
+    Invariant: the chunks of a watched logical worker are made one after another. So if a batch
+    changes the dataset copy, the pipeline gets its chunk again, and then the later ones.
+
+    Args:
+        run: The run.
+        workers: The first workers.
+        pin_memory: Whether batches go to page-locked memory.
+
+    Attributes:
+        arrivals: What has arrived of the run.
+        remote: The run on the pipeline; None until the pipeline has a task.
+    """
+
+    def __init__(self, run: Run, workers: FirstWorkers, *, pin_memory: bool) -> None:
+        self.arrivals = Arrivals()
+        self.remote: RemoteRun | None = None
+        self._workers = workers
+        self._decoder = Decoder(run.key, MemoryPool(), pin_memory=pin_memory)
+        self._waiting: list[_SentChunk] = []
+        # The logical workers whose first batches have left their dataset copies unchanged.
+        self._released: set[int] = set()
+        self._ended = False
+
+    def feed(self, chunks: Iterable[_SentChunk]) -> None:
+        """Append chunks."""
+        with self._workers.lock:
+            self._waiting.extend(chunks)
+            self._hand_out()
+
+    def attach(self, remote: RemoteRun) -> bool:
+        """Send the chunks from now on to the pipeline; return False if the run has ended."""
+        with self._workers.lock:
+            if not self._ended:
+                self.remote = remote
+                self._hand_out()
+            return not self._ended
+
+    def _hand_out(self) -> None:
+        """Give each chunk that need not wait to an idle first worker, or to the pipeline."""
+        held = self._workers.watched(self)
+        waiting, self._waiting = self._waiting, []
+        for_pipeline = []
+        for chunk in waiting:
+            worker = chunk.worker
+            if worker in held:
+                self._waiting.append(chunk)
+            elif self.remote is not None:
+                for_pipeline.append(chunk)
+            else:
+                watched = worker not in self._released
+                work = _Work(self, chunk, watched)
+                given = not chunk.how["alone"] and self._workers.give(work)
+                if not given:
+                    self._waiting.append(chunk)
+                if watched or not given:
+                    held.add(worker)
+        for _, group in itertools.groupby(for_pipeline, lambda chunk: chunk.how):
+            chunks = list(group)
+            assert self.remote is not None
+            self.remote.send(
+                [chunk.payload for chunk in chunks],
+                [chunk.worker for chunk in chunks],
+                **chunks[0].how,
+            )
+
+    def take(self, block: Block) -> None:
+        """Decode a block of a first worker for the training loop."""
+        if self._ended:
+            return
+        try:
+            arrival = self._decoder(block)
+        except Exception as error:  # SegmentsUnreadableError: from now on there are no segments
+            logger.debug("a block of a first worker is lost", exc_info=True)
+            self.arrivals.lose([Loss(LossCause.BLOCK, f"a block was lost: {error}")])
+        else:
+            self.arrivals.add(arrival)
+
+    def made(self, work: _Work, unchanged: bool | None) -> None:
+        """Record that a first worker has done a chunk.
+
+        Args:
+            work: The chunk.
+            unchanged: Whether its batches left the dataset copy unchanged; None if unknown.
+        """
+        if self._ended:
+            return
+        if unchanged is False:
+            self._workers.end()  # the pipeline binds its logical workers to processes
+        if unchanged is False and work.watched:
+            # Its batches are valid, but the pipeline needs the state after them.
+            self._waiting.insert(0, work.chunk)
+        else:
+            if unchanged:
+                self._released.add(work.chunk.worker)
+            self.arrivals.count_done()
+        self._hand_out()
+
+    def lose(self) -> None:
+        """Record that the process of a first worker has ended over a chunk."""
+        if not self._ended:
+            self.arrivals.lose([Loss(LossCause.TASK, "a worker process died before Ray started")])
+            self.arrivals.count_done()
+            self._hand_out()
+
+    def end(self) -> None:
+        """Cancel the run."""
+        with self._workers.lock:
+            self._ended = True
+            self._waiting.clear()
+            self._workers.cancel(self)
+            if self.remote is not None:
+                self.remote.end()
+        self._decoder.close()
+
+
+class FirstRun:
+    """One iteration that begins on first workers; see ``RemoteRun`` for its methods.
+
+    Args:
+        run: The iteration.
+        workers: The first workers.
+        begin: Function that starts Ray, if nothing has started it.
+        check: Function that raises the error of Ray's start, if there was one.
+        pin_memory: Whether batches go to page-locked memory.
+
+    Attributes:
+        queue: The chunks of the iteration.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        workers: FirstWorkers,
+        begin: Callable[[], None],
+        check: Callable[[], None],
+        *,
+        pin_memory: bool,
+    ) -> None:
+        self.queue = _ChunkQueue(run, workers, pin_memory=pin_memory)
+        self._workers = workers
+        self._begin = begin
+        self._check = check
+        self._release = weakref.finalize(self, release_later, self.queue.end)
+        self._release.atexit = False
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """What has arrived of the iteration.
+
+        Raises:
+            ClusterError: Ray has not started.
+        """
+        self._check()
+        return self.queue.arrivals
+
+    def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:
+        """Pickle chunks and send them; see ``RemoteRun.feed``."""
+        pickled = [_SentChunk(dump_in_band(c, "chunk"), c.worker, how) for c in chunks]
+        self.queue.feed(pickled)
+        self._begin()  # not earlier: the first batches need the cores
+
+    def forsaken(self, batch_s: float) -> bool:
+        """Return whether the run waits in vain because a node died."""
+        remote = self.queue.remote
+        return remote is not None and remote.forsaken(batch_s)
+
+    def tasks_at_work(self) -> int | None:
+        """Return how many processes make batches now; None if that is unknown."""
+        remote = self.queue.remote
+        return self._workers.at_work if remote is None else remote.tasks_at_work()
+
+    def failure(self) -> BaseException | None:
+        """Return the error that ended the run, or None."""
+        return self.queue.remote.failure() if self.queue.remote is not None else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether a new pipeline can continue."""
+        return self.queue.remote is not None and self.queue.remote.lost
+
+    def end(self) -> None:
+        """Cancel the run, finished or not."""
+        self._release.detach()
+        self.queue.end()

@@ -1,0 +1,249 @@
+"""The session of a loader whose local Ray is still starting."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from dpex import tuning
+from dpex.cluster.local.launch import free_cores
+from dpex.cluster.releasing import release_later
+from dpex.training.first_workers import FirstRun, FirstWorkers
+
+if TYPE_CHECKING:
+    from dpex.pipeline.remote_run import RemoteRun
+    from dpex.pipeline.session import Session, StoredJob
+    from dpex.stats import LoaderStats
+    from dpex.transforms.stage import Stage
+    from dpex.wire.pickling import Pickled
+    from dpex.worker.binding import Binding
+    from dpex.worker.logical_worker import Run
+
+__all__ = ["InheritedJob", "StartingSession"]
+
+_starts: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _finish_starts() -> None:
+    """Wait for the starts of Ray before this process forks: a fork would lack their threads."""
+    if threading.current_thread() is threading.main_thread():
+        for start in list(_starts):
+            start.join()
+
+
+os.register_at_fork(before=_finish_starts, after_in_child=_starts.clear)
+
+
+@dataclass(frozen=True)
+class InheritedJob:
+    """A job that the first workers have inherited.
+
+    Attributes:
+        pickle_job: As for ``Session.store``.
+    """
+
+    pickle_job: Callable[[bool], Pickled]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The newest iteration: the arguments of ``open``, and a queue of its chunks."""
+
+    run: Run
+    job: InheritedJob
+    binding: Binding
+    pin_memory: bool
+    first_run: weakref.ref[FirstRun]
+
+
+class StartingSession:
+    """The session of a loader, while a thread starts Ray and opens the ``Session`` itself.
+
+    Until the pipeline has a task, first workers make the batches.
+
+    Args:
+        connect: Function that starts Ray and returns the session.
+        connections: Connections to the first workers.
+        job_key: Digest of the job that the first workers have inherited.
+    """
+
+    claims_cpus = False
+    """As in ``Session``: only a local Ray starts in this way."""
+
+    def __init__(
+        self, connect: Callable[[], Session], connections: Sequence[Connection], job_key: str
+    ) -> None:
+        self._connect: Callable[[], Session] | None = connect
+        self._job_key = job_key
+        self._workers = FirstWorkers(connections)
+        self._release = weakref.finalize(self, release_later, self._workers.end)
+        self._release.atexit = False
+        # Guards the change from first workers to the pipeline.
+        self._lock = threading.RLock()
+        self._opened: _Opened | None = None
+        self._session: Session | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+        # Set when the first workers need no head start.
+        self._hurry = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start Ray in a thread, if nothing has started it."""
+        if self._thread is None:
+            # Python waits for the thread at exit, before it calls Ray's exit handlers.
+            self._thread = threading.Thread(target=self._start, name="dpex-start", daemon=False)
+            _starts.add(self._thread)
+            self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self._hurry.wait(tuning.HEAD_START_S)
+            if self._closed or not threading.main_thread().is_alive():
+                return
+            assert self._connect is not None
+            session = self._connect()
+            while not self._hand_over(session):
+                pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._connect = None  # it refers to the loader and its dataset
+            self._workers.end()
+
+    def _hand_over(self, session: Session) -> bool:
+        """Open a pipeline for the newest iteration, and hand the iteration over to it.
+
+        Returns:
+            False if a newer iteration has begun meanwhile.
+        """
+        opened = self._opened
+        remote = None
+        if opened is not None and threading.main_thread().is_alive() and not self._closed:
+            first_run = opened.first_run()
+            remote = session.open(
+                opened.run,
+                self._stored(session, opened.job),
+                binding=opened.binding,
+                pin_memory=opened.pin_memory,
+                arrivals=None if first_run is None else first_run.queue.arrivals,
+            )()
+            remote.wait_for_task()
+            del first_run
+        with self._lock:
+            if self._opened is not opened:
+                if remote is not None:
+                    remote.end()
+                return False
+            self._session = session
+            first_run = opened.first_run() if opened is not None else None
+            if remote is not None and (first_run is None or not first_run.queue.attach(remote)):
+                remote.end()
+            if self._closed:
+                session.close()
+        return True
+
+    def _stored(self, session: Session, job: InheritedJob) -> StoredJob:
+        return session.store(job.pickle_job, inherited_key=self._job_key)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _started(self) -> Session:
+        """Wait until Ray has started, and return the session."""
+        self._hurry.set()
+        self.begin()
+        assert self._thread is not None
+        self._thread.join()
+        self._check()
+        assert self._session is not None
+        return self._session
+
+    # --- as in Session ----------------------------------------------------------------------------
+
+    def store(
+        self,
+        pickle_job: Callable[[bool], Pickled],
+        later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
+    ) -> StoredJob | InheritedJob:
+        """Return the loader's jobs, for ``open``; see ``Session.store``.
+
+        It waits for Ray if the first workers have inherited another job.
+        """
+        if self._session is None and not later and pickle_job(True).digest == self._job_key:
+            return InheritedJob(pickle_job)
+        return self._started().store(pickle_job, later)
+
+    def open(
+        self, run: Run, job: StoredJob | InheritedJob, *, binding: Binding, pin_memory: bool
+    ) -> Callable[[], RemoteRun | FirstRun]:
+        """Start an iteration; see ``Session.open``."""
+        with self._lock:
+            if self._session is not None:
+                if isinstance(job, InheritedJob):
+                    job = self._stored(self._session, job)
+                return self._session.open(run, job, binding=binding, pin_memory=pin_memory)
+            assert isinstance(job, InheritedJob)
+            first_run = FirstRun(run, self._workers, self.begin, self._check, pin_memory=pin_memory)
+            self._opened = _Opened(run, job, binding, pin_memory, weakref.ref(first_run))
+            return lambda: first_run
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session is open, and its Ray starts or is this process's Ray."""
+        if self._closed or self._error is not None:
+            return False
+        return self._session is None or self._session.alive
+
+    @property
+    def warned_of_size(self) -> bool:
+        """Whether any session has warned that its dataset is large."""
+        return self._session is not None and self._session.warned_of_size
+
+    @property
+    def free_cores(self) -> int:
+        """Number of tasks to begin with, by this process's cores."""
+        return free_cores()
+
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
+        """Publish the increase of an epoch's statistics, if Ray has started."""
+        return self._session is not None and self._session.publish(stats, before)
+
+    def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
+        """Return a text that says why a batch is late; see ``wait_text``."""
+        if self._session is not None:
+            return self._session.waiting_text(tasks=tasks, in_flight=in_flight)
+        return (
+            f"{in_flight} batches are requested. A local Ray is starting. Meanwhile {tasks} "
+            "processes make batches"
+        )
+
+    def name_dead_nodes(self) -> None:
+        """Log which nodes have died."""
+        if self._session is not None:
+            self._session.name_dead_nodes()
+
+    def check_still_possible(self, waited_s: float) -> None:
+        """Raise if the loader waits in vain; see ``Session.check_still_possible``."""
+        if self._session is not None:
+            self._session.check_still_possible(waited_s)
+
+    def close(self) -> None:
+        """Close the pipelines, and end the first workers; Ray's start goes on."""
+        self._hurry.set()
+        with self._lock:
+            self._closed = True
+            first_run = self._opened.first_run() if self._opened is not None else None
+            if self._session is not None:
+                self._session.close()
+        if first_run is not None:
+            first_run.end()
+        self._workers.end()

@@ -1,0 +1,122 @@
+"""A first worker: a fork of the training process that makes batches while the local Ray starts.
+
+It makes chunks as the tasks of a pipeline do (``fetch_chunk``), and its process has no Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from dpex import tuning
+from dpex.wire.block_format import BlockWriter
+from dpex.wire.segments import OWN_SEGMENTS
+from dpex.worker.binding import Binding
+from dpex.worker.dataset_copies import kept_for
+from dpex.worker.inherited_job import inherited_job
+from dpex.worker.map_style import Chunk, Job, fetch_chunk
+
+__all__ = ["Assignment", "CANCEL", "END", "Made", "make_chunks"]
+
+CANCEL = b""
+"""Message to a first worker: the chunk that it has is no longer wanted."""
+
+END = b"end"
+"""Message to a first worker: it gets no more chunks."""
+
+# Stands for the pipeline where a worker process keeps copies and segments for one.
+_PIPELINE = "first workers"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A chunk for a first worker.
+
+    Attributes:
+        payload: The pickled chunk.
+        binding: Which processes may make batches of its logical worker.
+        reader: The machine of the training process, if it reads segments; else empty.
+    """
+
+    payload: bytes
+    binding: Binding
+    reader: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """The report of a first worker that it has done a chunk, or that the chunk was cancelled.
+
+    Attributes:
+        unchanged: Whether the chunk's batches left the dataset copy unchanged; None if no batch was
+            compared.
+    """
+
+    unchanged: bool | None
+
+
+def make_chunks(connection: Connection, job_key: str) -> None:
+    """Make the chunks that the training process sends, until it sends ``END`` or has ended.
+
+    Args:
+        connection: Connection to the training process. It gets this process's id, then the
+            ``Block`` of each batch, and ``Made`` after each chunk.
+        job_key: Digest of the inherited job.
+    """
+    connection.send(os.getpid())
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        if message == END:
+            return
+        if message != CANCEL:  # else it came after the end of the chunk
+            with kept_for(_PIPELINE):
+                _make_chunk(connection, pickle.loads(message), job_key)
+
+
+def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None:
+    chunk: Chunk = pickle.loads(given.payload)
+    segments = OWN_SEGMENTS.serve(_PIPELINE, chunk.run.key, given.reader)
+    writer = BlockWriter(chunk.run.key, chunk.number, segments=segments)
+    looks: list[bool] = []
+
+    def read_job() -> Job:
+        job = inherited_job(job_key)
+        if job is None:
+            os._exit(1)  # the chunk is lost, and a process that can read the job makes it
+        copy: Job = job
+        return copy
+
+    batches = fetch_chunk(
+        chunk,
+        read_job,
+        f"pid {os.getpid()}",
+        _cancelled(connection),
+        binding=given.binding,
+        seen_unchanged=looks.append,
+    )
+    for entry, costs in batches:
+        writer.add(entry, costs)
+        del entry
+        connection.send(writer.block())
+    connection.send(Made(all(looks) if looks else None))
+
+
+def _cancelled(connection: Connection) -> Callable[[], bool]:
+    """Return a function that says whether the chunk is no longer wanted, and looks now and then."""
+    next_look = time.monotonic() + tuning.CANCEL_CHECK_S
+
+    def cancelled() -> bool:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return False
+        next_look = time.monotonic() + tuning.CANCEL_CHECK_S
+        return connection.poll()
+
+    return cancelled
