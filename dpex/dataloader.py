@@ -31,6 +31,7 @@ from dpex.training.starting_session import StartingSession
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
+from dpex.worker.inherited_job import Bequest
 from dpex.worker.state_watch import is_watchable
 
 if TYPE_CHECKING:
@@ -244,8 +245,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
         pickle_job = functools.cache(functools.partial(self._pickle, job))
 
-        def bequest() -> forkserver.Bequest:
-            return forkserver.Bequest(pickle_job(True), job)
+        def bequest() -> Bequest:
+            return Bequest(pickle_job(True), job)
 
         state = self._cluster
         if state is None or not state.session.alive:
@@ -266,9 +267,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             seeded=self._progress.seeded,
         )
 
-    def _starting_session(
-        self, bequest: Callable[[], forkserver.Bequest]
-    ) -> StartingSession | None:
+    def _starting_session(self, bequest: Callable[[], Bequest]) -> StartingSession | None:
         """Fork first workers, if this iteration can begin on them while a local Ray starts."""
         keeps_state = isinstance(self.dataset, IterableDataset) or self.worker_init_fn is not None
         if not self._forks or keeps_state or self.worker_options:
@@ -286,7 +285,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         connected = functools.partial(self._connected, inherited)
         return StartingSession(connected, connections, inherited().pickled.digest)
 
-    def _connected(self, bequest: Callable[[], forkserver.Bequest]) -> Session:
+    def _connected(self, bequest: Callable[[], Bequest]) -> Session:
         connection = connect(self.head_address, bequest=bequest if self._forks else None)
         from dpex.pipeline.session import Session  # loads Ray
 

@@ -44,7 +44,7 @@ from dpex.worker import environment
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection as FirstWorkerConnection
 
-    from dpex.cluster.local.forkserver import Bequest
+    from dpex.worker.inherited_job import Bequest
 
 __all__ = [
     "Connection",

@@ -22,7 +22,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex import tuning
 from dpex.cluster.limits import IdleCores
-from dpex.cluster.local.forkserver import inheritance
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
@@ -31,6 +30,7 @@ from dpex.pipeline.scheduler import Scheduler
 from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
+from dpex.worker.inherited_job import inheritance
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]
 

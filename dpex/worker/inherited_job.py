@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
-from dpex.cluster.local.forkserver import Bequest, inheritance
 from dpex.wire.memory_map import shared_memory
-from dpex.wire.pickling import Pickled, load, own_copy
 
 if TYPE_CHECKING:
+    from dpex.wire.pickling import Pickled
     from dpex.worker.map_style import Job
 
-__all__ = ["inherited_job", "with_size"]
+__all__ = ["Bequest", "inheritance", "inherited_job", "with_size"]
+
+
+@dataclass
+class Bequest:
+    """A job that the forks of the training process inherit, with its memory copied on write.
+
+    Attributes:
+        pickled: The pickled job. Its buffers are the training process's memory.
+        job: The job itself, for the first copy that a fork needs of it; None after that.
+    """
+
+    pickled: Pickled
+    job: Any
+
+
+inheritance: dict[str, Bequest] = {}
+"""In a fork of the training process: the job that was pickled for the fork, by its digest."""
 
 # For each inherited job: the copy that uses the inherited memory itself.
 _borrowers: dict[str, weakref.ref[Job]] = {}
@@ -45,6 +61,8 @@ def inherited_job(job_key: str) -> Any | None:
 
 def _borrow(inherited: Bequest) -> Any:
     """Return a copy of a job in the memory that this process inherited."""
+    from dpex.wire.pickling import load, own_copy  # loads torch, which the actor does not need
+
     shared = shared_memory()
     pickled = inherited.pickled
     # A write to a shared mapping would reach the file or other processes. So dpex copies such

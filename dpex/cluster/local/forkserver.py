@@ -40,7 +40,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,21 +49,18 @@ from dpex.cluster.local.process_end import hold, start_detached
 from dpex.compat.shortcut import private_ray_allowed
 from dpex.wire import local_modules
 from dpex.worker import module_settings
+from dpex.worker.inherited_job import Bequest, inheritance
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from dpex.wire.pickling import Pickled
-
 __all__ = [
-    "Bequest",
     "FIRST_JOB",
     "address",
     "bequeathed",
     "can_fork_now",
     "fork_parent",
     "forked_from_here",
-    "inheritance",
     "record_job",
     "serve",
     "show_script_arguments",
@@ -91,22 +87,6 @@ FIRST_JOB = "01000000"
 # Environment variable with the descriptors, token and job of a server that is a new process.
 _SERVE = "DPEX_SERVE"
 
-
-@dataclass
-class Bequest:
-    """A job that the forks of the training process inherit, with its memory copied on write.
-
-    Attributes:
-        pickled: The pickled job. Its buffers are the training process's memory.
-        job: The job itself, for the first copy that a fork needs of it; None after that.
-    """
-
-    pickled: Pickled
-    job: Any
-
-
-inheritance: dict[str, Bequest] = {}
-"""In a fork of the training process: the job that was pickled for the fork, by its digest."""
 
 script_arguments: list[str] = []
 """In a forked worker process: the script's ``sys.argv``; empty in other processes."""

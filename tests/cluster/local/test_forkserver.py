@@ -36,8 +36,9 @@ IMPATIENT = """
 import os, pathlib, time
 from dpex.cluster.local import forkserver
 from dpex.wire.pickling import dump
+from dpex.worker.inherited_job import Bequest
 
-job = forkserver.Bequest(dump(0, "job"), 0)
+job = Bequest(dump(0, "job"), 0)
 assert forkserver.address(lambda: job, forkserver.FIRST_JOB)
 while not pathlib.Path("reached").exists():
     time.sleep(0.05)
@@ -49,12 +50,13 @@ STRANGER = """
 import pathlib, pickle, socket
 from dpex.cluster.local import forkserver
 from dpex.wire.pickling import dump
+from dpex.worker.inherited_job import Bequest
 
 class MakesFile:
     def __reduce__(self):
         return pathlib.Path.touch, (pathlib.Path("made").absolute(),)
 
-job = forkserver.Bequest(dump(0, "job"), 0)
+job = Bequest(dump(0, "job"), 0)
 name, _, secret = forkserver.address(lambda: job, forkserver.FIRST_JOB).partition("/")
 for given in ("0" * len(secret), secret):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
