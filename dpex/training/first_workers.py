@@ -318,6 +318,7 @@ class _ChunkQueue:
             self._ended = True
             self._waiting.clear()
             self._workers.cancel(self)
+            self.arrivals.end()
             if self.remote is not None:
                 self.remote.end()
         self._decoder.close()

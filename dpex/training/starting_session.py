@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import threading
 import weakref
@@ -98,6 +100,10 @@ class StartingSession:
     def begin(self) -> None:
         """Start Ray in a thread, if nothing has started it."""
         if self._thread is None:
+            # Ray imports it, and it registers functions for forks. If a fork of the main thread
+            # waited for that import, only the second of these functions would be called.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("filelock")
             # Python waits for the thread at exit, before it calls Ray's exit handlers.
             self._thread = threading.Thread(target=self._start, name="dpex-start", daemon=False)
             _starts.add(self._thread)
@@ -122,7 +128,7 @@ class StartingSession:
         """Open a pipeline for the newest iteration, and hand the iteration over to it.
 
         Returns:
-            False if a newer iteration has begun meanwhile.
+            False if a newer iteration has started meanwhile.
         """
         opened = self._opened
         remote = None
@@ -237,7 +243,7 @@ class StartingSession:
             self._session.check_still_possible(waited_s)
 
     def close(self) -> None:
-        """Close the pipelines, and end the first workers; Ray's start goes on."""
+        """Close the pipelines, and end the first workers; Ray's start continues."""
         self._hurry.set()
         with self._lock:
             self._closed = True

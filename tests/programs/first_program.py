@@ -1,0 +1,352 @@
+"""A program for ``test_first_workers.py``: a training process whose loader begins before Ray.
+
+Each scenario prints what the loader of dpex gives, beside what torch's gives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cluster_programs.output import take_stdout
+from torch.utils.data import DataLoader, get_worker_info
+
+from dpex import BatchLostError, DpexDataLoader
+from dpex.training.starting_session import StartingSession
+
+MARK = Path("mark")
+
+
+class Draws:
+    """Sample i is i and numbers from all generators."""
+
+    def __init__(self, length: int = 64) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        numbers = [random.random(), np.random.random(), float(torch.rand(()))]
+        return index, *numbers, get_worker_info().id
+
+
+class Tells(Draws):
+    """Sample i is i, and whether its process has Ray."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return index, "ray" in sys.modules
+
+
+class Counts(Draws):
+    """Samples that count, as a cache or a generator in a dataset does."""
+
+    def __init__(self, length: int = 64) -> None:
+        super().__init__(length)
+        self.read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return index, self.read
+
+
+class Large(Draws):
+    """Samples of 1 MB."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1 << 18,), float(index))
+
+
+class Array(Draws):
+    """Samples that read an array of the dataset."""
+
+    def __init__(self, length: int = 64) -> None:
+        super().__init__(length)
+        self.array = np.arange(length)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return index, int(self.array[index])
+
+
+class Fails(Draws):
+    def __getitem__(self, index: int) -> Any:
+        return 1 / (index - 5)
+
+
+class Dies(Draws):
+    """Sample 5 kills its process, always or until a file exists."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and (self.always or not MARK.exists()):
+            MARK.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Hangs(Draws):
+    """The first sample never ends, once."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0 and not MARK.exists():
+            MARK.write_text(str(os.getpid()))
+            time.sleep(1000)
+        return index
+
+
+def loader_of(dataset: Any, **arguments: Any) -> DpexDataLoader[Any]:
+    arguments = {"batch_size": 4, "num_workers": 2, **arguments}
+    return DpexDataLoader(dataset, distribute_mode=True, head_address="local", **arguments)
+
+
+def rows(batches: Any) -> list[Any]:
+    """Return the batches as lists."""
+    return [
+        [column.tolist() for column in batch] if isinstance(batch, list) else batch.tolist()
+        for batch in batches
+    ]
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def wait_for_ray(loader: DpexDataLoader[Any]) -> None:
+    """Wait until the loader's batches come from Ray."""
+    assert loader._cluster is not None
+    session = loader._cluster.session
+    assert isinstance(session, StartingSession)
+    session._started()
+
+
+def epochs(loader: Any, seed: int) -> Iterator[list[Any]]:
+    torch.manual_seed(seed)
+    while True:
+        yield rows(loader)
+
+
+def same(persistent: bool) -> Any:
+    """Compare two epochs of first workers and two of Ray with torch's."""
+    arguments = {"shuffle": True, "persistent_workers": persistent}
+    ours = loader_of(Draws(), **arguments)
+    first = epochs(ours, 3)
+    got = [next(first), next(first)]
+    without_ray = "ray" not in sys.modules
+    wait_for_ray(ours)
+    got += [next(first), next(first)]
+    torchs = epochs(DataLoader(Draws(), batch_size=4, num_workers=2, **arguments), 3)  # type: ignore[arg-type]
+    indices = [[batch[0] for batch in epoch] for epoch in got]
+    expected = [next(torchs) for _ in got]
+    workers = [[batch[-1] for batch in epoch] for epoch in got]
+    return [
+        without_ray,
+        indices == [[batch[0] for batch in epoch] for epoch in expected],
+        workers == [[batch[-1] for batch in epoch] for epoch in expected],
+    ]
+
+
+def new_workers() -> Any:
+    return same(persistent=False)
+
+
+def persistent_workers() -> Any:
+    return same(persistent=True)
+
+
+def drawn_alike() -> Any:
+    """Compare the numbers of first workers with those of Ray's worker processes."""
+    loader = loader_of(Draws(), generator=torch.Generator().manual_seed(7))
+    first = rows(loader)
+    wait_for_ray(loader)
+    assert loader.generator is not None
+    loader.generator.manual_seed(7)
+    return first == rows(loader)
+
+
+def handed_over() -> Any:
+    """Read one epoch that begins on first workers and ends on Ray."""
+    loader = loader_of(Tells(4000))
+    by_ray = []
+    got = []
+    for index, has_ray in loader:
+        got += index.tolist()
+        by_ray += has_ray.tolist()
+        if not any(by_ray):
+            time.sleep(0.005)
+    return [got == list(range(4000)), by_ray[0], by_ray[-1]]
+
+
+def counted(*, persistent: bool = False) -> Any:
+    """Compare samples that change their dataset with torch's, from an epoch without Ray on."""
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
+    arguments["persistent_workers"] = persistent
+    ours = loader_of(Counts(), **arguments)
+    torchs: Any = DataLoader(Counts(), **arguments)  # type: ignore[arg-type]
+    got = [rows(ours) for _ in range(3)]
+    return got == [rows(torchs) for _ in range(3)]
+
+
+def counted_by_persistent_workers() -> Any:
+    return counted(persistent=True)
+
+
+def large() -> Any:
+    """Keep batches that are in memory of first workers, beyond the end of their processes."""
+    loader = loader_of(Large(24))
+    kept = list(loader)
+    wait_for_ray(loader)
+    kept += list(loader)
+    whole = all(torch.equal(batch, batch[:, :1].expand_as(batch)) for batch in kept)
+    return [whole, joined(batch[:, 0].tolist() for batch in kept) == [*range(24)] * 2]
+
+
+def changed_meanwhile() -> Any:
+    """Change the dataset after ``iter()``, before and after Ray has started."""
+    dataset = Array(400)
+    loader = loader_of(dataset)
+    batches = iter(loader)
+    first = next(batches)
+    dataset.array[:] = -1
+    wait_for_ray(loader)
+    rest = rows(batches)
+    indices = first[1].tolist() + joined(batch[1] for batch in rest)
+    values = {value for _, batch in rows(loader) for value in batch}
+    return [indices == list(range(400)), sorted(values)]
+
+
+def changed_between() -> Any:
+    """Change the dataset between two epochs, while Ray starts."""
+    dataset = Array(40)
+    loader = loader_of(dataset)
+    before = [value for _, values in rows(loader) for value in values]
+    dataset.array[:] += 100
+    after = [value for _, values in rows(loader) for value in values]
+    return [before == list(range(40)), after == list(range(100, 140))]
+
+
+def fails() -> Any:
+    loader = loader_of(Fails(), batch_size=2)
+    try:
+        list(loader)
+    except ZeroDivisionError as error:
+        return str(error)
+    return None
+
+
+def dies_once() -> Any:
+    return joined(rows(loader_of(Dies(always=False)))) == list(range(64))
+
+
+def dies_always() -> Any:
+    try:
+        list(loader_of(Dies(always=True)))
+    except BatchLostError as error:
+        return str(error)
+    return None
+
+
+def hangs() -> Any:
+    """End an epoch whose first sample never ends, and read on."""
+    loader = loader_of(Hangs())
+    batches = iter(loader)
+    while not MARK.exists():
+        time.sleep(0.01)
+    del batches
+    read = joined(rows(loader)) == list(range(64))
+    hung = int(MARK.read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{hung}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [read, Path(f"/proc/{hung}").exists()]
+
+
+def broken_off() -> Any:
+    """End many epochs early while Ray starts, and then read one."""
+    loader = loader_of(Tells(400))
+    deadline = time.monotonic() + 4
+    while time.monotonic() < deadline:
+        for _ in zip(loader, range(3), strict=False):
+            pass
+    return [index for batch in loader for index in batch[0].tolist()] == list(range(400))
+
+
+def out_of_order() -> Any:
+    loader = loader_of(Tells(800), in_order=False)
+    return sorted(index for batch in loader for index in batch[0].tolist()) == list(range(800))
+
+
+def beside_torchs() -> Any:
+    """Fork workers of torch's loader in every step while Ray starts."""
+    loader = loader_of(Tells(400))
+    got: list[int] = []
+    for batch in loader:
+        got += batch[0].tolist()
+        if len(got) % 40 == 0:
+            beside = rows(DataLoader(Draws(8), batch_size=4, num_workers=2))  # type: ignore[arg-type]
+            assert len(beside) == 2
+    return [got == list(range(400)), "ray" in sys.modules]
+
+
+def no_ray() -> Any:
+    """Let the start of Ray fail, and ask for batches."""
+    from dpex.cluster.local import launch
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+    launch.init_ray = fail
+    loader = loader_of(Tells(100_000))
+    errors = []
+    batches = iter(loader)
+    for attempt in (lambda: list(batches), lambda: next(batches), lambda: iter(loader)):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def one_batch() -> Any:
+    """End the process right after its first batch."""
+    return next(iter(loader_of(Tells())))[0].tolist()
+
+
+def closed() -> Any:
+    """Close the loader right after its first batch."""
+    loader = loader_of(Tells())
+    batches = iter(loader)
+    first = next(batches)[0].tolist()
+    loader.close()
+    try:
+        next(batches)
+    except BatchLostError as error:
+        text = str(error)
+    return [first, text, rows(loader)[-1][0]]
+
+
+def killed() -> Any:
+    loader = loader_of(Tells())
+    print(json.dumps(next(iter(loader))[0].tolist()), file=replies, flush=True)
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")  # not the default since Python 3.14
+    replies = take_stdout()
+    print(json.dumps(globals()[sys.argv[1]]()), file=replies)

@@ -1,0 +1,136 @@
+"""Tests of epochs that begin before Ray has started, in fresh training processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from cluster_programs import (
+    PROGRAM_SECONDS,
+    PROGRAMS,
+    processes_in,
+    run_program,
+    spawn,
+    wait_until,
+    workplace,
+)
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux", reason="no forks"),
+]
+
+PROGRAM = PROGRAMS / "first_program.py"
+
+
+def outcome_of(scenario: str) -> tuple[Any, str]:
+    """Run a scenario; return what it prints, and its messages."""
+    with workplace() as place:
+        done = run_program(PROGRAM, scenario, place=place, seconds=PROGRAM_SECONDS)
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the first workers")
+        return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("scenario", ["new_workers", "persistent_workers"])
+def test_epochs_before_and_after_ray_s_start_are_torch_s(scenario: str) -> None:
+    (without_ray, indices, workers), _ = outcome_of(scenario)
+    assert without_ray, "two epochs end before Ray starts"
+    assert indices
+    assert workers
+
+
+def test_first_workers_draw_the_numbers_that_ray_s_worker_processes_draw() -> None:
+    assert outcome_of("drawn_alike")[0]
+
+
+def test_an_epoch_goes_over_to_ray_when_a_task_waits() -> None:
+    (complete, first_by_ray, last_by_ray), errors = outcome_of("handed_over")
+    assert complete
+    assert not first_by_ray
+    assert last_by_ray
+    assert "lost" not in errors
+
+
+@pytest.mark.parametrize("scenario", ["counted", "counted_by_persistent_workers"])
+def test_state_of_logical_workers_is_torch_s_from_the_first_batch_on(scenario: str) -> None:
+    assert outcome_of(scenario)[0]
+
+
+def test_batches_of_first_workers_outlive_them() -> None:
+    assert outcome_of("large")[0] == [True, True]
+
+
+def test_an_epoch_reads_the_dataset_of_its_iter() -> None:
+    complete, values = outcome_of("changed_meanwhile")[0]
+    assert complete
+    assert values == [-1], "the next epoch reads the changed dataset"
+
+
+def test_an_epoch_of_a_changed_dataset_waits_for_ray() -> None:
+    assert outcome_of("changed_between")[0] == [True, True]
+
+
+def test_an_error_names_its_index() -> None:
+    text, _ = outcome_of("fails")
+    assert "ZeroDivisionError in DataLoader worker process 0 (dataset index 5, batch 2" in text
+
+
+@pytest.mark.extended
+def test_ray_makes_the_batches_of_a_first_worker_that_died() -> None:
+    complete, errors = outcome_of("dies_once")
+    assert complete
+    assert "1 batches were lost (a worker process died before Ray started)" in errors
+    text, _ = outcome_of("dies_always")
+    assert "every worker process that was given batch 1 (dataset indices [4, 5, 6, 7]) died" in text
+
+
+@pytest.mark.extended
+def test_a_first_worker_that_hangs_does_not_delay_the_next_epoch_and_is_killed() -> None:
+    assert outcome_of("hangs")[0] == [True, False]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scenario", ["broken_off", "out_of_order"])
+def test_epochs_that_end_early_or_out_of_order_are_complete(scenario: str) -> None:
+    assert outcome_of(scenario)[0]
+
+
+@pytest.mark.extended
+def test_the_training_process_may_fork_while_ray_starts() -> None:
+    outcome, errors = outcome_of("beside_torchs")
+    assert outcome == [True, True]
+    assert "Exception" not in errors
+
+
+def test_the_error_of_ray_s_start_is_raised_by_next_and_iter() -> None:
+    errors, _ = outcome_of("no_ray")
+    assert errors == ["ClusterError: a local Ray did not start: no memory"] * 3
+
+
+def test_a_process_may_end_after_its_first_batch() -> None:
+    batch, errors = outcome_of("one_batch")
+    assert batch == [0, 1, 2, 3]
+    assert "Traceback" not in errors
+    assert "Exception" not in errors
+
+
+def test_a_loader_may_be_closed_while_ray_starts() -> None:
+    first, text, last = outcome_of("closed")[0]
+    assert first == [0, 1, 2, 3]
+    assert "the loader was closed" in text
+    assert last == [60, 61, 62, 63]
+
+
+def test_first_workers_end_with_a_training_process_that_is_killed() -> None:
+    with workplace() as place:
+        process = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[0, 1, 2, 3]\n"
+        process.kill()
+        process.wait()
+        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the first workers")
