@@ -304,7 +304,7 @@ def beside_torchs() -> Any:
 
 
 def no_ray() -> Any:
-    """Let the start of Ray fail, and ask for batches."""
+    """Ask for batches although the start of Ray fails."""
     from dpex.cluster.local import launch
 
     def fail(*_: Any, **__: Any) -> None:
