@@ -1,7 +1,7 @@
 """The first workers of a loader, as the training process sees them.
 
 They make batches from ``iter()`` on, while the local Ray starts. They keep no state of logical
-workers: if a batch changes its dataset copy, the pipeline makes that batch again on its own copy.
+workers: if a batch changes its dataset copy, the pipeline makes that batch in their place.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ class FirstWorkers:
 
     Attributes:
         lock: Guards the first workers and the queues of their chunks.
+        ending: Set when they get no more chunks.
     """
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.lock = threading.RLock()
         self._workers = [_FirstWorker(connection) for connection in connections]
-        self._ending = False
+        self.ending = threading.Event()
         be_ready()
         threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
 
@@ -141,7 +142,7 @@ class FirstWorkers:
     def give(self, work: _Work) -> bool:
         """Give a chunk to an idle first worker, and return whether there is one."""
         idle = next((worker for worker in self._workers if worker.work is None), None)
-        if idle is None or self._ending:
+        if idle is None or self.ending.is_set():
             return False
         idle.work = work
         binding = Binding.WATCHED if work.watched else Binding.RELEASED
@@ -160,7 +161,7 @@ class FirstWorkers:
     def end(self) -> None:
         """Give no more chunks, and end each first worker as soon as it is idle."""
         with self.lock:
-            self._ending = True
+            self.ending.set()
             for worker in self._workers:
                 if worker.work is None:
                     worker.send(END)
@@ -192,8 +193,8 @@ class FirstWorkers:
             return
         with self.lock:
             worker.work, worker.cancelled_at = None, math.inf
-            work.queue.made(work, message.unchanged)
-            if self._ending and worker.work is None:
+            work.queue.made(work, message)
+            if self.ending.is_set() and worker.work is None:
                 worker.send(END)
 
     def _lose(self, worker: _FirstWorker) -> None:
@@ -209,7 +210,7 @@ class _ChunkQueue:
     """The chunks of one run: first workers make them, and the pipeline once it has a task.
 
     Invariant: the chunks of a watched logical worker are made one after another. So if a batch
-    changes the dataset copy, the pipeline gets its chunk again, and then the later ones.
+    changes the dataset copy, the pipeline gets its chunk, and then the later ones.
 
     Args:
         run: The run.
@@ -219,6 +220,7 @@ class _ChunkQueue:
     Attributes:
         arrivals: What has arrived of the run.
         remote: The run on the pipeline; None until the pipeline has a task.
+        ended: Whether the run is cancelled.
     """
 
     def __init__(self, run: Run, workers: FirstWorkers, *, pin_memory: bool) -> None:
@@ -229,7 +231,7 @@ class _ChunkQueue:
         self._waiting: list[_SentChunk] = []
         # The logical workers whose first batches have left their dataset copies unchanged.
         self._released: set[int] = set()
-        self._ended = False
+        self.ended = False
 
     def feed(self, chunks: Iterable[_SentChunk]) -> None:
         """Append chunks."""
@@ -240,10 +242,10 @@ class _ChunkQueue:
     def attach(self, remote: RemoteRun) -> bool:
         """Send the chunks from now on to the pipeline; return False if the run has ended."""
         with self._workers.lock:
-            if not self._ended:
+            if not self.ended:
                 self.remote = remote
                 self._hand_out()
-            return not self._ended
+            return not self.ended
 
     def _hand_out(self) -> None:
         """Give each chunk that need not wait to an idle first worker, or to the pipeline."""
@@ -267,15 +269,16 @@ class _ChunkQueue:
         for _, group in itertools.groupby(for_pipeline, lambda chunk: chunk.how):
             chunks = list(group)
             assert self.remote is not None
-            self.remote.send(
-                [chunk.payload for chunk in chunks],
-                [chunk.worker for chunk in chunks],
-                **chunks[0].how,
-            )
+            payloads, workers = zip(*[(c.payload, c.worker) for c in chunks], strict=True)
+            try:
+                self.remote.send(list(payloads), list(workers), **chunks[0].how)
+            except Exception:  # Ray was shut down: nothing more arrives
+                logger.debug("chunks could not be sent", exc_info=True)
+                self.arrivals.end()
 
     def take(self, block: Block) -> None:
         """Decode a block of a first worker for the training loop."""
-        if self._ended:
+        if self.ended:
             return
         try:
             arrival = self._decoder(block)
@@ -285,29 +288,23 @@ class _ChunkQueue:
         else:
             self.arrivals.add(arrival)
 
-    def made(self, work: _Work, unchanged: bool | None) -> None:
-        """Record that a first worker has done a chunk.
-
-        Args:
-            work: The chunk.
-            unchanged: Whether its batches left the dataset copy unchanged; None if unknown.
-        """
-        if self._ended:
+    def made(self, work: _Work, report: Made) -> None:
+        """Record what a first worker reports of a chunk."""
+        if self.ended:
             return
-        if unchanged is False:
+        if report is Made.CHANGED:
             self._workers.end()  # the pipeline binds its logical workers to processes
-        if unchanged is False and work.watched:
-            # Its batches are valid, but the pipeline needs the state after them.
+        if report is Made.CHANGED and work.watched:
             self._waiting.insert(0, work.chunk)
         else:
-            if unchanged:
+            if report is Made.UNCHANGED:
                 self._released.add(work.chunk.worker)
             self.arrivals.count_done()
         self._hand_out()
 
     def lose(self) -> None:
         """Record that the process of a first worker has ended over a chunk."""
-        if not self._ended:
+        if not self.ended:
             self.arrivals.lose([Loss(LossCause.TASK, "a worker process died before Ray started")])
             self.arrivals.count_done()
             self._hand_out()
@@ -315,7 +312,7 @@ class _ChunkQueue:
     def end(self) -> None:
         """Cancel the run."""
         with self._workers.lock:
-            self._ended = True
+            self.ended = True
             self._waiting.clear()
             self._workers.cancel(self)
             self.arrivals.end()

@@ -7,6 +7,7 @@ import importlib
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from dpex import tuning
 from dpex.cluster.local.launch import free_cores
 from dpex.cluster.releasing import release_later
+from dpex.errors import ClusterError
 from dpex.training.first_workers import FirstRun, FirstWorkers
 
 if TYPE_CHECKING:
@@ -53,8 +55,8 @@ class InheritedJob:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """The newest iteration: the arguments of ``open``, and a queue of its chunks."""
+class _Iteration:
+    """An iteration that first workers began: the arguments of ``open``, and what it returned."""
 
     run: Run
     job: InheritedJob
@@ -87,12 +89,10 @@ class StartingSession:
         self._release.atexit = False
         # Guards the change from first workers to the pipeline.
         self._lock = threading.RLock()
-        self._opened: _Opened | None = None
+        self._iterations: deque[_Iteration] = deque()
         self._session: Session | None = None
         self._error: BaseException | None = None
         self._closed = False
-        # Set when the first workers need no head start.
-        self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
 
     # --- start ------------------------------------------------------------------------------------
@@ -111,50 +111,44 @@ class StartingSession:
 
     def _start(self) -> None:
         try:
-            self._hurry.wait(tuning.HEAD_START_S)
-            if self._closed or not threading.main_thread().is_alive():
-                return
-            assert self._connect is not None
-            session = self._connect()
-            while not self._hand_over(session):
-                pass
+            self._workers.ending.wait(tuning.HEAD_START_S)
+            if not self._closed and threading.main_thread().is_alive():
+                assert self._connect is not None
+                self._hand_over(self._connect())
         except BaseException as error:
             self._error = error
         finally:
             self._connect = None  # it refers to the loader and its dataset
             self._workers.end()
 
-    def _hand_over(self, session: Session) -> bool:
-        """Open a pipeline for the newest iteration, and hand the iteration over to it.
-
-        Returns:
-            False if a newer iteration has started meanwhile.
-        """
-        opened = self._opened
-        remote = None
-        if opened is not None and threading.main_thread().is_alive() and not self._closed:
-            first_run = opened.first_run()
+    def _hand_over(self, session: Session) -> None:
+        """Open a pipeline for each iteration, and hand the iteration over to it."""
+        opened = False
+        while True:
+            with self._lock:
+                if self._closed:
+                    session.close()
+                if self._closed or not self._iterations:
+                    self._session = session
+                    return
+                iteration = self._iterations.popleft()
+            first_run = iteration.first_run()
+            if first_run is None or first_run.queue.ended:
+                if opened or self._iterations:
+                    continue  # else the next epoch needs a pipeline
+                first_run = None
             remote = session.open(
-                opened.run,
-                self._stored(session, opened.job),
-                binding=opened.binding,
-                pin_memory=opened.pin_memory,
+                iteration.run,
+                self._stored(session, iteration.job),
+                binding=iteration.binding,
+                pin_memory=iteration.pin_memory,
                 arrivals=None if first_run is None else first_run.queue.arrivals,
             )()
+            opened = True
             remote.wait_for_task()
-            del first_run
-        with self._lock:
-            if self._opened is not opened:
-                if remote is not None:
-                    remote.end()
-                return False
-            self._session = session
-            first_run = opened.first_run() if opened is not None else None
-            if remote is not None and (first_run is None or not first_run.queue.attach(remote)):
+            if first_run is None or not first_run.queue.attach(remote):
                 remote.end()
-            if self._closed:
-                session.close()
-        return True
+            del first_run
 
     def _stored(self, session: Session, job: InheritedJob) -> StoredJob:
         return session.store(job.pickle_job, inherited_key=self._job_key)
@@ -165,12 +159,13 @@ class StartingSession:
 
     def _started(self) -> Session:
         """Wait until Ray has started, and return the session."""
-        self._hurry.set()
+        self._workers.end()
         self.begin()
         assert self._thread is not None
         self._thread.join()
         self._check()
-        assert self._session is not None
+        if self._session is None:
+            raise ClusterError("the loader was closed while Ray was starting")
         return self._session
 
     # --- as in Session ----------------------------------------------------------------------------
@@ -199,7 +194,9 @@ class StartingSession:
                 return self._session.open(run, job, binding=binding, pin_memory=pin_memory)
             assert isinstance(job, InheritedJob)
             first_run = FirstRun(run, self._workers, self.begin, self._check, pin_memory=pin_memory)
-            self._opened = _Opened(run, job, binding, pin_memory, weakref.ref(first_run))
+            self._iterations.append(
+                _Iteration(run, job, binding, pin_memory, weakref.ref(first_run))
+            )
             return lambda: first_run
 
     @property
@@ -244,12 +241,12 @@ class StartingSession:
 
     def close(self) -> None:
         """Close the pipelines, and end the first workers; Ray's start continues."""
-        self._hurry.set()
         with self._lock:
             self._closed = True
-            first_run = self._opened.first_run() if self._opened is not None else None
+            runs = [iteration.first_run() for iteration in self._iterations]
             if self._session is not None:
                 self._session.close()
-        if first_run is not None:
-            first_run.end()
+        for first_run in runs:
+            if first_run is not None:
+                first_run.end()
         self._workers.end()

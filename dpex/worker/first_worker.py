@@ -5,6 +5,7 @@ It makes chunks as the tasks of a pipeline do (``fetch_chunk``), and its process
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import time
@@ -47,16 +48,12 @@ class Assignment:
     reader: str
 
 
-@dataclass(frozen=True)
-class Made:
-    """The report of a first worker that it has done a chunk, or that the chunk was cancelled.
+class Made(enum.Enum):
+    """The report of a first worker that it has done a chunk, or that the chunk was cancelled."""
 
-    Attributes:
-        unchanged: Whether the chunk's batches left the dataset copy unchanged; None if no batch was
-            compared.
-    """
-
-    unchanged: bool | None
+    UNCOMPARED = "no batch was compared"
+    UNCHANGED = "the batches left the dataset copy unchanged"
+    CHANGED = "a batch has changed the dataset copy"
 
 
 def make_chunks(connection: Connection, job_key: str) -> None:
@@ -64,7 +61,8 @@ def make_chunks(connection: Connection, job_key: str) -> None:
 
     Args:
         connection: Connection to the training process. It gets this process's id, then the
-            ``Block`` of each batch, and ``Made`` after each chunk.
+            ``Block`` of each batch, and ``Made`` after each chunk. If a batch changes the dataset
+            copy of a watched logical worker, the chunk ends before that batch.
         job_key: Digest of the inherited job.
     """
     connection.send(os.getpid())
@@ -102,10 +100,13 @@ def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None
         seen_unchanged=looks.append,
     )
     for entry, costs in batches:
+        if given.binding is Binding.WATCHED and looks and not looks[-1]:
+            break  # later batches depend on the state after this batch, which would end here
         writer.add(entry, costs)
         del entry
         connection.send(writer.block())
-    connection.send(Made(all(looks) if looks else None))
+    report = Made.UNCOMPARED if not looks else Made.UNCHANGED if all(looks) else Made.CHANGED
+    connection.send(report)
 
 
 def _cancelled(connection: Connection) -> Callable[[], bool]:

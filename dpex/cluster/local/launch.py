@@ -51,7 +51,7 @@ _BREAKPOINT = "PYTHONBREAKPOINT"
 # A socket's path has at most 107 characters, and Ray adds about 70 to RAY_TMPDIR.
 _MOST_CHARACTERS = 37
 # Modules whose warnings do not concern the user.
-_NOT_THE_USERS = r"(google|grpc|pyarrow|ray)(\.|$)"
+_NOT_THE_USERS = r"(google|grpc|pyarrow|ray|tqdm)(\.|$)"
 OUR_MODULES = r"dpex(\.|$)"
 """Modules whose warnings the user must see, as a pattern for warning filters."""
 
@@ -311,11 +311,8 @@ def init_ray(
     def call() -> Any:
         with (
             quiet_ray(),
-            warnings.catch_warnings(),
             on_loopback() if ours else contextlib.nullcontext(),
         ):
-            # Ray < 2.60 warns of its own future changes.
-            warnings.simplefilter("ignore", FutureWarning)
             breakpoint_hook = os.environ.get(_BREAKPOINT)
             context = ray.init(logging_level=logging.ERROR, **options)
             # Ray leads breakpoint() of this process to its own debugger.
@@ -331,9 +328,10 @@ def init_ray(
 def load_ray() -> None:
     """Import Ray without its notebook message that ipywidgets is missing; dpex has no widgets."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for example by tqdm, which Ray imports
-        import ray  # noqa: F401
+    # For example, tqdm warns that ipywidgets is missing, and Ray < 2.60 of its own future changes.
+    # A filter that stays, because another thread may change and restore the filters meanwhile.
+    warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
+    import ray  # noqa: F401
 
 
 def make_no_errors_of_rays_warnings() -> None:
