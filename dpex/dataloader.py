@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch.utils.data
@@ -21,25 +22,28 @@ from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
 from dpex.training.chunk_sizes import ChunkPlanner
-from dpex.training.cluster_iterator import ClusterIter
+from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.index_iterator import Indices, Source
 from dpex.training.local_iterator import PlainIter, plain_iterator
 from dpex.training.sampler_epochs import SamplerEpochs
-from dpex.training.stage_plan import StagePlan, divide
-from dpex.training.starting_session import StartingSession
+from dpex.training.stage_plan import divide
+from dpex.training.starting_session import StartingSession, UnstoredJob
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
+from dpex.worker.binding import Binding
 from dpex.worker.inherited_job import Bequest
 from dpex.worker.state_watch import is_watchable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.utils.data import Dataset, Sampler
 
     from dpex.pipeline.session import Session
+    from dpex.training.starting_session import PickleJob
+    from dpex.transforms.stage import Stage
     from dpex.worker.map_style import Job
 
 __all__ = ["DataLoader", "DpexDataLoader"]
@@ -174,6 +178,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self._cluster: _ClusterState | None = None
+        self._warmed: StartingSession | None = None
         self._progress = Progress()
         self._meter = Meter()
         self._accelerate_knows: bool | None = None
@@ -241,20 +246,14 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                 )
             return plain_iterator(self)
 
-        job, later = self._jobs()
-
-        pickle_job = functools.cache(functools.partial(self._pickle, job))
-
-        def bequest() -> Bequest:
-            return Bequest(pickle_job(True), job)
-
+        jobs = self._jobs()
         state = self._cluster
         if state is None or not state.session.alive:
-            session = self._starting_session(bequest) if not later else None
-            state = self._cluster = _ClusterState(self, session or self._connected(bequest))
-        stored = state.session.store(
-            pickle_job, [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
-        )
+            session = self._warmed if self._warmed is not None and self._warmed.alive else None
+            session = session or self._starting_session(jobs, warms_up=False)
+            self._warmed = None
+            state = self._cluster = _ClusterState(self, session or self._connected(jobs.bequest))
+        stored = state.session.store(jobs.pickle_job, jobs.later)
         return ClusterIter(
             self,
             stored,
@@ -267,23 +266,37 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             seeded=self._progress.seeded,
         )
 
-    def _starting_session(self, bequest: Callable[[], Bequest]) -> StartingSession | None:
-        """Fork first workers, if this iteration can begin on them while a local Ray starts."""
-        keeps_state = isinstance(self.dataset, IterableDataset) or self.worker_init_fn is not None
-        if not self._forks or keeps_state or self.worker_options:
+    def _starting_session(self, jobs: _Jobs, *, warms_up: bool) -> StartingSession | None:
+        """Fork first workers, if the next iteration can begin on them while a local Ray starts.
+
+        Args:
+            jobs: The loader's jobs.
+            warms_up: Whether Ray is to start in a thread also without first workers.
+        """
+        by_first_workers = (
+            self._forks
+            and initial_binding(self) is Binding.WATCHED
+            and not (jobs.later or self.worker_options)
+        )
+        if not (by_first_workers or warms_up):
             return None
-        inherited = functools.cache(bequest)
 
         def most() -> int:
-            """Return 0 if dpex cannot tell whether a batch changes its dataset copy."""
-            pickled = inherited().pickled
-            return self.num_workers if is_watchable(len(pickled.head), pickled.size_bytes) else 0
+            """Return 0 if a first worker could not tell whether a batch changes its copy."""
+            pickled = jobs.pickle_job(True)
+            watchable = is_watchable(len(pickled.head), pickled.size_bytes)
+            return self.num_workers if by_first_workers and watchable else 0
 
-        connections = fork_first_workers(self.head_address, inherited, most)
-        if not connections:
+        bequest = jobs.bequest if self._forks else None
+        connections = fork_first_workers(self.head_address, bequest, most)
+        if not (connections or warms_up):
             return None
-        connected = functools.partial(self._connected, inherited)
-        return StartingSession(connected, connections, inherited().pickled.digest)
+        forked = forkserver.forked_from_here()
+        return StartingSession(
+            functools.partial(self._connected, jobs.bequest),
+            connections,
+            jobs.pickle_job(True).digest if forked else "",
+        )
 
     def _connected(self, bequest: Callable[[], Bequest]) -> Session:
         connection = connect(self.head_address, bequest=bequest if self._forks else None)
@@ -295,6 +308,29 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             fork_workers=self._forks,
             num_workers=self.num_workers,
             persistent=self.persistent_workers,
+        )
+
+    def warm_up(self) -> None:
+        """Start Ray and the first worker processes in a thread, for the next ``iter()``.
+
+        Call it before the program loads a model or a checkpoint. It returns at once. It does
+        nothing if the loader has workers already, or if none of them are Ray tasks. If the start
+        fails, the next ``iter()`` raises the error.
+
+        Raises:
+            ClusterError: This process cannot start Ray, for a reason that shows at once.
+            SerializationError: The dataset cannot be pickled.
+        """
+        session = self._warmed if self._cluster is None else self._cluster.session
+        if not self._distributed or (session is not None and session.alive):
+            return
+        jobs = self._jobs()
+        self._warmed = self._starting_session(jobs, warms_up=True)
+        assert self._warmed is not None
+        self._warmed.warm_up(
+            UnstoredJob(jobs.pickle_job, jobs.later),
+            binding=initial_binding(self),
+            pin_memory=self.pin_memory,
         )
 
     def _note_pickling(self, seconds: float) -> None:
@@ -322,8 +358,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self._note_pickling(time.monotonic() - started)
         return pickled
 
-    def _jobs(self) -> tuple[Job, list[StagePlan]]:
-        return divide(
+    def _jobs(self) -> _Jobs:
+        job, later = divide(
             self.dataset,
             self.collate_fn,
             self.worker_init_fn,
@@ -331,6 +367,9 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             skips_errors=self.on_error == "skip",
             drop_last=self.drop_last,
         )
+        pickle_job = functools.cache(functools.partial(self._pickle, job))
+        stages = [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
+        return _Jobs(job, pickle_job, stages)
 
     def check_worker_number_rationality(self) -> None:
         """Check ``num_workers`` against this machine's cores, unless the workers are Ray tasks."""
@@ -431,8 +470,11 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """Stop the workers and release their resources; a later ``iter()`` starts new workers."""
         self._end_iterator()
         state, self._cluster = self._cluster, None
+        warmed, self._warmed = self._warmed, None
         if state is not None:
             state.session.close()
+        if warmed is not None:
+            warmed.close()
 
     def _end_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -441,8 +483,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, with session, iterator, progress and statistics reset."""
-        own = {"_cluster": None, "_iterator": None, "_progress": Progress(), "_meter": Meter()}
-        return {**self.__dict__, **own}
+        own = dict.fromkeys(["_cluster", "_warmed", "_iterator"])
+        return {**self.__dict__, **own, "_progress": Progress(), "_meter": Meter()}
 
     def __enter__(self) -> Self:
         return self
@@ -512,6 +554,25 @@ class DataLoader(DpexDataLoader[T_co]):
             on_error=on_error,
             max_skipped=max_skipped,
         )
+
+
+@dataclass(frozen=True)
+class _Jobs:
+    """What an iteration asks of the worker processes.
+
+    Attributes:
+        job: The job of the first stage.
+        pickle_job: Pickles the job, once for each value of its argument.
+        later: The later stages, each with a function that pickles its job.
+    """
+
+    job: Job
+    pickle_job: PickleJob
+    later: Sequence[tuple[Stage, PickleJob]]
+
+    def bequest(self) -> Bequest:
+        """Return the job that forks of this process inherit."""
+        return Bequest(self.pickle_job(True), self.job)
 
 
 class _ClusterState:

@@ -140,7 +140,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
 
 
 def fork_first_workers(
-    head_address: str, bequest: Callable[[], Bequest], most: Callable[[], int]
+    head_address: str, bequest: Callable[[], Bequest] | None, most: Callable[[], int]
 ) -> list[FirstWorkerConnection]:
     """Fork the fork server and first workers, if ``connect`` will start a local Ray.
 

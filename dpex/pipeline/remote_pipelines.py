@@ -19,7 +19,6 @@ from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.dataset import PipelineSpec
 from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
-from dpex.worker.logical_worker import Run
 
 __all__ = ["ACTOR_LOST", "Claim", "PipelineBegins", "RemotePipelines"]
 
@@ -108,8 +107,8 @@ class RemotePipelines:
         self._pipelines: list[_RemotePipeline] = []
         self._lock = threading.Lock()
 
-    def begin(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
-        """Start ``run`` on an idle pipeline with the same spec key, or on a new pipeline.
+    def begin(self, run: str, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+        """Start the run with this key on an idle pipeline with the same spec key, or on a new one.
 
         Close the other idle pipelines.
         """
@@ -123,8 +122,8 @@ class RemotePipelines:
                 # Not ready before it answers: after an interrupt, the pipeline may begin this run
                 # late, when the next run has started.
                 pipeline.ready = False
-                claim.attach(self._actor, pipeline, run.key)
-                answer = self._actor.handle.begin.remote(pipeline.key, run.key)
+                claim.attach(self._actor, pipeline, run)
+                answer = self._actor.handle.begin.remote(pipeline.key, run)
                 begins = PipelineBegins(pipeline, answer, opens=False)
             else:
                 self._drop(pipeline)
@@ -156,17 +155,17 @@ class RemotePipelines:
                 tuning.STATE_QUIET_S,
             )
 
-    def new(self, run: Run, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
-        """Start a pipeline that serves ``run`` first.
+    def new(self, run: str, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+        """Start a pipeline that first serves the run with this key.
 
         It does not begin if it has no stored job and the actor has not inherited the job.
         """
         pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
         with self._lock:
             self._pipelines.append(pipeline)
-        claim.attach(self._actor, pipeline, run.key)
+        claim.attach(self._actor, pipeline, run)
         answer = self._actor.handle.open.remote(
-            pipeline.key, replace(spec, pipeline_key=pipeline.key), run.key
+            pipeline.key, replace(spec, pipeline_key=pipeline.key), run
         )
         pipeline.ready = bool(spec.job)
         return PipelineBegins(pipeline, None if pipeline.ready else answer, opens=True)

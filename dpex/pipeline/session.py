@@ -39,7 +39,6 @@ from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
 from dpex.worker.binding import Binding
-from dpex.worker.logical_worker import Run
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
@@ -310,7 +309,7 @@ class Session:
 
     def open(
         self,
-        run: Run,
+        run: str,
         job: StoredJob,
         *,
         binding: Binding,
@@ -320,7 +319,7 @@ class Session:
         """Start an iteration without waiting for it.
 
         Args:
-            run: The iteration.
+            run: Key of the iteration.
             job: The jobs that ``store`` returned.
             binding: Initial binding of logical workers to processes.
             pin_memory: Whether batches go to page-locked memory.
@@ -358,10 +357,10 @@ class Session:
         if _RECEIVER not in sys.modules:
             threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         return functools.partial(
-            self._opened, run.key, job, claim, new, begins, arrivals or Arrivals(), pin_memory
+            self._opened, run, job, claim, new, begins, arrivals or Arrivals(), pin_memory
         )
 
-    def _new(self, run: Run, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+    def _new(self, run: str, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
         """Start a new pipeline on the present actor, with the job as it is stored now."""
         spec = replace(spec, job=job.refs, actor_name=self._actor.name)
         return self._pipelines.new(run, spec, claim)

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from dpex.training.sampler_epochs import SamplerEpochs
     from dpex.training.starting_session import StartingSession
 
-__all__ = ["ClusterIter"]
+__all__ = ["ClusterIter", "initial_binding"]
+
+
+def initial_binding(loader: DataLoader[Any]) -> Binding:
+    """Return whether a loader's logical workers are bound to processes at first."""
+    streams = loader._dataset_kind == DatasetKind.Iterable
+    return Binding.ALWAYS if streams or loader.worker_init_fn else Binding.WATCHED
 
 
 class ClusterIter(BaseDataLoaderIter):
@@ -75,14 +81,13 @@ class ClusterIter(BaseDataLoaderIter):
         self._planner = planner
         self._versions = versions
         self._sampler_epochs = epochs
-        streams = self._dataset_kind == DatasetKind.Iterable
         self._options = EpochOptions(
             in_order=loader.in_order,
             max_skipped=max_skipped,
             timeout_s=self._timeout,
             pin_memory=self._pin_memory,
             job=job,
-            binding=Binding.ALWAYS if streams or loader.worker_init_fn else Binding.WATCHED,
+            binding=initial_binding(loader),
         )
         self._notes = StateNotes(versions)
         self._epoch_number = -1

@@ -166,7 +166,7 @@ class Epoch:
     def _open(self) -> Callable[[], RemoteRun | FirstRun]:
         """Start a run, without waiting for it; ``_opened`` waits."""
         return self._session.open(
-            self._run_spec,
+            self._run_spec.key,
             self._options.job,
             binding=self._options.binding,
             pin_memory=self._options.pin_memory,

@@ -34,7 +34,6 @@ from dpex.worker.first_worker import CANCEL, END, Assignment, Made
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
-    from dpex.worker.logical_worker import Run
     from dpex.worker.map_style import Chunk
 
 __all__ = ["FirstRun", "FirstWorkers"]
@@ -120,14 +119,19 @@ class FirstWorkers:
     Attributes:
         lock: Guards the first workers and the queues of their chunks.
         ending: Set when they get no more chunks.
+        queues: The chunks of each run that has not ended.
     """
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.lock = threading.RLock()
         self._workers = [_FirstWorker(connection) for connection in connections]
         self.ending = threading.Event()
+        self.queues: list[_ChunkQueue] = []
         be_ready()
-        threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
+        if self._workers:
+            threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
+        else:
+            self.ending.set()
 
     @property
     def at_work(self) -> int:
@@ -194,6 +198,7 @@ class FirstWorkers:
         with self.lock:
             worker.work, worker.cancelled_at = None, math.inf
             work.queue.made(work, message)
+            self._hand_out()
             if self.ending.is_set() and worker.work is None:
                 worker.send(END)
 
@@ -204,6 +209,11 @@ class FirstWorkers:
             worker.close()
             if worker.work is not None:
                 worker.work.queue.lose()
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        for queue in self.queues:
+            queue.hand_out()
 
 
 class _ChunkQueue:
@@ -213,7 +223,7 @@ class _ChunkQueue:
     changes the dataset copy, the pipeline gets its chunk, and then the later ones.
 
     Args:
-        run: The run.
+        run: Key of the run.
         workers: The first workers.
         pin_memory: Whether batches go to page-locked memory.
 
@@ -223,31 +233,33 @@ class _ChunkQueue:
         ended: Whether the run is cancelled.
     """
 
-    def __init__(self, run: Run, workers: FirstWorkers, *, pin_memory: bool) -> None:
+    def __init__(self, run: str, workers: FirstWorkers, *, pin_memory: bool) -> None:
         self.arrivals = Arrivals()
         self.remote: RemoteRun | None = None
         self._workers = workers
-        self._decoder = Decoder(run.key, MemoryPool(), pin_memory=pin_memory)
+        self._decoder = Decoder(run, MemoryPool(), pin_memory=pin_memory)
         self._waiting: list[_SentChunk] = []
         # The logical workers whose first batches have left their dataset copies unchanged.
         self._released: set[int] = set()
         self.ended = False
+        with workers.lock:
+            workers.queues.append(self)
 
     def feed(self, chunks: Iterable[_SentChunk]) -> None:
         """Append chunks."""
         with self._workers.lock:
             self._waiting.extend(chunks)
-            self._hand_out()
+            self.hand_out()
 
     def attach(self, remote: RemoteRun) -> bool:
         """Send the chunks from now on to the pipeline; return False if the run has ended."""
         with self._workers.lock:
             if not self.ended:
                 self.remote = remote
-                self._hand_out()
+                self.hand_out()
             return not self.ended
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
         """Give each chunk that need not wait to an idle first worker, or to the pipeline."""
         held = self._workers.watched(self)
         waiting, self._waiting = self._waiting, []
@@ -300,19 +312,20 @@ class _ChunkQueue:
             if report is Made.UNCHANGED:
                 self._released.add(work.chunk.worker)
             self.arrivals.count_done()
-        self._hand_out()
 
     def lose(self) -> None:
         """Record that the process of a first worker has ended over a chunk."""
         if not self.ended:
             self.arrivals.lose([Loss(LossCause.TASK, "a worker process died before Ray started")])
             self.arrivals.count_done()
-            self._hand_out()
 
     def end(self) -> None:
         """Cancel the run."""
         with self._workers.lock:
+            if self.ended:
+                return
             self.ended = True
+            self._workers.queues.remove(self)
             self._waiting.clear()
             self._workers.cancel(self)
             self.arrivals.end()
@@ -325,7 +338,7 @@ class FirstRun:
     """One iteration that begins on first workers; see ``RemoteRun`` for its methods.
 
     Args:
-        run: The iteration.
+        run: Key of the iteration.
         workers: The first workers.
         begin: Function that starts Ray, if nothing has started it.
         check: Function that raises the error of Ray's start, if there was one.
@@ -337,7 +350,7 @@ class FirstRun:
 
     def __init__(
         self,
-        run: Run,
+        run: str,
         workers: FirstWorkers,
         begin: Callable[[], None],
         check: Callable[[], None],

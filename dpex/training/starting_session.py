@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import threading
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
     from dpex.wire.pickling import Pickled
     from dpex.worker.binding import Binding
-    from dpex.worker.logical_worker import Run
 
-__all__ = ["InheritedJob", "StartingSession"]
+    PickleJob = Callable[[bool], Pickled]
+
+__all__ = ["StartingSession", "UnstoredJob"]
 
 _starts: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -44,25 +46,35 @@ os.register_at_fork(before=_finish_starts, after_in_child=_starts.clear)
 
 
 @dataclass(frozen=True)
-class InheritedJob:
-    """A job that the first workers have inherited.
+class UnstoredJob:
+    """A loader's jobs before Ray has started.
 
     Attributes:
         pickle_job: As for ``Session.store``.
+        later: As for ``Session.store``.
     """
 
-    pickle_job: Callable[[bool], Pickled]
+    pickle_job: PickleJob
+    later: Sequence[tuple[Stage, PickleJob]] = ()
 
 
 @dataclass(frozen=True)
 class _Iteration:
-    """An iteration that first workers began: the arguments of ``open``, and what it returned."""
+    """An iteration to hand over to a pipeline.
 
-    run: Run
-    job: InheritedJob
+    Attributes:
+        run: As for ``Session.open``.
+        job: The job that ``Session.store`` gets.
+        binding: As for ``Session.open``.
+        pin_memory: As for ``Session.open``.
+        first_run: Returns what ``open`` returned, if it still exists.
+    """
+
+    run: str
+    job: UnstoredJob
     binding: Binding
     pin_memory: bool
-    first_run: weakref.ref[FirstRun]
+    first_run: Callable[[], FirstRun | None]
 
 
 class StartingSession:
@@ -72,12 +84,9 @@ class StartingSession:
 
     Args:
         connect: Function that starts Ray and returns the session.
-        connections: Connections to the first workers.
-        job_key: Digest of the job that the first workers have inherited.
+        connections: Connections to the first workers, if there are any.
+        job_key: Digest of the job that the fork server was forked with; empty if it was not.
     """
-
-    claims_cpus = False
-    """As in ``Session``: only a local Ray starts in this way."""
 
     def __init__(
         self, connect: Callable[[], Session], connections: Sequence[Connection], job_key: str
@@ -96,6 +105,12 @@ class StartingSession:
         self._thread: threading.Thread | None = None
 
     # --- start ------------------------------------------------------------------------------------
+
+    def warm_up(self, job: UnstoredJob, *, binding: Binding, pin_memory: bool) -> None:
+        """Start Ray now, and a pipeline for the first iteration."""
+        run = uuid.uuid4().hex  # no iteration has this key
+        self._iterations.append(_Iteration(run, job, binding, pin_memory, lambda: None))
+        self.begin()
 
     def begin(self) -> None:
         """Start Ray in a thread, if nothing has started it."""
@@ -150,8 +165,8 @@ class StartingSession:
                 remote.end()
             del first_run
 
-    def _stored(self, session: Session, job: InheritedJob) -> StoredJob:
-        return session.store(job.pickle_job, inherited_key=self._job_key)
+    def _stored(self, session: Session, job: UnstoredJob) -> StoredJob:
+        return session.store(job.pickle_job, job.later, inherited_key=self._job_key or None)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -168,36 +183,45 @@ class StartingSession:
             raise ClusterError("the loader was closed while Ray was starting")
         return self._session
 
+    @property
+    def _has_first_workers(self) -> bool:
+        return self._session is None and not self._workers.ending.is_set()
+
     # --- as in Session ----------------------------------------------------------------------------
 
     def store(
         self,
-        pickle_job: Callable[[bool], Pickled],
-        later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
-    ) -> StoredJob | InheritedJob:
+        pickle_job: PickleJob,
+        later: Sequence[tuple[Stage, PickleJob]] = (),
+    ) -> StoredJob | UnstoredJob:
         """Return the loader's jobs, for ``open``; see ``Session.store``.
 
         It waits for Ray if the first workers have inherited another job.
         """
-        if self._session is None and not later and pickle_job(True).digest == self._job_key:
-            return InheritedJob(pickle_job)
+        if self._has_first_workers and pickle_job(True).digest == self._job_key:
+            return UnstoredJob(pickle_job)
         return self._started().store(pickle_job, later)
 
     def open(
-        self, run: Run, job: StoredJob | InheritedJob, *, binding: Binding, pin_memory: bool
+        self, run: str, job: StoredJob | UnstoredJob, *, binding: Binding, pin_memory: bool
     ) -> Callable[[], RemoteRun | FirstRun]:
         """Start an iteration; see ``Session.open``."""
         with self._lock:
             if self._session is not None:
-                if isinstance(job, InheritedJob):
+                if isinstance(job, UnstoredJob):
                     job = self._stored(self._session, job)
                 return self._session.open(run, job, binding=binding, pin_memory=pin_memory)
-            assert isinstance(job, InheritedJob)
+            assert isinstance(job, UnstoredJob)
             first_run = FirstRun(run, self._workers, self.begin, self._check, pin_memory=pin_memory)
             self._iterations.append(
                 _Iteration(run, job, binding, pin_memory, weakref.ref(first_run))
             )
             return lambda: first_run
+
+    @property
+    def claims_cpus(self) -> bool:
+        """Whether Ray's CPUs limit the tasks. It waits for Ray, unless a local Ray starts."""
+        return not self._has_first_workers and self._started().claims_cpus
 
     @property
     def alive(self) -> bool:
@@ -213,8 +237,8 @@ class StartingSession:
 
     @property
     def free_cores(self) -> int:
-        """Number of tasks to begin with, by this process's cores."""
-        return free_cores()
+        """Number of tasks to begin with; see ``Session.free_cores``."""
+        return free_cores() if self._session is None else self._session.free_cores
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
         """Publish the increase of an epoch's statistics, if Ray has started."""

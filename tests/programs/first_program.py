@@ -5,6 +5,7 @@ Each scenario prints what the loader of dpex gives, beside what torch's gives.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -338,6 +339,73 @@ def closed() -> Any:
     except BatchLostError as error:
         text = str(error)
     return [first, text, rows(loader)[-1][0]]
+
+
+def two_at_once() -> Any:
+    """Read two iterators of one loader in turns while Ray starts."""
+    loader = loader_of(Tells(2000))
+    got: list[list[Any]] = [[], []]
+    for batches in zip(loader, loader, strict=True):
+        for indices, batch in zip(got, batches, strict=True):
+            indices += batch[0].tolist()
+        time.sleep(0.005)
+    return [got == [list(range(2000))] * 2, "ray" in sys.modules]
+
+
+def dropped() -> Any:
+    """Drop a loader and its iterator while Ray starts, and read another loader."""
+    batches = iter(loader_of(Tells()))
+    next(batches)
+    del batches
+    gc.collect()
+    return rows(loader_of(Array()))[-1][0]
+
+
+def do_nothing(_: int) -> None:
+    pass
+
+
+def warmed_up() -> Any:
+    """Read loaders whose start was asked for before."""
+    results = []
+    for arguments in ({"worker_init_fn": do_nothing}, {}):
+        loader = loader_of(Tells(), **arguments)
+        loader.warm_up()
+        loader.warm_up()
+        assert loader._warmed is not None
+        loader._warmed._started()
+        columns = list(zip(*loader, strict=True))
+        indices, by_ray = (torch.cat(column).tolist() for column in columns)
+        results.append([indices == list(range(64)), all(by_ray)])
+    return results
+
+
+def warmed_up_by_first_workers() -> Any:
+    """Read a loader while the start that was asked for continues."""
+    loader = loader_of(Tells())
+    loader.warm_up()
+    indices, by_ray = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
+    return [indices == list(range(64)), any(by_ray)]
+
+
+def warmed_up_in_vain() -> Any:
+    """Read a loader although the start that was asked for has failed."""
+    from dpex.cluster.local import launch
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+    launch.init_ray = fail
+    loader = loader_of(Tells())
+    loader.warm_up()
+    assert loader._warmed is not None
+    thread = loader._warmed._thread
+    assert thread is not None
+    thread.join()
+    try:
+        iter(loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def killed() -> Any:

@@ -126,6 +126,28 @@ def test_a_loader_may_be_closed_while_ray_starts() -> None:
     assert last == [60, 61, 62, 63]
 
 
+@pytest.mark.extended
+def test_two_iterators_of_a_loader_are_both_complete() -> None:
+    assert outcome_of("two_at_once")[0] == [True, True]
+
+
+@pytest.mark.extended
+def test_another_loader_may_be_read_after_one_that_was_dropped_while_ray_was_starting() -> None:
+    assert outcome_of("dropped")[0] == [60, 61, 62, 63]
+
+
+def test_warm_up_starts_what_the_next_iter_needs() -> None:
+    for complete, all_by_ray in outcome_of("warmed_up")[0]:
+        assert complete
+        assert all_by_ray
+    assert outcome_of("warmed_up_by_first_workers")[0] == [True, False]
+
+
+def test_iter_raises_the_error_of_a_warm_up_that_failed() -> None:
+    text, _ = outcome_of("warmed_up_in_vain")
+    assert text == "ClusterError: a local Ray did not start: no memory"
+
+
 def test_first_workers_end_with_a_training_process_that_is_killed() -> None:
     with workplace() as place:
         process = spawn([sys.executable, str(PROGRAM), "killed"], place, stdout=subprocess.PIPE)

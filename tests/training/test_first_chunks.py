@@ -1,0 +1,284 @@
+"""Tests of the chunks of first workers, whose processes the tests play."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from cluster_programs import wait_until
+
+from dpex.training.first_workers import FirstRun, FirstWorkers
+from dpex.wire.arrivals import Arrivals
+from dpex.wire.block_format import BlockWriter, Entry
+from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.pickling import dump
+from dpex.wire.timings import Costs
+from dpex.worker.binding import Binding
+from dpex.worker.first_worker import CANCEL, END, Assignment, Made
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk
+from dpex.worker.training_settings import Settings
+
+LOGICAL_WORKERS = 4
+HOW = {"alone": False, "parallel": 2}
+SECONDS = 10
+
+
+def run_of(key: str) -> Run:
+    return Run(key, "loader", 7, 0, LOGICAL_WORKERS, 0, Settings(".", torch.float32))
+
+
+class Process:
+    """The process of a first worker."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def message(self) -> bytes:
+        assert self._connection.poll(SECONDS), "no message has come"
+        return self._connection.recv_bytes()
+
+    def given(self) -> tuple[Chunk, Binding]:
+        """Return the next chunk that it gets, and how its logical worker is bound."""
+        given: Assignment = pickle.loads(self.message())
+        chunk: Chunk = pickle.loads(given.payload)
+        return chunk, given.binding
+
+    def idle(self) -> bool:
+        return not self._connection.poll()
+
+    def deliver(self, chunk: Chunk, report: Made = Made.UNCHANGED) -> None:
+        """Send the batches of a chunk, each of which is its number, and a report."""
+        writer = BlockWriter(chunk.run.key, chunk.number)
+        for number in chunk.numbers:
+            writer.add(Entry(number, dump(number, "batch")), Costs())
+        self._connection.send(writer.block())
+        self.report(report)
+
+    def report(self, report: Made) -> None:
+        self._connection.send(report)
+
+    def die(self) -> None:
+        self._connection.close()
+
+
+class Remote:
+    """A run on the pipeline that keeps the numbers of the chunks sent to it."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.workers: list[int] = []
+        self.ended = 0
+        self.error: Exception | None = None
+
+    def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        assert how["parallel"] == HOW["parallel"]
+        self.sent += [pickle.loads(payload).number for payload in payloads]
+        self.workers += workers
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Played:
+    """Two first workers and a run."""
+
+    def __init__(self) -> None:
+        pipes = [multiprocessing.Pipe() for _ in range(2)]
+        self.workers = FirstWorkers([ours for ours, _ in pipes])
+        self.processes = [Process(theirs) for _, theirs in pipes]
+        self.begun = 0
+        self.run = self.new_run("run")
+
+    def new_run(self, key: str) -> FirstRun:
+        self._run = run_of(key)
+        self._fed = 0
+        return FirstRun(self._run, self.workers, self._begin, lambda: None, pin_memory=False)
+
+    def _begin(self) -> None:
+        self.begun += 1
+
+    def feed(self, *workers: int, alone: bool = False) -> None:
+        """Feed a chunk of one batch for each of these logical workers."""
+        for worker in workers:
+            chunk = Chunk(self._run, self._fed, self._fed * LOGICAL_WORKERS + worker, [[0]], [0])
+            self._fed += 1
+            self.run.feed([chunk], **{**HOW, "alone": alone})
+
+    def arrived(self, count: int) -> list[int]:
+        """Wait for as many batches, and return their values."""
+        values: list[int] = []
+
+        def more() -> bool:
+            while (arrival := self.run.arrivals.take()) is not None:
+                values.extend(entry.value for entry in arrival.batches)
+            return len(values) >= count
+
+        wait_until(more, SECONDS, "batches")
+        return values
+
+
+@pytest.fixture
+def first() -> Iterator[Played]:
+    made = Played()
+    yield made
+    for process in made.processes:
+        process.die()
+
+
+def quiet(arrivals: Arrivals, chunks: int) -> bool:
+    return arrivals.wait(SECONDS, chunks - 1)
+
+
+def attach(run: FirstRun) -> Remote:
+    remote: Any = Remote()
+    assert run.queue.attach(remote)
+    return remote
+
+
+def test_first_workers_make_the_first_chunks_and_ray_starts_after_they_are_sent(
+    first: Played,
+) -> None:
+    first.feed(0, 1)
+    assert first.begun == 2
+    given = [process.given() for process in first.processes]
+    assert [(chunk.number, binding) for chunk, binding in given] == [
+        (0, Binding.WATCHED),
+        (1, Binding.WATCHED),
+    ]
+    assert first.run.tasks_at_work() == 2
+    for process, (chunk, _) in zip(first.processes, given, strict=True):
+        process.deliver(chunk)
+    assert sorted(first.arrived(2)) == [0, 5]
+    assert quiet(first.run.arrivals, 2)
+
+
+def test_a_watched_logical_worker_s_chunks_are_made_one_after_another(first: Played) -> None:
+    left, right = first.processes
+    first.feed(0, 0)
+    chunk, _ = left.given()
+    assert right.idle(), "until the first chunk has left its dataset copy unchanged"
+    left.deliver(chunk)
+    assert left.given()[1] is Binding.RELEASED
+    first.feed(0, 1)
+    assert right.given()[0].number == 2, "its chunks may be made at the same time now"
+    assert first.run.tasks_at_work() == 2
+
+
+def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_ones(
+    first: Played,
+) -> None:
+    left, right = first.processes
+    first.feed(0, 1, 0, 1, 2)
+    left.given()
+    right.given()
+    left.report(Made.CHANGED)
+    assert left.message() == END
+    remote = attach(first.run)
+    assert remote.sent == [0, 2, 4], "logical worker 1 waits for its first worker"
+    right.report(Made.CHANGED)
+    assert right.message() == END
+    wait_until(lambda: remote.sent == [0, 2, 4, 1, 3], SECONDS, "the chunks of logical worker 1")
+    assert not first.run.arrivals.wait(0, 0), "no chunk is done"
+    first.run.arrivals.set_quiet(5)
+    assert first.run.arrivals.quiet_at == 5
+
+
+def test_chunks_go_to_the_pipeline_once_it_has_a_task(first: Played) -> None:
+    left, right = first.processes
+    first.feed(0, 1, 2, 3)
+    made = left.given()[0], right.given()[0]
+    remote = attach(first.run)
+    assert remote.sent == [2, 3]
+    left.deliver(made[0])
+    right.deliver(made[1], Made.UNCOMPARED)
+    first.arrived(2)
+    assert quiet(first.run.arrivals, 2)
+    first.feed(0)
+    assert remote.sent == [2, 3, 4]
+    assert left.idle()
+    assert right.idle()
+    first.run.end()
+    assert remote.ended == 1
+
+
+def test_a_chunk_that_may_have_killed_a_process_waits_for_the_pipeline(first: Played) -> None:
+    first.feed(0, alone=True)
+    first.feed(1)
+    assert first.processes[0].given()[0].number == 1
+    assert attach(first.run).sent == [0]
+
+
+def test_the_chunk_of_a_process_that_dies_is_lost(first: Played) -> None:
+    left, right = first.processes
+    first.feed(0, 1, 0)
+    left.given()
+    left.die()
+    assert quiet(first.run.arrivals, 1)
+    [loss] = first.run.arrivals.take_losses()
+    assert loss == Loss(LossCause.TASK, "a worker process died before Ray started")
+    chunk, _ = right.given()
+    right.deliver(chunk)
+    assert right.given()[0].number == 2, "the other first worker works on"
+
+
+def test_the_blocks_of_a_cancelled_run_are_dropped(first: Played) -> None:
+    left, right = first.processes
+    first.feed(0)
+    chunk, _ = left.given()
+    before = first.run
+    before.end()
+    assert left.message() == CANCEL
+    first.run = first.new_run("next")
+    first.feed(0, 1)
+    assert right.given()[0].run.key == "next"
+    left.deliver(chunk)
+    chunk, _ = left.given()
+    assert (chunk.run.key, chunk.number) == ("next", 1), "idle after it has reported"
+    assert before.arrivals.take() is None
+    assert before.arrivals.ended
+
+
+def test_a_run_that_nobody_reads_is_cancelled(first: Played) -> None:
+    first.feed(0)
+    first.processes[0].given()
+    del first.run
+    assert first.processes[0].message() == CANCEL
+
+
+def test_a_pipeline_that_takes_no_chunks_ends_the_run(first: Played) -> None:
+    remote = attach(first.run)
+    remote.error = RuntimeError("Ray was shut down")
+    first.feed(0)
+    assert first.run.arrivals.ended
+
+
+def test_a_run_that_has_ended_is_not_handed_over(first: Played) -> None:
+    first.run.end()
+    remote: Any = Remote()
+    assert not first.run.queue.attach(remote)
+
+
+def test_the_error_of_ray_s_start_takes_the_place_of_what_arrives(first: Played) -> None:
+    def check() -> None:
+        raise OSError("no memory")
+
+    run = FirstRun(run_of("run"), first.workers, lambda: None, check, pin_memory=False)
+    with pytest.raises(OSError, match="no memory"):
+        _ = run.arrivals
+
+
+def test_idle_first_workers_end_and_get_no_chunk(first: Played) -> None:
+    first.workers.end()
+    for process in first.processes:
+        assert process.message() == END
+    first.feed(0)
+    assert all(process.idle() for process in first.processes)
+    assert attach(first.run).sent == [0]
