@@ -291,11 +291,11 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         connections = fork_first_workers(self.head_address, bequest, most)
         if not (connections or warms_up):
             return None
-        forked = forkserver.forked_from_here()
         return StartingSession(
             functools.partial(self._connected, jobs.bequest),
             connections,
-            jobs.pickle_job(True).digest if forked else "",
+            jobs.pickle_job(True).digest if connections else "",
+            self.num_workers,
         )
 
     def _connected(self, bequest: Callable[[], Bequest]) -> Session:
@@ -330,7 +330,6 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self._warmed.warm_up(
             UnstoredJob(jobs.pickle_job, jobs.later),
             binding=initial_binding(self),
-            pin_memory=self.pin_memory,
         )
 
     def _note_pickling(self, seconds: float) -> None:

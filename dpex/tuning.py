@@ -260,6 +260,10 @@ NODE_START_S = 10.0
 """How long the node of a local Ray may take to register, which takes about a second."""
 NODE_POLL_S = 0.01
 """How often dpex looks for it."""
+FIRST_TASK_S = 30.0
+"""How long first workers continue an iteration at most whose pipeline has no task yet."""
+INTERRUPT_AGAIN_S = 0.05
+"""When dpex repeats a Ctrl-C that came while a fork waited for Ray's start."""
 HEAD_START_S = 0.5
 """Lead of the first workers over the start of the local Ray, which needs the same cores. Without
 it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""

@@ -62,6 +62,8 @@ logger = logging.getLogger("dpex")
 _lock = threading.Lock()
 _current: tuple[tuple[str, str], Connection] | None = None
 _forked_from_driver = False
+# Whether the environment has been recorded for the next local Ray.
+_remembered = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def fork_first_workers(
         ClusterError: As ``connect``, but only what shows at once.
         ValueError: ``head_address`` has none of the forms.
     """
+    global _remembered
     parse_address(head_address, "head_address")
     versions.check_programs()
     with _lock, _undivided():
@@ -169,6 +172,7 @@ def fork_first_workers(
             return []
         launch.check_settings()
         environment.remember()
+        _remembered = True
         with _uncollected():
             first_workers = min(most(), launch.free_cores())
             forkserver.address(bequest, forkserver.FIRST_JOB, first_workers=first_workers)
@@ -375,8 +379,11 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
 
 
 def _local(bequest: Callable[[], Bequest] | None) -> Connection:
+    global _remembered
     job = shared_by_ranks.shared_job()
-    environment.remember()
+    if not _remembered:  # first workers have the environment of the time when they were forked
+        environment.remember()
+    _remembered = False
     if job is None:
         launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
     else:

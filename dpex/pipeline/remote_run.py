@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -68,11 +67,12 @@ class RemoteRun:
         pool: MemoryPool,
         arrivals: Arrivals,
         *,
-        pin_memory: bool,
+        pin_device: int | None,
         through_client: bool,
     ) -> None:
         self.arrivals = arrivals
         self._fed = 0
+        self._asked_for_task: ray.ObjectRef | None = None
         self._actor = actor
         self._pipeline_key = pipeline_key
         self._run = run
@@ -81,7 +81,7 @@ class RemoteRun:
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
         self._pool = pool
-        self._pin_memory = pin_memory
+        self._pin_device = pin_device
         self._through_client = through_client
         self._receiver: Receiver | None = None
         _open_runs.add(self)
@@ -98,7 +98,7 @@ class RemoteRun:
                 self._run,
                 self.arrivals,
                 self._pool,
-                pin_memory=self._pin_memory,
+                pin_device=self._pin_device,
                 through_client=self._through_client,
             )
             _receivers.add(self._receiver)
@@ -122,10 +122,15 @@ class RemoteRun:
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 
-    def wait_for_task(self) -> None:
-        """Wait until a task waits for the run's chunks, or until the pipeline is lost."""
-        with contextlib.suppress(Exception):  # the next call to the actor raises it again
-            ray.get(self._actor.handle.has_task.remote(self._pipeline_key))
+    def has_task(self, timeout_s: float) -> bool:
+        """Wait until a task has asked for a chunk; return False after the timeout.
+
+        If the pipeline is lost, return True: whoever reads ``arrivals`` finds it out.
+        """
+        if self._asked_for_task is None:
+            self._asked_for_task = self._actor.handle.has_task.remote(self._pipeline_key)
+        done, _ = ray.wait([self._asked_for_task], timeout=timeout_s)
+        return bool(done)
 
     def forsaken(self, batch_s: float) -> bool:
         """Return whether the run waits in vain because a node died.

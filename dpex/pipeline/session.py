@@ -313,7 +313,7 @@ class Session:
         job: StoredJob,
         *,
         binding: Binding,
-        pin_memory: bool,
+        pin_device: int | None,
         arrivals: Arrivals | None = None,
     ) -> Callable[[], RemoteRun]:
         """Start an iteration without waiting for it.
@@ -322,9 +322,8 @@ class Session:
             run: Key of the iteration.
             job: The jobs that ``store`` returned.
             binding: Initial binding of logical workers to processes.
-            pin_memory: Whether batches go to page-locked memory.
-            arrivals: Gets what arrives of the iteration, as other arrivals do; a new object if
-                None.
+            pin_device: As for ``Decoder``.
+            arrivals: Gets what arrives of the iteration; a new object if None.
 
         Returns:
             A function that waits until the iteration has started, and returns its ``RemoteRun``.
@@ -357,7 +356,7 @@ class Session:
         if _RECEIVER not in sys.modules:
             threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         return functools.partial(
-            self._opened, run, job, claim, new, begins, arrivals or Arrivals(), pin_memory
+            self._opened, run, job, claim, new, begins, arrivals or Arrivals(), pin_device
         )
 
     def _new(self, run: str, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
@@ -378,7 +377,7 @@ class Session:
         new: Callable[[], PipelineBegins],
         begins: PipelineBegins,
         arrivals: Arrivals,
-        pin_memory: bool,
+        pin_device: int | None,
     ) -> RemoteRun:
         try:
             begins = self._begun(job, new, begins)
@@ -393,7 +392,7 @@ class Session:
             claim,
             self._pool,
             arrivals,
-            pin_memory=pin_memory,
+            pin_device=pin_device,
             through_client=self._connection.kind == "client",
         )
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from dpex import tuning
 from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.log import waits, warn
@@ -169,7 +171,9 @@ class Epoch:
             self._run_spec.key,
             self._options.job,
             binding=self._options.binding,
-            pin_memory=self._options.pin_memory,
+            pin_device=(
+                torch.accelerator.current_device_index() if self._options.pin_memory else None
+            ),
         )
 
     def _opened(self) -> None:
@@ -354,7 +358,7 @@ class Epoch:
 
     @property
     def _quiet_seen(self) -> int:
-        """The ``quiet_above`` argument of ``Receiver.wait``.
+        """The ``quiet_above`` argument of ``Arrivals.wait``.
 
         While chunks are in flight, a wait ends at the latest when all sent chunks are done.
         """

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from dpex import tuning
 from dpex.cluster.releasing import be_ready, release_later
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
     from dpex.worker.map_style import Chunk
 
-__all__ = ["FirstRun", "FirstWorkers"]
+__all__ = ["ChunkQueue", "FirstRun", "FirstWorkers"]
 
 logger = logging.getLogger("dpex")
 
@@ -48,12 +48,14 @@ class _SentChunk:
     Attributes:
         payload: The pickled chunk.
         worker: Its logical worker.
-        how: The other arguments of ``RemoteRun.send``.
+        alone: As for ``RemoteRun.send``. A process has died over such a chunk.
+        one_by_one: As for ``RemoteRun.send``.
     """
 
     payload: bytes
     worker: int
-    how: dict[str, Any]
+    alone: bool
+    one_by_one: bool
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Work:
         watched: Whether its logical worker is watched, see ``Binding``.
     """
 
-    queue: _ChunkQueue
+    queue: ChunkQueue
     chunk: _SentChunk
     watched: bool
 
@@ -118,6 +120,7 @@ class FirstWorkers:
 
     Attributes:
         lock: Guards the first workers and the queues of their chunks.
+        hurry: Set if Ray must start at once.
         ending: Set when they get no more chunks.
         queues: The chunks of each run that has not ended.
     """
@@ -125,20 +128,21 @@ class FirstWorkers:
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.lock = threading.RLock()
         self._workers = [_FirstWorker(connection) for connection in connections]
+        self.hurry = threading.Event()
         self.ending = threading.Event()
-        self.queues: list[_ChunkQueue] = []
+        self.queues: list[ChunkQueue] = []
         be_ready()
         if self._workers:
             threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
         else:
-            self.ending.set()
+            self.end()
 
     @property
     def at_work(self) -> int:
         """Number of first workers that make a chunk."""
         return sum(worker.work is not None for worker in list(self._workers))
 
-    def watched(self, queue: _ChunkQueue) -> set[int]:
+    def watched(self, queue: ChunkQueue) -> set[int]:
         """Return the watched logical workers of which a chunk is being made."""
         works = [w.work for w in self._workers if w.work is not None and w.work.queue is queue]
         return {work.chunk.worker for work in works if work.watched}
@@ -154,7 +158,7 @@ class FirstWorkers:
         idle.send(pickle.dumps(given))
         return True
 
-    def cancel(self, queue: _ChunkQueue) -> None:
+    def cancel(self, queue: ChunkQueue) -> None:
         """Stop the work on the chunks of a queue."""
         with self.lock:
             for worker in self._workers:
@@ -162,10 +166,25 @@ class FirstWorkers:
                     worker.cancelled_at = time.monotonic()
                     worker.send(CANCEL)
 
+    def close(self) -> None:
+        """End all runs that have not ended, and the first workers."""
+        with self.lock:
+            for queue in list(self.queues):
+                queue.end()
+            self.end()
+
+    def wake(self) -> None:
+        """End the arrivals of each run that no pipeline will continue."""
+        with self.lock:
+            for queue in self.queues:
+                if queue.remote is None:
+                    queue.arrivals.end()
+
     def end(self) -> None:
         """Give no more chunks, and end each first worker as soon as it is idle."""
         with self.lock:
             self.ending.set()
+            self.hurry.set()
             for worker in self._workers:
                 if worker.work is None:
                     worker.send(END)
@@ -216,7 +235,7 @@ class FirstWorkers:
             queue.hand_out()
 
 
-class _ChunkQueue:
+class ChunkQueue:
     """The chunks of one run: first workers make them, and the pipeline once it has a task.
 
     Invariant: the chunks of a watched logical worker are made one after another. So if a batch
@@ -225,31 +244,49 @@ class _ChunkQueue:
     Args:
         run: Key of the run.
         workers: The first workers.
-        pin_memory: Whether batches go to page-locked memory.
+        num_workers: Number of logical workers.
+        pin_device: As for ``Decoder``.
 
     Attributes:
         arrivals: What has arrived of the run.
         remote: The run on the pipeline; None until the pipeline has a task.
         ended: Whether the run is cancelled.
+        failure: The error with which the pipeline has refused the run or its chunks, if it has.
     """
 
-    def __init__(self, run: str, workers: FirstWorkers, *, pin_memory: bool) -> None:
+    def __init__(
+        self, run: str, workers: FirstWorkers, num_workers: int, pin_device: int | None
+    ) -> None:
         self.arrivals = Arrivals()
         self.remote: RemoteRun | None = None
-        self._workers = workers
-        self._decoder = Decoder(run, MemoryPool(), pin_memory=pin_memory)
-        self._waiting: list[_SentChunk] = []
-        # The logical workers whose first batches have left their dataset copies unchanged.
-        self._released: set[int] = set()
         self.ended = False
+        self.failure: Exception | None = None
+        self._workers = workers
+        self._num_workers = num_workers
+        self._decoder = Decoder(run, MemoryPool(), pin_device)
+        self._waiting: list[_SentChunk] = []
+        self._limits: dict[str, int] = {}
+        # The logical workers whose first batches have left their dataset copies unchanged.
+        self._unchanged: set[int] = set()
         with workers.lock:
             workers.queues.append(self)
 
-    def feed(self, chunks: Iterable[_SentChunk]) -> None:
-        """Append chunks."""
+    def feed(self, chunks: Iterable[_SentChunk], limits: dict[str, int]) -> None:
+        """Append chunks.
+
+        Args:
+            chunks: The chunks.
+            limits: The other arguments of ``RemoteRun.send``, for all chunks from now on.
+        """
         with self._workers.lock:
+            self._limits = limits
             self._waiting.extend(chunks)
             self.hand_out()
+
+    @property
+    def first_workers_at_work(self) -> int:
+        """Number of first workers that make a chunk."""
+        return self._workers.at_work
 
     def attach(self, remote: RemoteRun) -> bool:
         """Send the chunks from now on to the pipeline; return False if the run has ended."""
@@ -271,22 +308,33 @@ class _ChunkQueue:
             elif self.remote is not None:
                 for_pipeline.append(chunk)
             else:
-                watched = worker not in self._released
+                watched = len(self._unchanged) < self._num_workers
                 work = _Work(self, chunk, watched)
-                given = not chunk.how["alone"] and self._workers.give(work)
+                given = not chunk.alone and self._workers.give(work)
                 if not given:
                     self._waiting.append(chunk)
                 if watched or not given:
                     held.add(worker)
-        for _, group in itertools.groupby(for_pipeline, lambda chunk: chunk.how):
-            chunks = list(group)
-            assert self.remote is not None
-            payloads, workers = zip(*[(c.payload, c.worker) for c in chunks], strict=True)
-            try:
-                self.remote.send(list(payloads), list(workers), **chunks[0].how)
-            except Exception:  # Ray was shut down: nothing more arrives
-                logger.debug("chunks could not be sent", exc_info=True)
-                self.arrivals.end()
+        for how, group in itertools.groupby(for_pipeline, lambda c: (c.alone, c.one_by_one)):
+            self._send(list(group), *how)
+
+    def _send(self, chunks: list[_SentChunk], alone: bool, one_by_one: bool) -> None:
+        assert self.remote is not None
+        try:
+            self.remote.send(
+                [chunk.payload for chunk in chunks],
+                [chunk.worker for chunk in chunks],
+                alone=alone,
+                one_by_one=one_by_one,
+                **self._limits,
+            )
+        except Exception as error:  # for example, Ray was shut down
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Record that nothing more arrives."""
+        self.failure = error.with_traceback(None)
+        self.arrivals.end()
 
     def take(self, block: Block) -> None:
         """Decode a block of a first worker for the training loop."""
@@ -302,16 +350,16 @@ class _ChunkQueue:
 
     def made(self, work: _Work, report: Made) -> None:
         """Record what a first worker reports of a chunk."""
+        if report in (Made.CHANGED, Made.UNFINISHED):
+            self._workers.end()  # the pipeline has processes that keep state
         if self.ended:
             return
-        if report is Made.CHANGED:
-            self._workers.end()  # the pipeline binds its logical workers to processes
-        if report is Made.CHANGED and work.watched:
+        if report is Made.UNFINISHED:
             self._waiting.insert(0, work.chunk)
-        else:
-            if report is Made.UNCHANGED:
-                self._released.add(work.chunk.worker)
-            self.arrivals.count_done()
+            return
+        if report is Made.UNCHANGED:
+            self._unchanged.add(work.chunk.worker)
+        self.arrivals.count_done()
 
     def lose(self) -> None:
         """Record that the process of a first worker has ended over a chunk."""
@@ -338,30 +386,21 @@ class FirstRun:
     """One iteration that begins on first workers; see ``RemoteRun`` for its methods.
 
     Args:
-        run: Key of the iteration.
-        workers: The first workers.
+        queue: The chunks of the iteration.
         begin: Function that starts Ray, if nothing has started it.
         check: Function that raises the error of Ray's start, if there was one.
-        pin_memory: Whether batches go to page-locked memory.
 
     Attributes:
         queue: The chunks of the iteration.
     """
 
     def __init__(
-        self,
-        run: str,
-        workers: FirstWorkers,
-        begin: Callable[[], None],
-        check: Callable[[], None],
-        *,
-        pin_memory: bool,
+        self, queue: ChunkQueue, begin: Callable[[], None], check: Callable[[], None]
     ) -> None:
-        self.queue = _ChunkQueue(run, workers, pin_memory=pin_memory)
-        self._workers = workers
+        self.queue = queue
         self._begin = begin
         self._check = check
-        self._release = weakref.finalize(self, release_later, self.queue.end)
+        self._release = weakref.finalize(self, release_later, queue.end)
         self._release.atexit = False
 
     @property
@@ -369,15 +408,23 @@ class FirstRun:
         """What has arrived of the iteration.
 
         Raises:
-            ClusterError: Ray has not started.
+            Exception: Ray has not started, or the pipeline has refused the run.
         """
-        self._check()
+        if self.queue.remote is None:
+            self._check()
+            if self.queue.failure is not None:
+                raise self.queue.failure.with_traceback(None)
         return self.queue.arrivals
 
-    def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:
+    def feed(
+        self, chunks: Sequence[Chunk], *, alone: bool, one_by_one: bool, **limits: int
+    ) -> None:
         """Pickle chunks and send them; see ``RemoteRun.feed``."""
-        pickled = [_SentChunk(dump_in_band(c, "chunk"), c.worker, how) for c in chunks]
-        self.queue.feed(pickled)
+        pickled = [
+            _SentChunk(dump_in_band(chunk, "chunk"), chunk.worker, alone, one_by_one)
+            for chunk in chunks
+        ]
+        self.queue.feed(pickled, limits)
         self._begin()  # not earlier: the first batches need the cores
 
     def forsaken(self, batch_s: float) -> bool:
@@ -388,11 +435,12 @@ class FirstRun:
     def tasks_at_work(self) -> int | None:
         """Return how many processes make batches now; None if that is unknown."""
         remote = self.queue.remote
-        return self._workers.at_work if remote is None else remote.tasks_at_work()
+        return self.queue.first_workers_at_work if remote is None else remote.tasks_at_work()
 
     def failure(self) -> BaseException | None:
         """Return the error that ended the run, or None."""
-        return self.queue.remote.failure() if self.queue.remote is not None else None
+        remote = self.queue.remote
+        return self.queue.failure or (remote.failure() if remote is not None else None)
 
     @property
     def lost(self) -> bool:
@@ -401,5 +449,5 @@ class FirstRun:
 
     def end(self) -> None:
         """Cancel the run, finished or not."""
-        self._release.detach()
         self.queue.end()
+        self._release.detach()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import importlib
+import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections import deque
@@ -15,10 +18,11 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dpex import tuning
+from dpex.cluster.local import forkserver
 from dpex.cluster.local.launch import free_cores
 from dpex.cluster.releasing import release_later
 from dpex.errors import ClusterError
-from dpex.training.first_workers import FirstRun, FirstWorkers
+from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
@@ -32,17 +36,34 @@ if TYPE_CHECKING:
 
 __all__ = ["StartingSession", "UnstoredJob"]
 
-_starts: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+logger = logging.getLogger("dpex")
+
+_starting: weakref.WeakSet[StartingSession] = weakref.WeakSet()
 
 
 def _finish_starts() -> None:
-    """Wait for the starts of Ray before this process forks: a fork would lack their threads."""
-    if threading.current_thread() is threading.main_thread():
-        for start in list(_starts):
-            start.join()
+    """Wait for Ray's starts before the main thread forks: the fork would lack their threads."""
+    if threading.current_thread() is not threading.main_thread() or forkserver.forks_server:
+        return
+    interrupted = False
+    for session in list(_starting):
+        try:
+            session.wait()
+        except KeyboardInterrupt:  # Python would ignore it here
+            interrupted = True
+            session.wait()
+    if interrupted:
+        threading.Timer(tuning.INTERRUPT_AGAIN_S, _thread.interrupt_main).start()
 
 
-os.register_at_fork(before=_finish_starts, after_in_child=_starts.clear)
+os.register_at_fork(before=_finish_starts, after_in_child=_starting.clear)
+
+
+def _is_exiting() -> bool:
+    """Return whether Python is about to exit, and waits for this thread only."""
+    waited_for = {threading.main_thread(), threading.current_thread()}
+    others = (thread for thread in threading.enumerate() if thread not in waited_for)
+    return not threading.main_thread().is_alive() and all(thread.daemon for thread in others)
 
 
 @dataclass(frozen=True)
@@ -66,15 +87,20 @@ class _Iteration:
         run: As for ``Session.open``.
         job: The job that ``Session.store`` gets.
         binding: As for ``Session.open``.
-        pin_memory: As for ``Session.open``.
-        first_run: Returns what ``open`` returned, if it still exists.
+        pin_device: As for ``Session.open``.
+        queue: Its chunks; None if there is no iteration yet, and only the pipeline is to start.
     """
 
     run: str
     job: UnstoredJob
     binding: Binding
-    pin_memory: bool
-    first_run: Callable[[], FirstRun | None]
+    pin_device: int | None
+    queue: ChunkQueue | None
+
+    @property
+    def live(self) -> bool:
+        """Whether the iteration still needs batches."""
+        return self.queue is not None and not self.queue.ended
 
 
 class StartingSession:
@@ -85,14 +111,20 @@ class StartingSession:
     Args:
         connect: Function that starts Ray and returns the session.
         connections: Connections to the first workers, if there are any.
-        job_key: Digest of the job that the fork server was forked with; empty if it was not.
+        job_key: Digest of the job that they have inherited; empty if there are none.
+        num_workers: Number of logical workers.
     """
 
     def __init__(
-        self, connect: Callable[[], Session], connections: Sequence[Connection], job_key: str
+        self,
+        connect: Callable[[], Session],
+        connections: Sequence[Connection],
+        job_key: str,
+        num_workers: int,
     ) -> None:
         self._connect: Callable[[], Session] | None = connect
         self._job_key = job_key
+        self._num_workers = num_workers
         self._workers = FirstWorkers(connections)
         self._release = weakref.finalize(self, release_later, self._workers.end)
         self._release.atexit = False
@@ -106,35 +138,48 @@ class StartingSession:
 
     # --- start ------------------------------------------------------------------------------------
 
-    def warm_up(self, job: UnstoredJob, *, binding: Binding, pin_memory: bool) -> None:
+    def warm_up(self, job: UnstoredJob, *, binding: Binding) -> None:
         """Start Ray now, and a pipeline for the first iteration."""
         run = uuid.uuid4().hex  # no iteration has this key
-        self._iterations.append(_Iteration(run, job, binding, pin_memory, lambda: None))
+        self._iterations.append(_Iteration(run, job, binding, None, None))
+        self._workers.hurry.set()
         self.begin()
 
     def begin(self) -> None:
         """Start Ray in a thread, if nothing has started it."""
-        if self._thread is None:
+        with self._lock:
+            if self._thread is not None:
+                return
             # Ray imports it, and it registers functions for forks. If a fork of the main thread
             # waited for that import, only the second of these functions would be called.
             with contextlib.suppress(ImportError):
                 importlib.import_module("filelock")
             # Python waits for the thread at exit, before it calls Ray's exit handlers.
-            self._thread = threading.Thread(target=self._start, name="dpex-start", daemon=False)
-            _starts.add(self._thread)
-            self._thread.start()
+            thread = threading.Thread(target=self._start, name="dpex-start", daemon=False)
+            thread.start()
+            self._thread = thread
+            _starting.add(self)
+
+    def wait(self) -> None:
+        """Wait until Ray has started, if the start has begun."""
+        self._workers.hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+        _starting.discard(self)
 
     def _start(self) -> None:
         try:
-            self._workers.ending.wait(tuning.HEAD_START_S)
-            if not self._closed and threading.main_thread().is_alive():
+            self._workers.hurry.wait(tuning.HEAD_START_S)
+            if not self._closed and not _is_exiting():
                 assert self._connect is not None
                 self._hand_over(self._connect())
         except BaseException as error:
+            logger.debug("Ray has not started", exc_info=True)
             self._error = error
         finally:
             self._connect = None  # it refers to the loader and its dataset
             self._workers.end()
+            self._workers.wake()
 
     def _hand_over(self, session: Session) -> None:
         """Open a pipeline for each iteration, and hand the iteration over to it."""
@@ -147,37 +192,43 @@ class StartingSession:
                     self._session = session
                     return
                 iteration = self._iterations.popleft()
-            first_run = iteration.first_run()
-            if first_run is None or first_run.queue.ended:
-                if opened or self._iterations:
-                    continue  # else the next epoch needs a pipeline
-                first_run = None
-            remote = session.open(
-                iteration.run,
-                self._stored(session, iteration.job),
-                binding=iteration.binding,
-                pin_memory=iteration.pin_memory,
-                arrivals=None if first_run is None else first_run.queue.arrivals,
-            )()
+                if not iteration.live and (opened or self._iterations):
+                    continue  # else the next iteration needs a pipeline
             opened = True
-            remote.wait_for_task()
-            if first_run is None or not first_run.queue.attach(remote):
-                remote.end()
-            del first_run
+            try:
+                self._begin_on_pipeline(session, iteration)
+            except Exception as error:
+                if iteration.queue is not None:
+                    iteration.queue.fail(error)
+
+    def _begin_on_pipeline(self, session: Session, iteration: _Iteration) -> None:
+        queue = iteration.queue if iteration.live else None
+        remote = session.open(
+            iteration.run,
+            self._stored(session, iteration.job),
+            binding=iteration.binding,
+            pin_device=iteration.pin_device,
+            arrivals=None if queue is None else queue.arrivals,
+        )()
+        # After the limit, the iteration itself finds out why no task comes.
+        deadline = time.monotonic() + tuning.FIRST_TASK_S
+        while not remote.has_task(tuning.LOOK_S) and time.monotonic() < deadline:
+            if self._closed or _is_exiting():
+                break
+        if queue is None or not queue.attach(remote):
+            remote.end()
 
     def _stored(self, session: Session, job: UnstoredJob) -> StoredJob:
         return session.store(job.pickle_job, job.later, inherited_key=self._job_key or None)
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def _started(self) -> Session:
         """Wait until Ray has started, and return the session."""
-        self._workers.end()
         self.begin()
-        assert self._thread is not None
-        self._thread.join()
+        self.wait()
         self._check()
         if self._session is None:
             raise ClusterError("the loader was closed while Ray was starting")
@@ -199,24 +250,25 @@ class StartingSession:
         It waits for Ray if the first workers have inherited another job.
         """
         if self._has_first_workers and pickle_job(True).digest == self._job_key:
-            return UnstoredJob(pickle_job)
+            pickled = pickle_job(True)
+            return UnstoredJob(lambda _: pickled)  # pickle_job refers to the loader
         return self._started().store(pickle_job, later)
 
     def open(
-        self, run: str, job: StoredJob | UnstoredJob, *, binding: Binding, pin_memory: bool
+        self, run: str, job: StoredJob | UnstoredJob, *, binding: Binding, pin_device: int | None
     ) -> Callable[[], RemoteRun | FirstRun]:
         """Start an iteration; see ``Session.open``."""
         with self._lock:
             if self._session is not None:
                 if isinstance(job, UnstoredJob):
                     job = self._stored(self._session, job)
-                return self._session.open(run, job, binding=binding, pin_memory=pin_memory)
+                return self._session.open(run, job, binding=binding, pin_device=pin_device)
             assert isinstance(job, UnstoredJob)
-            first_run = FirstRun(run, self._workers, self.begin, self._check, pin_memory=pin_memory)
-            self._iterations.append(
-                _Iteration(run, job, binding, pin_memory, weakref.ref(first_run))
-            )
-            return lambda: first_run
+            queue = ChunkQueue(run, self._workers, self._num_workers, pin_device)
+            live = [iteration for iteration in self._iterations if iteration.live]
+            self._iterations = deque([*live, _Iteration(run, job, binding, pin_device, queue)])
+        first_run = FirstRun(queue, self.begin, self._check)
+        return lambda: first_run
 
     @property
     def claims_cpus(self) -> bool:
@@ -265,12 +317,9 @@ class StartingSession:
 
     def close(self) -> None:
         """Close the pipelines, and end the first workers; Ray's start continues."""
+        self._workers.hurry.set()
         with self._lock:
             self._closed = True
-            runs = [iteration.first_run() for iteration in self._iterations]
             if self._session is not None:
                 self._session.close()
-        for first_run in runs:
-            if first_run is not None:
-                first_run.end()
-        self._workers.end()
+        self._workers.close()

@@ -44,18 +44,18 @@ class Decoder:
     Args:
         run: Key of the run.
         pool: Source of the batches' memory, unless it is pinned.
-        pin_memory: Whether to copy batches to pinned memory.
+        pin_device: Index of the device for which batches are copied to pinned memory; None if they
+            are not.
     """
 
-    def __init__(self, run: str, pool: MemoryPool, *, pin_memory: bool) -> None:
+    def __init__(self, run: str, pool: MemoryPool, pin_device: int | None) -> None:
         self._run = run
         self._pool = pool
         self._segments = SegmentReader()
-        self._pin_memory = pin_memory
-        self._device_index = torch.accelerator.current_device_index() if pin_memory else -1
+        self._pin_device = pin_device
 
     def __call__(self, block: Block) -> Arrival:
-        """Decode a block, whose table must still be alive.
+        """Decode a block, while its table, if it has one, is alive.
 
         Raises:
             SegmentsUnreadableError: This process cannot open the segments of worker processes.
@@ -63,10 +63,11 @@ class Decoder:
         started = time.perf_counter()
         if block.run != self._run:  # a chunk of a cancelled iteration
             return Arrival(replace(block, entries=[]), [])
-        if self._pin_memory:
-            torch.accelerator.set_device_index(self._device_index)
+        pin_memory = self._pin_device is not None
+        if self._pin_device is not None:  # torch's current device is that of a thread
+            torch.accelerator.set_device_index(self._pin_device)
         try:
-            batches = list(decode(block, self._pool, self._segments, pin_memory=self._pin_memory))
+            batches = list(decode(block, self._pool, self._segments, pin_memory=pin_memory))
         except SegmentLostError as error:
             self._segments.release(places_in(block))
             return Arrival(replace(block, entries=[]), [], lost=str(error))

@@ -82,7 +82,7 @@ class Receiver:
         run: Key of the run.
         arrivals: Gets the decoded blocks.
         pool: Source of the batches' memory, unless it is pinned.
-        pin_memory: Whether to copy batches to pinned memory.
+        pin_device: As for ``Decoder``.
         through_client: Whether this process is a Ray Client.
 
     Attributes:
@@ -98,7 +98,7 @@ class Receiver:
         arrivals: Arrivals,
         pool: MemoryPool,
         *,
-        pin_memory: bool,
+        pin_device: int | None,
         through_client: bool,
     ) -> None:
         self._arrivals = arrivals
@@ -113,7 +113,7 @@ class Receiver:
         self._through_data = False
         self._known_at = self._last_at = 0.0
         self._actor, self._pipeline_key, self._run = actor, pipeline_key, run
-        self._decoder = Decoder(run, pool, pin_memory=pin_memory)
+        self._decoder = Decoder(run, pool, pin_device)
         self._decode = decode_block = _Decode(self._decoder)
         replies = self._replies()
 

@@ -19,6 +19,7 @@ from dpex.wire.segments import OWN_SEGMENTS
 from dpex.worker.binding import Binding
 from dpex.worker.dataset_copies import kept_for
 from dpex.worker.inherited_job import inherited_job
+from dpex.worker.logical_worker import Cancelled
 from dpex.worker.map_style import Chunk, Job, fetch_chunk
 
 __all__ = ["Assignment", "CANCEL", "END", "Made", "make_chunks"]
@@ -53,7 +54,8 @@ class Made(enum.Enum):
 
     UNCOMPARED = "no batch was compared"
     UNCHANGED = "the batches left the dataset copy unchanged"
-    CHANGED = "a batch has changed the dataset copy"
+    CHANGED = "a batch changed the dataset copy, whose logical worker is released"
+    UNFINISHED = "the rest needs a process that keeps state, or a new dataset copy"
 
 
 def make_chunks(connection: Connection, job_key: str) -> None:
@@ -83,13 +85,15 @@ def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None
     segments = OWN_SEGMENTS.serve(_PIPELINE, chunk.run.key, given.reader)
     writer = BlockWriter(chunk.run.key, chunk.number, segments=segments)
     looks: list[bool] = []
+    unfinished = False
 
     def read_job() -> Job:
-        job = inherited_job(job_key)
-        if job is None:
-            os._exit(1)  # the chunk is lost, and a process that can read the job makes it
-        copy: Job = job
-        return copy
+        nonlocal unfinished
+        job: Job | None = inherited_job(job_key)
+        if job is None:  # a changed copy uses the inherited memory
+            unfinished = True
+            raise Cancelled
+        return job
 
     batches = fetch_chunk(
         chunk,
@@ -101,12 +105,13 @@ def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None
     )
     for entry, costs in batches:
         if given.binding is Binding.WATCHED and looks and not looks[-1]:
-            break  # later batches depend on the state after this batch, which would end here
+            unfinished = True
+            break
         writer.add(entry, costs)
         del entry
         connection.send(writer.block())
     report = Made.UNCOMPARED if not looks else Made.UNCHANGED if all(looks) else Made.CHANGED
-    connection.send(report)
+    connection.send(Made.UNFINISHED if unfinished else report)
 
 
 def _cancelled(connection: Connection) -> Callable[[], bool]:

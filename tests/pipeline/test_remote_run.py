@@ -64,7 +64,7 @@ class Made:
             given,
             MemoryPool(),
             Arrivals(),
-            pin_memory=False,
+            pin_device=None,
             through_client=False,
         )
 

@@ -128,8 +128,8 @@ class Pipeline:
         self.messages: list[tuple[str, list[list[int]], bool]] = []
         self.runs: list[FakeRun] = []
 
-    def open(self, run: Run, job: StoredJob, **_: Any) -> Callable[[], FakeRun]:
-        self.runs.append(FakeRun(self, run.key))
+    def open(self, run: str, job: StoredJob, **_: Any) -> Callable[[], FakeRun]:
+        self.runs.append(FakeRun(self, run))
         return lambda: self.runs[-1]
 
     def waiting_text(self, **_: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cluster_programs import wait_until
 
-from dpex.training.first_workers import FirstRun, FirstWorkers
+from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.block_format import BlockWriter, Entry
 from dpex.wire.loss_causes import Loss, LossCause
@@ -25,7 +25,7 @@ from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
 
 LOGICAL_WORKERS = 4
-HOW = {"alone": False, "parallel": 2}
+LIMITS = {"parallel": 2}
 SECONDS = 10
 
 
@@ -79,7 +79,7 @@ class Remote:
     def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
         if self.error is not None:
             raise self.error
-        assert how["parallel"] == HOW["parallel"]
+        assert how["parallel"] == LIMITS["parallel"]
         self.sent += [pickle.loads(payload).number for payload in payloads]
         self.workers += workers
 
@@ -100,7 +100,8 @@ class Played:
     def new_run(self, key: str) -> FirstRun:
         self._run = run_of(key)
         self._fed = 0
-        return FirstRun(self._run, self.workers, self._begin, lambda: None, pin_memory=False)
+        queue = ChunkQueue(key, self.workers, LOGICAL_WORKERS, pin_device=None)
+        return FirstRun(queue, self._begin, lambda: None)
 
     def _begin(self) -> None:
         self.begun += 1
@@ -110,7 +111,7 @@ class Played:
         for worker in workers:
             chunk = Chunk(self._run, self._fed, self._fed * LOGICAL_WORKERS + worker, [[0]], [0])
             self._fed += 1
-            self.run.feed([chunk], **{**HOW, "alone": alone})
+            self.run.feed([chunk], alone=alone, one_by_one=False, **LIMITS)
 
     def arrived(self, count: int) -> list[int]:
         """Wait for as many batches, and return their values."""
@@ -162,14 +163,24 @@ def test_first_workers_make_the_first_chunks_and_ray_starts_after_they_are_sent(
 
 def test_a_watched_logical_worker_s_chunks_are_made_one_after_another(first: Played) -> None:
     left, right = first.processes
-    first.feed(0, 0)
+    first.feed(0, 0, 0)
     chunk, _ = left.given()
     assert right.idle(), "until the first chunk has left its dataset copy unchanged"
     left.deliver(chunk)
-    assert left.given()[1] is Binding.RELEASED
-    first.feed(0, 1)
-    assert right.given()[0].number == 2, "its chunks may be made at the same time now"
-    assert first.run.tasks_at_work() == 2
+    assert left.given()[1] is Binding.WATCHED, "the other logical workers have made no batch"
+
+
+def test_logical_workers_are_released_once_each_has_left_its_copy_unchanged(first: Played) -> None:
+    left, right = first.processes
+    first.feed(0, 1, 2, 3)
+    for number in range(LOGICAL_WORKERS):
+        chunk, binding = first.processes[number % 2].given()
+        assert binding is Binding.WATCHED
+        first.processes[number % 2].deliver(chunk)
+        first.arrived(1)
+    assert quiet(first.run.arrivals, LOGICAL_WORKERS)
+    first.feed(0, 0)
+    assert left.given()[1] is right.given()[1] is Binding.RELEASED
 
 
 def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_ones(
@@ -179,14 +190,14 @@ def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_on
     first.feed(0, 1, 0, 1, 2)
     left.given()
     right.given()
-    left.report(Made.CHANGED)
+    left.report(Made.UNFINISHED)
     assert left.message() == END
     remote = attach(first.run)
     assert remote.sent == [0, 2, 4], "logical worker 1 waits for its first worker"
-    right.report(Made.CHANGED)
+    right.report(Made.UNFINISHED)
     assert right.message() == END
     wait_until(lambda: remote.sent == [0, 2, 4, 1, 3], SECONDS, "the chunks of logical worker 1")
-    assert not first.run.arrivals.wait(0, 0), "no chunk is done"
+    assert first.run.arrivals.quiet_at == 0, "no chunk is done"
     first.run.arrivals.set_quiet(5)
     assert first.run.arrivals.quiet_at == 5
 
@@ -270,7 +281,7 @@ def test_the_error_of_ray_s_start_takes_the_place_of_what_arrives(first: Played)
     def check() -> None:
         raise OSError("no memory")
 
-    run = FirstRun(run_of("run"), first.workers, lambda: None, check, pin_memory=False)
+    run = FirstRun(first.run.queue, lambda: None, check)
     with pytest.raises(OSError, match="no memory"):
         _ = run.arrivals
 

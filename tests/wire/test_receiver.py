@@ -86,7 +86,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
         "run",
         arrivals,
         MemoryPool(),
-        pin_memory=False,
+        pin_device=None,
         through_client=through_client,
     )
     wait_until(lambda: arrivals._ended, 60, "end of the replies")

@@ -91,6 +91,9 @@ _SERVE = "DPEX_SERVE"
 script_arguments: list[str] = []
 """In a forked worker process: the script's ``sys.argv``; empty in other processes."""
 
+forks_server = False
+"""Whether this process is just forking its server."""
+
 _address: str | None = None
 _first_workers: list[Connection] = []
 _job_id: str | None = None
@@ -168,17 +171,20 @@ def _fork(
     first_workers: int,
 ) -> bool:
     """Fork the server from this process, and return whether that was possible."""
-    global _bequeathed, _first_workers, _pid
+    global _bequeathed, _first_workers, _pid, forks_server
     # Before the fork: afterwards each page that they read is copied.
     module_settings.remember()
     local_modules.remember()
     digest = job.pickled.digest
     pipes = [multiprocessing.Pipe() for _ in range(first_workers)]
     try:
+        forks_server = True
         pid = os.fork()
     except OSError as error:  # for example a limit on overcommitted memory
         logger.info("worker processes cannot be forks of this process: %s", error)
         return False
+    finally:
+        forks_server = False
     if pid == 0:
         inheritance[digest] = job
         for ours, _ in pipes:
@@ -317,7 +323,12 @@ def _serve(
 def _fork_first_workers(connections: Sequence[Connection], listener: socket.socket) -> None:
     """Fork the first workers, before this process has anything of Ray."""
     for connection in connections:
-        if os.fork() == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:  # its connection is closed below, so it gets no chunk
+            logger.info("a first worker cannot be forked: %s", error)
+            continue
+        if pid == 0:
             listener.close()
             for other in connections:
                 if other is not connection:
