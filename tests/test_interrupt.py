@@ -49,9 +49,10 @@ def test_the_loader_is_usable_after_an_interrupt_and_after_ray_s_end() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
-def test_ray_is_started_whole_or_not_at_all() -> None:
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_ray_is_started_whole_or_not_at_all(start_method: str) -> None:
     with workplace() as place:
-        done = run_program(EARLY_PROGRAM, place=place, seconds=150)
+        done = run_program(EARLY_PROGRAM, start_method, place=place, seconds=150)
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
-from dpex.cluster.interrupted_exit import die_by_interrupt
+from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
 from dpex.cluster.nodes_here import (
@@ -144,7 +144,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
 def fork_first_workers(
     head_address: str, bequest: Callable[[], Bequest] | None, most: Callable[[], int]
 ) -> list[FirstWorkerConnection]:
-    """Fork the fork server and first workers, if ``connect`` will start a local Ray.
+    """Fork the fork server and first workers, if ``connect`` will start or join a local Ray.
 
     Args:
         head_address: As for ``connect``.
@@ -153,7 +153,7 @@ def fork_first_workers(
 
     Returns:
         Connections to the first workers. Empty if there are none: another Ray will be used, or
-        started with other ranks, or this process cannot fork them.
+        this process cannot fork them.
 
     Raises:
         ClusterError: As ``connect``, but only what shows at once.
@@ -166,16 +166,21 @@ def fork_first_workers(
         if (
             _forked_from_driver
             or not forkserver.can_fork_now()
-            or shared_by_ranks.shared_job() is not None
             or choose(head_address)[0] != "local"
         ):
             return []
         launch.check_settings()
+        die_by_interrupt()
+        die_at_once()
         environment.remember()
         _remembered = True
+        shared = shared_by_ranks.shared_job() is not None
         with _uncollected():
-            first_workers = min(most(), launch.free_cores())
-            forkserver.address(bequest, forkserver.FIRST_JOB, first_workers=first_workers)
+            forkserver.address(
+                bequest,
+                new_job_id() if shared else forkserver.FIRST_JOB,
+                first_workers=min(most(), launch.free_cores()),
+            )
         return forkserver.take_first_workers()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from cluster_programs import wait_until
+from cluster_programs.on_ray import on_ray
 from cluster_programs.output import take_stdout
 from torch.utils.data import Dataset
 
@@ -58,7 +59,7 @@ def main() -> None:
         distribute_mode=True,
         head_address="local",
     )
-    rows = [row for batch in loader for row in batch]
+    rows = [row for batch in on_ray(loader) for row in batch]
     print(json.dumps([*rows, dataset[0]]), file=replies)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cluster_programs.on_ray import on_ray
 from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
@@ -82,7 +83,7 @@ def epochs() -> None:
     """
     replies = take_stdout()
     options: Any = {"num_workers": 2, "distribute_mode": True, "head_address": "local"}
-    list(DpexDataLoader(Arrays(), 10, **options))
+    list(on_ray(DpexDataLoader(Arrays(), 10, **options)))
     dataset = cached(Arrays())
     dataset[0]
     loader: Any = DpexDataLoader(dataset, 10, **options)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cluster_programs.on_ray import on_ray
 from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
@@ -51,7 +52,7 @@ def loader_of(**arguments: Any) -> DpexDataLoader[Any]:
 
 def read(loader: DpexDataLoader[Any]) -> tuple[set[int], set[int], bool]:
     """Read an epoch; return the pids of workers and parents, and whether workers are forks."""
-    columns = [torch.cat(parts).tolist() for parts in zip(*loader, strict=True)]
+    columns = [torch.cat(parts).tolist() for parts in zip(*on_ray(loader), strict=True)]
     assert columns[0] == list(range(80))
     return set(columns[1]), set(columns[2]), set(columns[3]) == {os.getpid()}
 
@@ -100,7 +101,7 @@ def fresh_copies() -> Any:
             worker_init_fn=init,
         )
         for _ in range(2):
-            epoch = [float(batch) for batch in loader]
+            epoch = [float(batch) for batch in on_ray(loader)]
             seen.append(sorted(epoch))
     return seen
 
@@ -142,7 +143,7 @@ def objects_of(dataset: Objects) -> Any:
     for epoch in range(3):
         if epoch == 2:
             dataset.rows[5] = (7, "")
-        *_, last = loader
+        *_, last = on_ray(loader)
         seen.append(dict(zip(("own", "seen", "value", "state"), last, strict=True)))
     return seen
 
@@ -199,13 +200,14 @@ def shared_memory() -> Any:
     loader: DpexDataLoader[Any] = DpexDataLoader(
         dataset, num_workers=2, distribute_mode=True, head_address="local"
     )
-    return [sorted(int(batch) for batch in loader), float(dataset.numbers.sum())]
+    return [sorted(int(batch) for batch in on_ray(loader)), float(dataset.numbers.sum())]
 
 
 def groups() -> Any:
     """Return whether worker processes share the group of the server or the training process."""
     loader = DpexDataLoader(Groups(), num_workers=2, distribute_mode=True, batch_size=None)
-    return sorted({(own == server, own == training) for own, server, training in loader})
+    told = on_ray(loader)
+    return sorted({(own == server, own == training) for own, server, training in told})
 
 
 class Groups:
@@ -274,7 +276,7 @@ def rank() -> Any:
     loader: DpexDataLoader[Any] = DpexDataLoader(
         dataset, batch_size=None, num_workers=2, distribute_mode=True, head_address="local"
     )
-    first = sorted({tuple(sample) for sample in loader})
+    first = sorted({tuple(sample) for sample in on_ray(loader)})
     if os.environ.get("DPEX_PUBLIC_RAY_ONLY") == "1":
         return [first, first]  # Ray keeps no token beyond its shutdown
     import ray

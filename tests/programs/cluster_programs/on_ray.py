@@ -1,0 +1,16 @@
+"""A wait for Ray, for programs that test its worker processes and not first workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpex.training.starting_session import StartingSession
+
+
+def on_ray(loader: Any) -> Any:
+    """Return a loader as soon as Ray's worker processes make its batches."""
+    loader.warm_up()
+    session = loader._warmed if loader._cluster is None else loader._cluster.session
+    if isinstance(session, StartingSession):
+        session._started()
+    return loader
