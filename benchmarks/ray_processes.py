@@ -6,6 +6,7 @@ from typing import Any
 import ray
 
 from benchmarks.fresh import own_processes
+from dpex.training.starting_session import StartingSession
 
 # By kind of process: a part of its command line.
 PROCESSES = {
@@ -23,7 +24,10 @@ class Scheduler:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._actor = loader._cluster.session._actor.handle
+        session = loader._cluster.session
+        if isinstance(session, StartingSession):
+            session = session.started()
+        self._actor = session._actor.handle
 
     @property
     def begun(self) -> int:

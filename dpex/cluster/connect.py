@@ -62,8 +62,6 @@ logger = logging.getLogger("dpex")
 _lock = threading.Lock()
 _current: tuple[tuple[str, str], Connection] | None = None
 _forked_from_driver = False
-# Whether the environment has been recorded for the next local Ray.
-_remembered = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ def fork_first_workers(
         ClusterError: As ``connect``, but only what shows at once.
         ValueError: ``head_address`` has none of the forms.
     """
-    global _remembered
     parse_address(head_address, "head_address")
     versions.check_programs()
     with _lock, _undivided():
@@ -172,8 +169,7 @@ def fork_first_workers(
         launch.check_settings()
         die_by_interrupt()
         die_at_once()
-        environment.remember()
-        _remembered = True
+        environment.remember(ray_follows=True)
         shared = shared_by_ranks.shared_job() is not None
         with _uncollected():
             forkserver.address(
@@ -384,11 +380,8 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
 
 
 def _local(bequest: Callable[[], Bequest] | None) -> Connection:
-    global _remembered
     job = shared_by_ranks.shared_job()
-    if not _remembered:  # first workers have the environment of the time when they were forked
-        environment.remember()
-    _remembered = False
+    environment.remember()
     if job is None:
         launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
     else:

@@ -225,7 +225,7 @@ class StartingSession:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    def _started(self) -> Session:
+    def started(self) -> Session:
         """Wait until Ray has started, and return the session."""
         self.begin()
         self.wait()
@@ -252,7 +252,7 @@ class StartingSession:
         if self._has_first_workers and pickle_job(True).digest == self._job_key:
             pickled = pickle_job(True)
             return UnstoredJob(lambda _: pickled)  # pickle_job refers to the loader
-        return self._started().store(pickle_job, later)
+        return self.started().store(pickle_job, later)
 
     def open(
         self, run: str, job: StoredJob | UnstoredJob, *, binding: Binding, pin_device: int | None
@@ -273,7 +273,7 @@ class StartingSession:
     @property
     def claims_cpus(self) -> bool:
         """Whether Ray's CPUs limit the tasks. It waits for Ray, unless a local Ray starts."""
-        return not self._has_first_workers and self._started().claims_cpus
+        return not self._has_first_workers and self.started().claims_cpus
 
     @property
     def alive(self) -> bool:

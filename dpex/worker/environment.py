@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 __all__ = ["Changes", "changes", "differences", "forget", "remember", "take_over"]
@@ -22,8 +23,10 @@ cores, or none if worker processes keep theirs."""
 _OURS = ("RAY_", "DPEX_")
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
-# In the training process: the environment that the processes of its local Ray have inherited.
-_inherited: dict[str, str] | None = None
+# In the training process: the environments that the processes of its local Ray have inherited.
+_inherited: list[dict[str, str]] = []
+# Whether Ray's processes will start later than the first workers, and inherit another environment.
+_ray_follows = False
 # In the training process: its cores at that time. OpenMP may later bind its main thread to a core.
 _cores: frozenset[int] = frozenset()
 # In a worker process: the cores that it has taken over. The user's code may change them afterwards.
@@ -32,25 +35,32 @@ _taken_over: frozenset[int] = frozenset()
 _original: dict[str, str | None] = {}
 
 
-def remember() -> None:
-    """Record the environment of this process, which the processes that start now inherit."""
-    global _inherited, _cores
-    _inherited = dict(os.environ)
+def remember(*, ray_follows: bool = False) -> None:
+    """Record the environment of this process, which the processes that start now inherit.
+
+    Args:
+        ray_follows: Whether only first workers start now. The next call is then for Ray.
+    """
+    global _cores, _inherited, _ray_follows
+    before = _inherited if _ray_follows else []
+    _inherited, _ray_follows = [*before, dict(os.environ)], ray_follows
     with contextlib.suppress(AttributeError):  # macOS
         _cores = frozenset(os.sched_getaffinity(0))
 
 
 def forget() -> None:
     """Forget the record, because no process has inherited the environment."""
-    global _inherited
-    _inherited = None
+    global _inherited, _ray_follows
+    _inherited, _ray_follows = [], False
 
 
 def changes() -> Changes:
-    """Return the changes since the last call of ``remember``, or no changes without a record."""
-    if _inherited is None:
+    """Return the changes since ``remember`` was called, or no changes without a record."""
+    if not _inherited:
         return (), None, frozenset()
-    return differences(_inherited), _umask(), _cores
+    # Nobody knows yet what Ray's processes will inherit, so they get all variables.
+    bases = [{}] if _ray_follows else _inherited
+    return tuple(sorted({*chain.from_iterable(map(differences, bases))})), _umask(), _cores
 
 
 def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:

@@ -133,7 +133,7 @@ def wait_for_ray(loader: DpexDataLoader[Any]) -> None:
     assert loader._cluster is not None
     session = loader._cluster.session
     assert isinstance(session, StartingSession)
-    session._started()
+    session.started()
 
 
 def epochs(loader: Any, seed: int) -> Iterator[list[Any]]:
@@ -373,7 +373,7 @@ def warmed_up() -> Any:
         loader.warm_up()
         loader.warm_up()
         assert loader._warmed is not None
-        loader._warmed._started()
+        loader._warmed.started()
         columns = list(zip(*loader, strict=True))
         indices, by_ray = (torch.cat(column).tolist() for column in columns)
         results.append([indices == list(range(64)), all(by_ray)])

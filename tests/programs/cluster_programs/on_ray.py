@@ -7,10 +7,14 @@ from typing import Any
 from dpex.training.starting_session import StartingSession
 
 
+def session_of(loader: Any) -> Any:
+    """Return the session of a loader as soon as Ray's worker processes make its batches."""
+    session = loader._warmed if loader._cluster is None else loader._cluster.session
+    return session.started() if isinstance(session, StartingSession) else session
+
+
 def on_ray(loader: Any) -> Any:
     """Return a loader as soon as Ray's worker processes make its batches."""
     loader.warm_up()
-    session = loader._warmed if loader._cluster is None else loader._cluster.session
-    if isinstance(session, StartingSession):
-        session._started()
+    session_of(loader)
     return loader
