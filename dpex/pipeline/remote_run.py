@@ -125,7 +125,7 @@ class RemoteRun:
     def has_task(self, timeout_s: float) -> bool:
         """Wait until a task has asked for a chunk; return False after the timeout.
 
-        If the pipeline is lost, return True: whoever reads ``arrivals`` finds it out.
+        If the pipeline is lost, return True: the reader of ``arrivals`` gets the error.
         """
         if self._asked_for_task is None:
             self._asked_for_task = self._actor.handle.has_task.remote(self._pipeline_key)

@@ -161,7 +161,7 @@ class StartingSession:
             _starting.add(self)
 
     def wait(self) -> None:
-        """Wait until Ray has started, if the start has begun."""
+        """Wait until Ray has started, if the start is in progress."""
         self._workers.hurry.set()
         if self._thread is not None:
             self._thread.join()
