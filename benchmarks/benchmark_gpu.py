@@ -17,7 +17,16 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models import resnet50
 
 from benchmarks.goals import Goal
-from benchmarks.harness import arguments, close, describe_machine, say, spread, summarise, write
+from benchmarks.harness import (
+    arguments,
+    close,
+    describe_machine,
+    say,
+    spread,
+    summarise,
+    wait_for_ray,
+    write,
+)
 from benchmarks.plots import bars
 from benchmarks.workloads import IMAGENET_MEAN, IMAGENET_STD
 from dpex import DpexDataLoader
@@ -116,6 +125,7 @@ def measure(
         "torch": DataLoader(crops, **options),
         "dpex": DpexDataLoader(crops, **options, distribute_mode=True),
     }
+    wait_for_ray(loaders["dpex"])
     for loader in loaders.values():  # torch must fork before the first use of the GPU
         first = next(iter(loader))
     step = make_step(device)

