@@ -315,14 +315,14 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
         Call it before the program loads a model or a checkpoint. It returns at once. It does
         nothing if the loader has workers already, or if none of them are Ray tasks. If the start
-        fails, the next ``iter()`` raises the error.
+        fails, the next ``iter()`` or ``next()`` raises the error.
 
         Raises:
             ClusterError: This process cannot start Ray, for a reason that shows at once.
-            SerializationError: The dataset cannot be pickled.
+            SerializationError: The dataset cannot be pickled, and this call had to pickle it.
         """
-        session = self._warmed if self._cluster is None else self._cluster.session
-        if not self._distributed or (session is not None and session.alive):
+        sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
+        if not self._distributed or any(s is not None and s.alive for s in sessions):
             return
         jobs = self._jobs()
         self._warmed = self._starting_session(jobs, warms_up=True)

@@ -159,6 +159,8 @@ def fork_first_workers(
     """
     parse_address(head_address, "head_address")
     versions.check_programs()
+    if not forkserver.can_fork_now():  # another thread may hold the lock, and start Ray
+        return []
     with _lock, _undivided():
         if (
             _forked_from_driver
@@ -382,10 +384,11 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
 def _local(bequest: Callable[[], Bequest] | None) -> Connection:
     job = shared_by_ranks.shared_job()
     environment.remember()
-    if job is None:
-        launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
-    else:
-        _join_ranks(job, bequest)
+    with environment.while_ray_starts():
+        if job is None:
+            launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
+        else:
+            _join_ranks(job, bequest)
     return Connection(
         "local",
         _session()[0],

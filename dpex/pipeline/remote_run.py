@@ -55,7 +55,10 @@ class RemoteRun:
 
     Attributes:
         arrivals: What has arrived of the iteration.
+        waits_for_ray: False; see ``FirstRun``.
     """
+
+    waits_for_ray = False
 
     def __init__(
         self,

@@ -325,11 +325,13 @@ class Epoch:
                 self._demand.finish()
                 raise StopIteration
             wait_s = tuning.SLOW_WAIT_S
+            assert self._run is not None
+            if deadline is not None and self._run.waits_for_ray:
+                deadline = time.monotonic() + timeout_s  # as if iter() had waited for Ray
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:
                     raise RuntimeError(f"{self._timeout_text()}. {self._waiting_text()}")
-            assert self._run is not None
             if time.monotonic() >= note_at:  # also if later batches arrive
                 note_s = min(2 * note_s, tuning.MOST_NOTE_S)
                 note_at = time.monotonic() + note_s

@@ -6,6 +6,7 @@ workers: if a batch changes its dataset copy, the pipeline makes that batch in t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -112,6 +113,19 @@ class _FirstWorker:
             self._process = None
 
 
+_live: weakref.WeakSet[FirstWorkers] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Kill the first workers that are left, so that no thread copies their batches any more."""
+    for workers in list(_live):
+        workers.kill()
+
+
+os.register_at_fork(after_in_child=_live.clear)
+
+
 class FirstWorkers:
     """The first workers of a loader, and a thread that reads what they make.
 
@@ -132,8 +146,10 @@ class FirstWorkers:
         self.ending = threading.Event()
         self.queues: list[ChunkQueue] = []
         be_ready()
+        self._reader = threading.Thread(target=self._receive, name="dpex-first", daemon=True)
         if self._workers:
-            threading.Thread(target=self._receive, name="dpex-first", daemon=True).start()
+            self._reader.start()
+            _live.add(self)
         else:
             self.end()
 
@@ -172,6 +188,13 @@ class FirstWorkers:
             for queue in list(self.queues):
                 queue.end()
             self.end()
+
+    def kill(self) -> None:
+        """Kill the first workers, and wait for the thread that reads what they make."""
+        with self.lock:
+            for worker in self._workers:
+                worker.kill()
+        self._reader.join(tuning.EXIT_S)
 
     def wake(self) -> None:
         """End the arrivals of each run that no pipeline will continue."""
@@ -282,6 +305,13 @@ class ChunkQueue:
             self._limits = limits
             self._waiting.extend(chunks)
             self.hand_out()
+
+    @property
+    def waits_for_ray(self) -> bool:
+        """Whether a chunk waits for the pipeline, and no first worker can make it."""
+        with self._workers.lock:
+            only_pipeline = self._workers.ending.is_set() or any(c.alone for c in self._waiting)
+            return self.remote is None and bool(self._waiting) and only_pipeline
 
     @property
     def first_workers_at_work(self) -> int:
@@ -426,6 +456,11 @@ class FirstRun:
         ]
         self.queue.feed(pickled, limits)
         self._begin()  # not earlier: the first batches need the cores
+
+    @property
+    def waits_for_ray(self) -> bool:
+        """Whether batches do not come because Ray is starting."""
+        return self.queue.waits_for_ray
 
     def forsaken(self, batch_s: float) -> bool:
         """Return whether the run waits in vain because a node died."""

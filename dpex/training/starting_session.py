@@ -38,6 +38,7 @@ __all__ = ["StartingSession", "UnstoredJob"]
 
 logger = logging.getLogger("dpex")
 
+_THREAD_NAME = "dpex-start"
 _starting: weakref.WeakSet[StartingSession] = weakref.WeakSet()
 
 
@@ -47,11 +48,11 @@ def _finish_starts() -> None:
         return
     interrupted = False
     for session in list(_starting):
-        try:
-            session.wait()
-        except KeyboardInterrupt:  # Python would ignore it here
-            interrupted = True
-            session.wait()
+        while not session.over:
+            try:
+                session.wait()
+            except KeyboardInterrupt:  # Python would ignore it here
+                interrupted = True
     if interrupted:
         threading.Timer(tuning.INTERRUPT_AGAIN_S, _thread.interrupt_main).start()
 
@@ -60,10 +61,10 @@ os.register_at_fork(before=_finish_starts, after_in_child=_starting.clear)
 
 
 def _is_exiting() -> bool:
-    """Return whether Python is about to exit, and waits for this thread only."""
-    waited_for = {threading.main_thread(), threading.current_thread()}
-    others = (thread for thread in threading.enumerate() if thread not in waited_for)
-    return not threading.main_thread().is_alive() and all(thread.daemon for thread in others)
+    """Return whether Python is about to exit, and waits only for threads that start Ray."""
+    others = (thread for thread in threading.enumerate() if thread.name != _THREAD_NAME)
+    main = threading.main_thread()
+    return not main.is_alive() and all(thread.daemon or thread is main for thread in others)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ class StartingSession:
         self._session: Session | None = None
         self._error: BaseException | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._begun = False
+        # Not the thread's own join(): on Python 3.11, an interrupted join() takes it for ended.
+        self._over = threading.Event()
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -148,26 +151,31 @@ class StartingSession:
     def begin(self) -> None:
         """Start Ray in a thread, if nothing has started it."""
         with self._lock:
-            if self._thread is not None:
+            if self._begun:
                 return
             # Ray imports it, and it registers functions for forks. If a fork of the main thread
             # waited for that import, only the second of these functions would be called.
             with contextlib.suppress(ImportError):
                 importlib.import_module("filelock")
             # Python waits for the thread at exit, before it calls Ray's exit handlers.
-            thread = threading.Thread(target=self._start, name="dpex-start", daemon=False)
-            thread.start()
-            self._thread = thread
+            threading.Thread(target=self._start, name=_THREAD_NAME, daemon=False).start()
             _starting.add(self)
 
     def wait(self) -> None:
-        """Wait until Ray has started, if the start is in progress."""
+        """Wait until Ray has started; call ``begin`` before."""
         self._workers.hurry.set()
-        if self._thread is not None:
-            self._thread.join()
-        _starting.discard(self)
+        self._over.wait()
+
+    @property
+    def over(self) -> bool:
+        """Whether the start has ended, with or without success."""
+        return self._over.is_set()
 
     def _start(self) -> None:
+        with self._lock:
+            if self._begun:  # an interrupt of begin() has led to a second thread
+                return
+            self._begun = True
         try:
             self._workers.hurry.wait(tuning.HEAD_START_S)
             if not self._closed and not _is_exiting():
@@ -180,6 +188,8 @@ class StartingSession:
             self._connect = None  # it refers to the loader and its dataset
             self._workers.end()
             self._workers.wake()
+            _starting.discard(self)
+            self._over.set()
 
     def _hand_over(self, session: Session) -> None:
         """Open a pipeline for each iteration, and hand the iteration over to it."""
@@ -214,6 +224,7 @@ class StartingSession:
         deadline = time.monotonic() + tuning.FIRST_TASK_S
         while not remote.has_task(tuning.LOOK_S) and time.monotonic() < deadline:
             if self._closed or _is_exiting():
+                queue = None
                 break
         if queue is None or not queue.attach(remote):
             remote.end()
@@ -221,17 +232,22 @@ class StartingSession:
     def _stored(self, session: Session, job: UnstoredJob) -> StoredJob:
         return session.store(job.pickle_job, job.later, inherited_key=self._job_key or None)
 
-    def _check(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error.with_traceback(None)
+
+    def _check(self) -> None:
+        """Raise if nothing will start."""
+        self._raise_error()
+        if self._session is None and self._closed:
+            raise ClusterError("the loader was closed while Ray was starting")
 
     def started(self) -> Session:
         """Wait until Ray has started, and return the session."""
         self.begin()
         self.wait()
         self._check()
-        if self._session is None:
-            raise ClusterError("the loader was closed while Ray was starting")
+        assert self._session is not None
         return self._session
 
     @property
@@ -263,11 +279,12 @@ class StartingSession:
                 if isinstance(job, UnstoredJob):
                     job = self._stored(self._session, job)
                 return self._session.open(run, job, binding=binding, pin_device=pin_device)
+            self._check()
             assert isinstance(job, UnstoredJob)
             queue = ChunkQueue(run, self._workers, self._num_workers, pin_device)
             live = [iteration for iteration in self._iterations if iteration.live]
             self._iterations = deque([*live, _Iteration(run, job, binding, pin_device, queue)])
-        first_run = FirstRun(queue, self.begin, self._check)
+        first_run = FirstRun(queue, self.begin, self._raise_error)
         return lambda: first_run
 
     @property
@@ -317,7 +334,6 @@ class StartingSession:
 
     def close(self) -> None:
         """Close the pipelines, and end the first workers; Ray's start continues."""
-        self._workers.hurry.set()
         with self._lock:
             self._closed = True
             if self._session is not None:

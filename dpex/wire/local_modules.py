@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -195,21 +196,26 @@ def _code_of(value: Any, place: str) -> Any:
     return None
 
 
+_registering = threading.RLock()
+
+
 @contextmanager
 def by_value() -> Iterator[None]:
     """Pickle functions and classes of the user's own modules by value in this context.
 
-    This applies to the modules that are imported when the context begins.
+    This applies to the modules that are imported when the context begins. One thread at a time is
+    in such a context, because cloudpickle's registry is global.
     """
-    known = cloudpickle.list_registry_pickle_by_value()
-    modules = [module for name, module in _modules() if name not in known]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value()
+        modules = [module for name, module in _modules() if name not in known]
         for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 @functools.cache

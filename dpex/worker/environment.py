@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -21,12 +21,15 @@ cores, or none if worker processes keep theirs."""
 
 # Prefixes of the variables that Ray and dpex set for each process. dpex does not transfer them.
 _OURS = ("RAY_", "DPEX_")
+_SET_FOR_RAY = frozenset({"PYTHONBREAKPOINT", "PYTHONHASHSEED"})
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
 # In the training process: the environments that the processes of its local Ray have inherited.
 _inherited: list[dict[str, str]] = []
 # Whether Ray's processes will start later than the first workers, and inherit another environment.
 _ray_follows = False
+# Whether this process has set variables for the start of Ray, and will delete them.
+_ray_starts = False
 # In the training process: its cores at that time. OpenMP may later bind its main thread to a core.
 _cores: frozenset[int] = frozenset()
 # In a worker process: the cores that it has taken over. The user's code may change them afterwards.
@@ -59,8 +62,22 @@ def changes() -> Changes:
     if not _inherited:
         return (), None, frozenset()
     # Nobody knows yet what Ray's processes will inherit, so they get all variables.
-    bases = [{}] if _ray_follows else _inherited
-    return tuple(sorted({*chain.from_iterable(map(differences, bases))})), _umask(), _cores
+    bases = [{}, *_inherited] if _ray_follows else _inherited
+    found = set(chain.from_iterable(map(differences, bases)))
+    if _ray_starts:
+        found = {change for change in found if change[0] not in _SET_FOR_RAY}
+    return tuple(sorted(found)), _umask(), _cores
+
+
+@contextlib.contextmanager
+def while_ray_starts() -> Iterator[None]:
+    """Leave variables that are set only for the start of Ray out of ``changes`` in the context."""
+    global _ray_starts
+    _ray_starts = True
+    try:
+        yield
+    finally:
+        _ray_starts = False
 
 
 def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:

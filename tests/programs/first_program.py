@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from cluster_programs.output import take_stdout
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 
 from dpex import BatchLostError, DpexDataLoader
 from dpex.training.starting_session import StartingSession
 
 MARK = Path("mark")
+TIMEOUT_SECONDS = 10
 
 
 class Draws:
@@ -399,13 +401,64 @@ def warmed_up_in_vain() -> Any:
     loader = loader_of(Tells())
     loader.warm_up()
     assert loader._warmed is not None
-    thread = loader._warmed._thread
-    assert thread is not None
-    thread.join()
+    loader._warmed.wait()
     try:
         iter(loader)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def timed() -> Any:
+    """Read samples that change their dataset, with a timeout below the time of Ray's start."""
+    from dpex.cluster.local import launch
+
+    init_ray = launch.init_ray
+
+    def init_late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(2 * TIMEOUT_SECONDS)
+        return init_ray(*arguments, **options)
+
+    launch.init_ray = init_late
+    return len(rows(loader_of(Counts(), timeout=TIMEOUT_SECONDS)))
+
+
+def interrupted_fork() -> Any:
+    """Interrupt a fork that waits for Ray; return whether it waited, and what was raised."""
+    loader = loader_of(Tells())
+    next(iter(loader))
+    assert loader._cluster is not None
+    session: Any = loader._cluster.session
+    over = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+        over.append(session.over)
+        os.wait()
+        time.sleep(10)
+    except KeyboardInterrupt:
+        over.append("interrupted")
+    return over
+
+
+def closed_before_the_start() -> Any:
+    """Close a loader before Ray is started, and let its iterator begin again."""
+    sampler: Any = DistributedSampler(range(64), 1, 0)
+    loader = loader_of(Tells(), sampler=sampler)
+    batches = iter(loader)
+    loader.close()
+    sampler.set_epoch(1)
+    try:
+        next(batches)
+    except Exception as error:
+        return type(error).__name__
+    return None
 
 
 def killed() -> Any:

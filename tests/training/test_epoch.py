@@ -61,6 +61,8 @@ class Indices:
 class FakeRun:
     """A run and its arrivals. The fate of each chunk is known as soon as it is fed."""
 
+    waits_for_ray = False
+
     def __init__(self, pipeline: Pipeline, key: str) -> None:
         self._pipeline, self._key = pipeline, key
         self._arrivals: deque[Arrival] = deque()

@@ -126,6 +126,18 @@ def test_a_loader_may_be_closed_while_ray_starts() -> None:
     assert last == [60, 61, 62, 63]
 
 
+def test_a_timeout_does_not_count_the_start_of_ray() -> None:
+    assert outcome_of("timed")[0] == 16
+
+
+def test_an_interrupt_of_a_fork_comes_after_it() -> None:
+    assert outcome_of("interrupted_fork")[0] == [True, "interrupted"]
+
+
+def test_an_iterator_of_a_closed_loader_does_not_begin_again() -> None:
+    assert outcome_of("closed_before_the_start")[0] in ("BatchLostError", "ClusterError")
+
+
 @pytest.mark.extended
 def test_two_iterators_of_a_loader_are_both_complete() -> None:
     assert outcome_of("two_at_once")[0] == [True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -328,10 +329,19 @@ def init_ray(
 def load_ray() -> None:
     """Import Ray without its notebook message that ipywidgets is missing; dpex has no widgets."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
-    # For example, tqdm warns that ipywidgets is missing, and Ray < 2.60 of its own future changes.
-    # A filter that stays, because another thread may change and restore the filters meanwhile.
-    warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
+    make_no_errors_of_rays_warnings()
+    _ignore_rays_warnings()
     import ray  # noqa: F401
+
+
+@functools.cache
+def _ignore_rays_warnings() -> None:
+    """Hide what Ray's import and start warn of.
+
+    The filters stay, because another thread may change and restore the filters meanwhile.
+    """
+    warnings.filterwarnings("ignore", "IProgress not found")  # by tqdm, which Ray imports
+    warnings.filterwarnings("ignore", "", FutureWarning, r"ray(\.|$)")  # by Ray < 2.60
 
 
 def make_no_errors_of_rays_warnings() -> None:
