@@ -202,8 +202,7 @@ def make_loader(
 def wait_for_ray(loader: Any) -> None:
     """Start Ray for a loader of dpex, so that no measured epoch is made while it starts."""
     if hasattr(loader, "warm_up"):  # earlier revisions started Ray in ``iter()``
-        loader.warm_up()
-        loader._warmed.started()
+        loader.warm_up(wait=True)
 
 
 def close(loader: DataLoader[Any]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import ray
 
 from benchmarks.fresh import own_processes
-from dpex.training.starting_session import StartingSession
 
 # By kind of process: a part of its command line.
 PROCESSES = {
@@ -25,9 +24,7 @@ class Scheduler:
 
     def __init__(self, loader: Any) -> None:
         session = loader._cluster.session
-        if isinstance(session, StartingSession):
-            session = session.started()
-        self._actor = session._actor.handle
+        self._actor = getattr(session, "started", lambda: session)()._actor.handle
 
     @property
     def begun(self) -> int:

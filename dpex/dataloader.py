@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
@@ -266,6 +266,14 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             seeded=self._progress.seeded,
         )
 
+    @overload
+    def _starting_session(self, jobs: _Jobs, *, warms_up: Literal[True]) -> StartingSession: ...
+
+    @overload
+    def _starting_session(
+        self, jobs: _Jobs, *, warms_up: Literal[False]
+    ) -> StartingSession | None: ...
+
     def _starting_session(self, jobs: _Jobs, *, warms_up: bool) -> StartingSession | None:
         """Fork first workers, if the next iteration can begin on them while a local Ray starts.
 
@@ -310,27 +318,31 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             persistent=self.persistent_workers,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, wait: bool = False) -> None:
         """Start Ray and the first worker processes in a thread, for the next ``iter()``.
 
-        Call it before the program loads a model or a checkpoint. It returns at once. It does
-        nothing if the loader has workers already, or if none of them are Ray tasks. If the start
-        fails, the next ``iter()`` or ``next()`` raises the error.
+        Call it before the program loads a model or a checkpoint. It starts nothing if the loader
+        has workers already, or if none of them are Ray tasks. If the start fails later, the next
+        ``iter()`` or ``next()`` raises the error.
+
+        Args:
+            wait: Whether to return only when a worker process waits for work. From then on, Ray
+                makes all batches.
 
         Raises:
-            ClusterError: This process cannot start Ray, for a reason that shows at once.
+            ClusterError: Ray does not start. Without ``wait``: for a reason that shows at once.
             SerializationError: The dataset cannot be pickled, and this call had to pickle it.
         """
-        sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
-        if not self._distributed or any(s is not None and s.alive for s in sessions):
+        if not self._distributed:
             return
-        jobs = self._jobs()
-        self._warmed = self._starting_session(jobs, warms_up=True)
-        assert self._warmed is not None
-        self._warmed.warm_up(
-            UnstoredJob(jobs.pickle_job, jobs.later),
-            binding=initial_binding(self),
-        )
+        sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
+        session = next((s for s in sessions if s is not None and s.alive), None)
+        if session is None:
+            jobs = self._jobs()
+            session = self._warmed = self._starting_session(jobs, warms_up=True)
+            session.warm_up(UnstoredJob(jobs.pickle_job, jobs.later), binding=initial_binding(self))
+        if wait and isinstance(session, StartingSession):
+            session.started()
 
     def _note_pickling(self, seconds: float) -> None:
         """Warn once, from the second epoch on, if every ``iter()`` pickles the dataset slowly.

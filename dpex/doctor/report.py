@@ -241,8 +241,11 @@ def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
 
     loader = make_loader(distribute_mode=True, head_address=head_address, timeout_s=timeout_s)
     try:
+        local = chosen.value["address"] == "local"
+        if local:  # else first workers would make the batches
+            loader.warm_up(wait=True)
         batches = iter(loader)  # connects to Ray
-        cluster = _cluster(local=chosen.value["address"] == "local")
+        cluster = _cluster(local=local)
         yield cluster
         if not cluster.value["cpus"]:
             raise Problem(

@@ -96,6 +96,7 @@ def main() -> None:
         distribute_mode=True,
         head_address="local",
     )
+    loader.warm_up(wait=True)
     total = epochs * batches
     done = 0
     for _ in range(epochs):

@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import BatchLostError, DpexDataLoader
-from dpex.training.starting_session import StartingSession
 
 MARK = Path("mark")
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 20
 
 
 class Draws:
@@ -132,10 +131,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 
 def wait_for_ray(loader: DpexDataLoader[Any]) -> None:
     """Wait until the loader's batches come from Ray."""
-    assert loader._cluster is not None
-    session = loader._cluster.session
-    assert isinstance(session, StartingSession)
-    session.started()
+    loader.warm_up(wait=True)
 
 
 def epochs(loader: Any, seed: int) -> Iterator[list[Any]]:
@@ -373,9 +369,7 @@ def warmed_up() -> Any:
     for arguments in ({"worker_init_fn": do_nothing}, {}):
         loader = loader_of(Tells(), **arguments)
         loader.warm_up()
-        loader.warm_up()
-        assert loader._warmed is not None
-        loader._warmed.started()
+        loader.warm_up(wait=True)
         columns = list(zip(*loader, strict=True))
         indices, by_ray = (torch.cat(column).tolist() for column in columns)
         results.append([indices == list(range(64)), all(by_ray)])
@@ -415,7 +409,7 @@ def timed() -> Any:
     init_ray = launch.init_ray
 
     def init_late(*arguments: Any, **options: Any) -> Any:
-        time.sleep(2 * TIMEOUT_SECONDS)
+        time.sleep(TIMEOUT_SECONDS + 5)
         return init_ray(*arguments, **options)
 
     launch.init_ray = init_late

@@ -16,7 +16,6 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from dpex import DpexDataLoader
-from dpex.training.starting_session import StartingSession
 
 
 class Kind(Enum):
@@ -52,9 +51,7 @@ def compare(rank: int = 0) -> None:
         Numbers(), distribute_mode=True, head_address="local", timeout=60, **arguments
     )
     assert read(loader) == expected
-    session: Any = loader._cluster and loader._cluster.session
-    if isinstance(session, StartingSession):
-        session.started()
+    loader.warm_up(wait=True)
     assert read(loader) == expected
     print("rank", rank, "reads what torch's loader reads", flush=True)
 

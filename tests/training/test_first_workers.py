@@ -126,6 +126,7 @@ def test_a_loader_may_be_closed_while_ray_starts() -> None:
     assert last == [60, 61, 62, 63]
 
 
+@pytest.mark.extended
 def test_a_timeout_does_not_count_the_start_of_ray() -> None:
     assert outcome_of("timed")[0] == 16
 

@@ -500,8 +500,7 @@ class Forked:
 
 sys.of_the_training_process = 1
 loader = DpexDataLoader(Forked(), num_workers=2, distribute_mode=True, head_address="local")
-loader.warm_up()
-loader._warmed.started()
+loader.warm_up(wait=True)
 assert [int(forked) for forked in loader] == [1] * 8
 Path(sys.argv[1]).write_text(forkserver.address(None, forkserver.FIRST_JOB))
 sys.stdin.read()

@@ -15,6 +15,5 @@ def session_of(loader: Any) -> Any:
 
 def on_ray(loader: Any) -> Any:
     """Return a loader as soon as Ray's worker processes make its batches."""
-    loader.warm_up()
-    session_of(loader)
+    loader.warm_up(wait=True)
     return loader
