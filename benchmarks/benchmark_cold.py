@@ -1,8 +1,8 @@
 """The benchmark ``cold``: time from the start of a training script's process to its first batch.
 
 The time includes the interpreter, the imports of torch, torchvision and the dataset, the start of
-the workers, and the first batch. With dpex it also includes the start of a local Ray. Each run has
-a fresh process, and no other run beside it. The first round only fills the page cache.
+the workers, and the first batch. With dpex, a local Ray starts meanwhile. Each run has a fresh
+process, and no other run beside it. The first round only fills the page cache.
 
 Two more programs run in each round. One reads two epochs of small pictures. The other imports
 torch, starts a local Ray without dpex, and calls an actor: a part of what dpex does.
