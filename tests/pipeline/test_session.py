@@ -13,7 +13,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
-import torch
 from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayActorError
 
@@ -32,10 +31,8 @@ from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
 from dpex.worker.binding import Binding
-from dpex.worker.logical_worker import Run
-from dpex.worker.training_settings import Settings
 
-RUN = Run("first", "loader", 7, 0, 2, 0, Settings(".", torch.float32))
+RUN = "first"
 LOCAL = Connection("local", "10.0.0.5:6379", single_host=True, runtime_env=None)
 CLUSTER = Connection("cluster", "10.0.0.5:6379", single_host=False, runtime_env=None)
 ONE_HOST = replace(CLUSTER, single_host=True)
@@ -197,7 +194,7 @@ def open_run(session: Session, job: StoredJob | None = None) -> RemoteRun:
     """Open a run of a job, or of the job that a session has stored last."""
     job = job or session._stored
     assert job is not None
-    return session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)()
+    return session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)()
 
 
 def calls(actor: FakePipelineActor) -> list[str]:
@@ -381,7 +378,7 @@ def test_a_begin_ends_though_the_loader_is_closed_meanwhile(ray: FakeRay) -> Non
     ray.bequeathed, ray.next_opens = True, [False]
     session = ray.session()
     job = session.store(Job())
-    begin = session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)
+    begin = session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)
     open_run(session)
     assert ray.stored == [b"job"]
     session.close()
@@ -622,7 +619,7 @@ def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> 
     ray.actors[0].calls.clear()
     run = open_run(session)
     [(method, key, spec, run_key)] = ray.actors[0].calls
-    assert (method, run_key) == ("open", RUN.key)
+    assert (method, run_key) == ("open", RUN)
     assert spec == PipelineSpec(
         spec.job,
         Pickled(b"job").digest,
@@ -637,9 +634,9 @@ def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> 
     )
     assert spec.options["num_cpus"] == 2
     assert run._pipeline_key == key
-    assert run._run == RUN.key
+    assert run._run == RUN
     assert run._through_client == (connection is CLIENT)
-    assert run._pin_memory is False
+    assert run._pin_device is None
 
 
 def idle_pipeline(session: Session) -> None:
@@ -652,7 +649,7 @@ def test_an_iteration_starts_without_a_wait_for_the_answer(ray: FakeRay) -> None
     session = ray.session(CLUSTER)
     idle_pipeline(session)
     job = session.store(Job())
-    run_of = session.open(RUN, job, binding=Binding.ALWAYS, pin_memory=False)
+    run_of = session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)
     assert calls(ray.actors[0]) == ["open", "begin"]
     assert ray.health.waits == 0
     run = run_of()

@@ -127,6 +127,7 @@ def test_a_loader_may_be_closed_while_ray_starts() -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_a_timeout_does_not_count_the_start_of_ray() -> None:
     assert outcome_of("timed")[0] == 16
 
