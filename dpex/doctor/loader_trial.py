@@ -114,12 +114,14 @@ def take_turns(
     turns: dict[str, list[list[Epoch]]] = {name: [] for name in loaders}
     errors: dict[str, Exception] = {}
     turn_s = total_s / (_TURNS * len(loaders))
-    for _ in range(_TURNS):
+    for turn in range(_TURNS):
         for name, loader in loaders.items():
             if name in errors:
                 continue
             try:
                 turns[name].append(_turn(loader, turn_s))
+                if turn == 0:  # the start of Ray would slow all later turns down
+                    loader.warm_up(wait=True)
             except Exception as error:
                 errors[name] = error
                 loader.close()

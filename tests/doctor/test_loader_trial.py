@@ -118,6 +118,9 @@ class InGroups:
     def stats(self) -> LoaderStats:
         return LoaderStats(samples=4 * self.delivered)
 
+    def warm_up(self, *, wait: bool) -> None:
+        pass
+
 
 def test_a_turn_that_ends_within_a_group_of_batches_counts_whole_groups() -> None:
     turns, _ = take_turns({"dpex": cast("Any", InGroups())}, total_s=1.0)
