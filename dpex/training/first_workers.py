@@ -241,7 +241,7 @@ class FirstWorkers:
             worker.work, worker.cancelled_at = None, math.inf
             work.queue.made(work, message)
             self._hand_out()
-            if self.ending.is_set() and worker.work is None:
+            if self.ending.is_set():
                 worker.send(END)
 
     def _lose(self, worker: _FirstWorker) -> None:

@@ -265,9 +265,10 @@ class StartingSession:
 
         It waits for Ray if the first workers have inherited another job.
         """
-        if self._has_first_workers and pickle_job(True).digest == self._job_key:
+        if self._has_first_workers:
             pickled = pickle_job(True)
-            return UnstoredJob(lambda _: pickled)  # pickle_job refers to the loader
+            if pickled.digest == self._job_key:
+                return UnstoredJob(lambda _: pickled)  # pickle_job refers to the loader
         return self.started().store(pickle_job, later)
 
     def open(

@@ -417,7 +417,7 @@ def timed() -> Any:
 
 
 def interrupted_fork() -> Any:
-    """Interrupt a fork that waits for Ray; return whether it waited, and what was raised."""
+    """Return whether an interrupted fork waits for Ray's start, and then raises the interrupt."""
     loader = loader_of(Tells())
     next(iter(loader))
     assert loader._cluster is not None
