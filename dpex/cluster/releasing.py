@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 
 __all__ = ["be_ready", "release_later"]
 
@@ -29,7 +30,7 @@ def be_ready() -> None:
     """Start the release thread if it does not run; a finalizer could not start it."""
     global _thread
     if _thread is None:
-        _thread = threading.Thread(target=_work, name="dpex-release", daemon=True)
+        _thread = BackgroundThread(target=_work, name="dpex-release", daemon=True)
         _thread.start()
 
 

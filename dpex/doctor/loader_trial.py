@@ -104,8 +104,8 @@ def take_turns(
 
     Args:
         loaders: The loaders. Each reads whole epochs until its turn ends.
-        total_s: Length of all turns. A turn begins with its first batch, and its last epoch is cut
-            off.
+        total_s: Length of all turns, but for a second part of dpex's first turn, in which Ray's
+            workers start. A turn begins with its first batch, and its last epoch is cut off.
 
     Returns:
         The epochs of each turn of each loader. The errors of loaders that raised one, and had no
@@ -120,8 +120,10 @@ def take_turns(
                 continue
             try:
                 turns[name].append(_turn(loader, turn_s))
-                if turn == 0:  # the start of Ray would slow all later turns down
+                if turn == 0 and loader.distribute_mode:
+                    # The later turns are to meet neither Ray's start nor that of its workers.
                     loader.warm_up(wait=True)
+                    turns[name][0] += _turn(loader, turn_s)
             except Exception as error:
                 errors[name] = error
                 loader.close()

@@ -8,7 +8,6 @@ import importlib
 import itertools
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.local import forked_worker, forkserver
 from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
@@ -354,7 +354,7 @@ class Session:
         # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
         # start. An earlier load would keep the GIL from the thread that starts the actor.
         if _RECEIVER not in sys.modules:
-            threading.Thread(target=_load_ray_data, name="dpex-load", daemon=True).start()
+            BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True).start()
         return functools.partial(
             self._opened, run, job, claim, new, begins, arrivals or Arrivals(), pin_device
         )

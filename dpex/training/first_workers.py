@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, cast
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.block_format import Block
@@ -146,7 +147,7 @@ class FirstWorkers:
         self.ending = threading.Event()
         self.queues: list[ChunkQueue] = []
         be_ready()
-        self._reader = threading.Thread(target=self._receive, name="dpex-first", daemon=True)
+        self._reader = BackgroundThread(target=self._receive, name="dpex-first", daemon=True)
         if self._workers:
             self._reader.start()
             _live.add(self)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
+import functools
 import importlib
 import logging
 import os
+import signal
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.launch import free_cores
 from dpex.cluster.releasing import release_later
@@ -54,7 +56,8 @@ def _finish_starts() -> None:
             except KeyboardInterrupt:  # Python would ignore it here
                 interrupted = True
     if interrupted:
-        threading.Timer(tuning.INTERRUPT_AGAIN_S, _thread.interrupt_main).start()
+        again = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+        threading.Timer(tuning.INTERRUPT_AGAIN_S, again).start()
 
 
 os.register_at_fork(before=_finish_starts, after_in_child=_starting.clear)
@@ -158,7 +161,7 @@ class StartingSession:
             with contextlib.suppress(ImportError):
                 importlib.import_module("filelock")
             # Python waits for the thread at exit, before it calls Ray's exit handlers.
-            threading.Thread(target=self._start, name=_THREAD_NAME, daemon=False).start()
+            BackgroundThread(target=self._start, name=_THREAD_NAME, daemon=False).start()
             _starting.add(self)
 
     def wait(self) -> None:

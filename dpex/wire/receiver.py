@@ -16,6 +16,7 @@ import ray
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
@@ -130,7 +131,7 @@ class Receiver:
                 )
             )
 
-        self._thread = threading.Thread(
+        self._thread = BackgroundThread(
             target=self._receive, args=(decoded,), name="dpex-receive", daemon=True
         )
         self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -124,7 +125,7 @@ class InGroups:
 
 def test_a_turn_that_ends_within_a_group_of_batches_counts_whole_groups() -> None:
     turns, _ = take_turns({"dpex": cast("Any", InGroups())}, total_s=1.0)
-    for [epoch] in turns["dpex"]:
+    for epoch in itertools.chain(*turns["dpex"]):
         assert epoch.steady_samples > 0
         assert epoch.steady_samples % (5 * 4) == 0
 

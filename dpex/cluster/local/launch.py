@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
@@ -174,7 +175,7 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
         raise
     hide_token()
     end_ray_after_us(Path(context.address_info["session_dir"]), directory / FILE)
-    threading.Thread(target=delete_ended, name="dpex-delete", daemon=True).start()
+    BackgroundThread(target=delete_ended, name="dpex-delete", daemon=True).start()
     return StartedRay(token, directory / "jobs" if for_ranks and _is_lean() else None)
 
 
@@ -391,7 +392,7 @@ def within(
             if afterwards is not None:
                 afterwards()
 
-    threading.Thread(target=run, name="dpex-connect", daemon=True).start()
+    BackgroundThread(target=run, name="dpex-connect", daemon=True).start()
     wait([outcome], timeout_s)
     if not outcome.done():
         raise TimeoutError(f"no answer within {timeout_s:g} s")

@@ -14,7 +14,6 @@ import os
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from dpex import tuning
+from dpex.background_thread import BackgroundThread
 from dpex.cluster.limits import local_ranks
 from dpex.cluster.local.directory import runtime_directory
 from dpex.cluster.local.launch import settled, start
@@ -109,7 +109,7 @@ def join_keeper(job: str) -> SharedRay:
                     )
                 life = os.dup(connection.fileno())
                 hold(life)
-                threading.Thread(
+                BackgroundThread(
                     target=_pass_on_settled, args=(life,), name="dpex-settled", daemon=True
                 ).start()
                 return SharedRay(**answer)

@@ -1,0 +1,47 @@
+"""Ctrl-C reaches the main thread, whatever dpex's threads start meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+WAITS = """
+import sys
+import threading
+from dpex.background_thread import BackgroundThread
+
+rounds = 0
+
+def start_threads():
+    announced = None
+    while True:
+        threads = [threading.Thread(target=sum, args=([],)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        current = rounds
+        frame = sys._current_frames()[threading.main_thread().ident]
+        if announced != current and frame.f_code.co_name == "wait":
+            announced = current
+            print("the main thread waits", flush=True)
+
+BackgroundThread(target=start_threads, daemon=True).start()
+while rounds < 30:
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        rounds += 1
+"""
+
+
+def test_ctrl_c_wakes_the_main_thread_while_a_background_thread_starts_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        try:
+            for _ in program.stdout:
+                program.send_signal(signal.SIGINT)
+            assert program.wait(timeout=60) == 0
+        finally:
+            program.kill()
