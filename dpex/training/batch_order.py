@@ -206,7 +206,7 @@ class IndexDemand(Demand):
         worker = self._drawn % self._run.num_workers
         chunk = self._open.get(worker)
         if chunk is None:
-            size = self._planner.size(remaining=remaining)
+            size = self._planner.size(remaining=remaining, open_chunks=len(self._open))
             chunk = self._open[worker] = _OpenChunk(size, self._drawn)
         chunk.batches.append(indices)
         chunk.positions.append(self._indices.position)

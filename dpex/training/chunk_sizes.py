@@ -102,16 +102,18 @@ class ChunkPlanner:
         affordable = int(self._prefetch_bytes / max(1.0, self._batch_bytes))
         return max(self._guaranteed, min(tuning.MOST_IN_WINDOW, affordable))
 
-    def size(self, *, remaining: int | None) -> int:
+    def size(self, *, remaining: int | None, open_chunks: int = 0) -> int:
         """Return the number of batches for the next chunk.
 
         Args:
             remaining: Number of batches that the sampler has left, or None if unknown.
+            open_chunks: Number of chunks that have a size and are not sent.
         """
         parallel, workers = self.parallel, self._num_workers
+        place = self.chunks_issued + open_chunks
         # Sizes vary. With equal sizes all tasks would end, and be replaced, at the same time.
-        spread = self.chunks_issued * tuning.GOLDEN_SHARE % 1.0
-        grown = tuning.CHUNK_GROWTH ** min(10, self.chunks_issued // workers)
+        spread = place * tuning.GOLDEN_SHARE % 1.0
+        grown = tuning.CHUNK_GROWTH ** min(10, place // workers)
         most = self.window // (tuning.CHUNKS_IN_WINDOW * workers)
         sizes = [math.ceil((1 - tuning.WINDOW_SPREAD * (1 - spread)) * most)]
         if not self._observed:
@@ -124,7 +126,7 @@ class ChunkPlanner:
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(tuning.CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
-            sizes.append(math.ceil(remaining / workers))
+            sizes.append(math.ceil(remaining / (2 * workers)))
         return max(1, min(sizes))
 
     @property
