@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_oth
 from dpex.pipeline.scheduler import Scheduler
 from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.packing import packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 from dpex.worker.inherited_job import inheritance
 
@@ -44,7 +46,7 @@ class Reply:
 
     Attributes:
         blocks: New blocks, each with its size in bytes. An entry has a reference to the block, or
-            the block itself if it is small.
+            the pickled block itself if it is small.
         quiet_at: How many chunks the run had when all of them were last done. This reply or an
             earlier reply contains all their blocks.
         ended: Whether the run gets no more blocks.
@@ -58,6 +60,11 @@ class Reply:
     ended: bool = False
     replaceable: bool = False
     losses: list[Loss] = field(default_factory=list)
+
+    def pack(self) -> bytes | Reply:
+        """Return the pickled reply, or the reply if only Ray can pickle its references."""
+        whole = all(isinstance(block, bytes) for block, _ in self.blocks)
+        return pickle.dumps(self, protocol=5) if whole else self
 
 
 class _Pipeline:
@@ -179,14 +186,36 @@ class _Pipeline:
         self.scheduler.release()
 
     def deliver(
-        self, origin: tuple[str, str], blocks: list[Any], size_bytes: int, loss: Loss | None
+        self, origin: tuple[str, str], block: Any, size_bytes: int, loss: Loss | None
     ) -> None:
-        """Accept a block from a worker process, or its loss."""
-        self._blocks.extend((block, size_bytes) for block in blocks)
+        """Accept a block from a worker process, or its loss.
+
+        Args:
+            origin: The task of the first stage that made the block, and its process.
+            block: A reference to the block, or the pickled block if it is small; None if it is
+                lost.
+            size_bytes: The block's size.
+            loss: The loss of the block, or None.
+        """
+        if block is not None:
+            self._blocks.append((block, size_bytes))
         if loss is not None:
             self.note_loss(loss)
         self.scheduler.delivered(*origin)
         self.changed.set()
+
+    def accept(self, subject: str, content: tuple[Any, ...], stored: Sequence[Any]) -> None:
+        """Accept the content of a message from a worker process."""
+        match subject:
+            case "block":
+                origin, block, size_bytes, loss = content
+                self.deliver(origin, stored[0] if stored else block, size_bytes, loss)
+            case "finished":
+                name, attempt, place = content
+                self.scheduler.finish(name, attempt, place)
+            case "state":
+                name, unchanged = content
+                self.scheduler.note_state(name, unchanged)
 
     def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
         """Return whether a later stage may begin a block, and count its attempts.
@@ -201,7 +230,7 @@ class _Pipeline:
         if self._starts[block] <= tuning.MAX_DEATHS:
             return True
         text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
-        self.deliver(origin, [], 0, Loss(LossCause.TASK, text))
+        self.deliver(origin, None, 0, Loss(LossCause.TASK, text))
         return False
 
     def _take_end(self, error: BaseException) -> None:
@@ -310,6 +339,7 @@ class _PipelineActor:
             return False
         return (await self._opening(pipeline_key)).scheduler.keeps_state
 
+    @packed
     async def feed(
         self,
         pipeline_key: str,
@@ -355,6 +385,7 @@ class _PipelineActor:
             return None
         return await (await self._opening(pipeline_key)).scheduler.more_tasks(started)
 
+    @packed
     async def next_chunk(
         self,
         pipeline_key: str,
@@ -387,39 +418,19 @@ class _PipelineActor:
             pipeline.note_loss(Loss(LossCause.TASK, str(error)))
             return None
 
-    async def deliver(
-        self,
-        pipeline_key: str,
-        message: tuple[str, int],
-        origin: tuple[str, str],
-        blocks: list[Any],
-        size_bytes: int,
-        loss: Loss | None,
-    ) -> None:
-        """Accept a block, or its loss.
+    async def accept(self, message: bytes, stored: Sequence[ray.ObjectRef] = ()) -> bytes:
+        """Accept a message from a worker process; see ``Messages.send``.
 
         Args:
-            pipeline_key: The pipeline that the block belongs to.
-            message: The sender and the number of its message.
-            origin: The task of the first stage that made the block, and its process.
-            blocks: A reference to the block, or the block itself if it is small; empty if the
-                block is lost.
-            size_bytes: The block's size.
-            loss: The loss of the block, or None.
+            message: The pickled pipeline, sender and number, subject and content of the message.
+            stored: A reference to the block that it delivers, if the block is not in the message.
         """
+        pipeline_key, number, subject, content = pickle.loads(message)
         if pipeline_key not in self._closed:
             pipeline = await self._opening(pipeline_key)
-            if pipeline.arrived.add(message):
-                pipeline.deliver(origin, blocks, size_bytes, loss)
-
-    async def finish(
-        self, pipeline_key: str, message: tuple[str, int], origin: tuple[str, str], place: int
-    ) -> None:
-        """Record the end of a task's last sample; see ``Scheduler.finish``."""
-        if pipeline_key not in self._closed:
-            pipeline = await self._opening(pipeline_key)
-            if pipeline.arrived.add(message):
-                pipeline.scheduler.finish(*origin, place)
+            if pipeline.arrived.add(number):
+                pipeline.accept(subject, content, stored)
+        return b""
 
     async def may_begin(
         self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]
@@ -434,15 +445,15 @@ class _PipelineActor:
         if (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.scheduler.release()
 
-    async def take(self, pipeline_key: str, run: str) -> Reply:
+    async def take(self, pipeline_key: str, run: str) -> bytes | Reply:
         """Wait for news of a run, and return it; for a cancelled run, ``ended`` is set."""
         while (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.changed.clear()
             reply = pipeline.news()
             if reply is not None:
-                return reply
+                return reply.pack()
             await pipeline.changed.wait()
-        return Reply(ended=True)
+        return Reply(ended=True).pack()
 
     async def tasks_at_work(self, pipeline_key: str, run: str) -> int:
         """Return how many tasks make batches of a run; 0 if the run is over."""
@@ -466,13 +477,6 @@ class _PipelineActor:
         """Wait until a run is over."""
         if (pipeline := await self._serving(pipeline_key, run)) is not None:
             await pipeline.over.wait()
-
-    async def note_state(
-        self, pipeline_key: str, message: tuple[str, int], lease: str, unchanged: bool
-    ) -> None:
-        """Record a task's report about its dataset copy; see ``Scheduler.note_state``."""
-        if pipeline_key not in self._closed:
-            (await self._opening(pipeline_key)).scheduler.note_state(lease, unchanged)
 
     async def closed(self, pipeline_key: str) -> None:
         """Wait until a pipeline is closed, and worker processes can drop what they keep for it."""

@@ -18,6 +18,7 @@ from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.packing import pack
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.map_style import Chunk
 
@@ -118,9 +119,8 @@ class RemoteRun:
 
     def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
         """Send pickled chunks of these logical workers; see ``_PipelineActor.feed``."""
-        self._actor.handle.feed.remote(
-            self._pipeline_key, self._run, self._fed, payloads, workers=workers, **how
-        )
+        fed = pack(self._pipeline_key, self._run, self._fed, payloads, workers=workers, **how)
+        self._actor.handle.feed.remote(fed)
         self._fed += len(payloads)
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver

@@ -126,7 +126,7 @@ class ChunkPlanner:
             sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(tuning.CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
-            sizes.append(math.ceil(remaining / (2 * workers)))
+            sizes.append(math.ceil(remaining / (tuning.CHUNKS_AT_END * workers)))
         return max(1, min(sizes))
 
     @property

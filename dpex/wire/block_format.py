@@ -142,8 +142,8 @@ class BlockWriter:
         self.size_bytes += sum(b.nbytes for b in batch.buffers if not isinstance(b, Place))
 
     def _shorten(self) -> None:
-        """Copy a few tensors of a block to segments, if the call can then carry the rest."""
-        rest, small = self.size_bytes, tuning.SMALL_BYTES - tuning.ENTRY_BYTES * len(self._entries)
+        """Copy a few tensors of a block to segments, if the message can then carry the rest."""
+        rest, small = self.size_bytes, self._small_bytes
         if self._segments is None or rest < small:
             return
         largest = sorted(
@@ -160,8 +160,19 @@ class BlockWriter:
             rest -= buffers[slot].nbytes
             if rest < small:
                 for buffers, slot in chosen:
+                    self.size_bytes -= buffers[slot].nbytes
                     _place(self._segments, buffers, slot)
                 return
+
+    @property
+    def _small_bytes(self) -> int:
+        """The size of the block from which on a message cannot carry it."""
+        return tuning.SMALL_BYTES - tuning.ENTRY_BYTES * len(self._entries)
+
+    def is_small(self) -> bool:
+        """Return whether a message can carry the block; copy a few tensors to segments for that."""
+        self._shorten()
+        return self.size_bytes < self._small_bytes
 
     def block(self) -> Block:
         """Return the block, whose batches are still pickled, and start the next one."""

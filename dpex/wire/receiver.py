@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -55,10 +56,11 @@ class _Decode(ArrowBatchCollateFn):
         self._decoder = decoder
         self.failure: BaseException | None = None
 
-    def __call__(self, table: pa.Table) -> Arrival:
-        """Decode a block: copy its batches to memory that belongs to them."""
+    def __call__(self, block: pa.Table | bytes) -> Arrival:
+        """Decode a stored or a pickled block: copy its batches to memory that belongs to them."""
         try:
-            return self._decoder(read_block(table))
+            unpacked = pickle.loads(block) if isinstance(block, bytes) else read_block(block)
+            return self._decoder(unpacked)
         except BaseException as error:
             self.failure = error
             raise
@@ -141,6 +143,8 @@ class Receiver:
         request = self._ask()
         while request is not None:
             reply = ray.get(request)
+            if isinstance(reply, bytes):
+                reply = pickle.loads(reply)
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._handed += len(reply.blocks)

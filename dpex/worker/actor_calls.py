@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import os
+import pickle
 import time
 import uuid
 from collections import deque
@@ -151,21 +152,20 @@ def ask_actor(name: str, method: str, *arguments: Any) -> Any:
 
 @dataclass
 class _Message:
-    """A call to the pipeline actor; ``answer`` is None if the actor no longer exists."""
+    """A message to the pipeline actor; ``answer`` is None if the actor no longer exists."""
 
-    method: str
     arguments: tuple[Any, ...]
     answer: ray.ObjectRef | None
 
 
 class Messages:
-    """Calls of a task that must arrive, and whose answers carry no data.
+    """Messages of a task that must arrive.
 
-    Invariant: a call is repeated until the pipeline actor has answered it or has died.
+    Invariant: a message is repeated until the pipeline actor has answered it or has died.
 
     Args:
         actor_name: Name of the pipeline actor.
-        pipeline_key: The pipeline that all calls concern.
+        pipeline_key: The pipeline that all messages concern.
     """
 
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
@@ -174,20 +174,27 @@ class Messages:
         self._sent: deque[_Message] = deque()
         self._earlier = 0
 
-    def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the actor with the pipeline's key, this message's number and arguments.
+    def send(self, subject: str, *content: Any, stored: ray.ObjectRef | None = None) -> None:
+        """Send a message.
+
+        Args:
+            subject: What the message is about.
+            *content: Its content, without object references; see ``_Pipeline.accept``.
+            stored: Reference to the block that the message is about.
 
         Raises:
             ActorUnavailableError: An earlier message cannot be sent.
         """
-        arguments = (self._pipeline_key, (_sender(), next(_numbers)), *arguments)
-        self._sent.append(_Message(method, arguments, self._call(method, arguments)))
+        number = (_sender(), next(_numbers))
+        message = pickle.dumps((self._pipeline_key, number, subject, content), protocol=5)
+        arguments = (message,) if stored is None else (message, [stored])
+        self._sent.append(_Message(arguments, self._call(arguments)))
         self._confirm(tuning.MOST_UNANSWERED)
 
-    def _call(self, method: str, arguments: tuple[Any, ...]) -> ray.ObjectRef | None:
-        """Call a method; return None if the pipeline actor no longer exists."""
+    def _call(self, arguments: tuple[Any, ...]) -> ray.ObjectRef | None:
+        """Send a message; return None if the pipeline actor no longer exists."""
         with contextlib.suppress(ValueError, *ACTOR_DIED):
-            return getattr(pipeline_actor(self._actor_name), method).remote(*arguments)
+            return pipeline_actor(self._actor_name).accept.remote(*arguments)
         return None
 
     def begin_chunk(self) -> None:
@@ -223,7 +230,7 @@ class Messages:
                 get_soon(message.answer)
             except ray.exceptions.ActorUnavailableError as error:
                 patience.wait(error)
-                message.answer = self._call(message.method, message.arguments)
+                message.answer = self._call(message.arguments)
             except ACTOR_DIED:
                 return
             else:

@@ -16,6 +16,7 @@ import ray
 
 from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
+from dpex.wire.packing import pack, unpack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
     AssignedChunk,
@@ -32,6 +33,7 @@ from dpex.worker.kept_jobs import read_job, release_when_closed, working
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import SegmentPool
     from dpex.worker.map_style import Chunk, Job
 
@@ -119,34 +121,38 @@ def make_batches(
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
-            for table in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
+            for writer in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
                 asking.made += 1
                 if last:
-                    deliver(table, asking.origin, asking.messages)
+                    deliver(writer, asking.origin, asking.messages)
                 else:
-                    yield table
-                del table  # the next batch reuses its memory
+                    yield writer.table()
         asking.finish(delivers=last)
     asking.messages.confirm()
 
 
-def deliver(table: pa.Table, origin: tuple[str, str], messages: Messages) -> None:
+def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) -> None:
     """Put a block into the object store and send a reference, or send a small block itself.
 
     If the object store fails, the pipeline actor gets the loss in place of the block.
 
     Args:
-        table: The block.
+        writer: The writer of the block.
         origin: The task that began the block, and its process.
         messages: The messages of the current task to the pipeline actor.
     """
-    block, loss = [], None
+    if writer.is_small():
+        block = writer.block()
+        messages.send("block", origin, pickle.dumps(block, protocol=5), block.size_bytes, None)
+        return
+    table = writer.table()
+    stored, loss = None, None
     try:
         # A block in the object store, however small, keeps an autoscaler from removing its node.
-        block.append(table if table.nbytes < tuning.SMALL_BYTES else ray.put(table))
+        stored = ray.put(table)
     except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
         loss = loss_of(failure)
-    messages.send("deliver", origin, block, table.nbytes, loss)
+    messages.send("block", origin, None, table.nbytes, loss, stored=stored)
 
 
 def transform_batches(
@@ -207,7 +213,7 @@ def transform_batches(
             writer.add(entry, costs)
     if last:
         messages = Messages(actor_name, pipeline_key)
-        deliver(writer.table(), frame.origin, messages)
+        deliver(writer, frame.origin, messages)
         messages.confirm()
     else:
         yield writer.table()
@@ -264,7 +270,7 @@ class _Asking:
             # process dies, only the current and the next chunk are recomputed.
             self.messages.confirm_earlier()
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                self._answer = pipeline_actor(self._actor_name).next_chunk.remote(
+                request = pack(
                     self._pipeline_key,
                     self.origin,
                     self._place,
@@ -272,6 +278,7 @@ class _Asking:
                     self.unchanged,
                     early=early,
                 )
+                self._answer = pipeline_actor(self._actor_name).next_chunk.remote(request)
                 self._told, self.unchanged = self.unchanged, None
                 self._made_then = self.made + coming if early else None
 
@@ -285,11 +292,11 @@ class _Asking:
         """
         made_then, self._made_then = self._made_then, None
         if made_then is not None and not (delivers and self.made >= made_then):
-            self.messages.send("finish", self.origin, self._place)
+            self.messages.send("finished", *self.origin, self._place)
 
     def tell_changed(self) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""
-        self.messages.send("note_state", self.origin[0], False)
+        self.messages.send("state", self.origin[0], False)
 
     def answer(self) -> AssignedChunk | None:
         """Return the next chunk; None if the lease has ended or the actor no longer exists.
@@ -303,7 +310,7 @@ class _Asking:
             if self._answer is None:
                 return None
             try:
-                assigned = cast("AssignedChunk | None", self._get(self._answer))
+                assigned: AssignedChunk | None = unpack(self._get(self._answer))
             except ACTOR_DIED:
                 return None
             except ray.exceptions.ActorUnavailableError as error:
@@ -329,8 +336,8 @@ def _make_chunk(
     cancelled: Callable[[], bool],
     asking: _Asking,
     segments: SegmentPool | None,
-) -> Iterator[pa.Table]:
-    """Yield the blocks of a chunk, and request the next chunk shortly before the last block."""
+) -> Iterator[BlockWriter]:
+    """Yield a writer whenever its block is complete; request the next chunk before the last one."""
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.timings import Costs
     from dpex.worker.iterable import stream_chunk
@@ -387,7 +394,7 @@ def _make_chunk(
             if last:
                 # The actor answers while this task stores the block.
                 ask()
-            yield writer.table()
+            yield writer
             opened = time.monotonic()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from dpex.pipeline import actor as actor_module
 from dpex.pipeline.actor import Reply, _PipelineActor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.packing import pack, unpack
 from dpex.worker.binding import Binding
 
 JOB: Any = "a reference"
@@ -56,30 +58,32 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
 
 
 async def feed(actor: _PipelineActor, number: int, *payloads: bytes, run: str = "first") -> None:
+    limits = {"parallel": 4, "starting": 4, "one_by_one": False}
+    workers = [0] * len(payloads)
     await actor.feed(
-        "pipeline",
-        run,
-        number,
-        list(payloads),
-        workers=[0] * len(payloads),
-        alone=False,
-        parallel=4,
-        starting=4,
-        one_by_one=False,
+        pack("pipeline", run, number, list(payloads), workers=workers, alone=False, **limits)
     )
 
 
 async def ask(actor: _PipelineActor, place: int = 0, made: int = 0) -> bytes | None:
     """Return the payload of the next chunk of a task."""
-    found = await actor.next_chunk("pipeline", ORIGIN, place, made, unchanged=None)
+    found = unpack(await actor.next_chunk(pack("pipeline", ORIGIN, place, made, unchanged=None)))
     return None if found is None else found.payload
 
 
 async def deliver(
-    actor: _PipelineActor, number: int, *blocks: str, loss: Loss | None = None
+    actor: _PipelineActor, number: int, block: bytes | None = None, loss: Loss | None = None
 ) -> None:
     """Deliver a message of a worker process."""
-    await actor.deliver("pipeline", ("sender", number), ORIGIN, list(blocks), 9, loss)
+    content = (ORIGIN, block, 9, loss)
+    await actor.accept(pickle.dumps(("pipeline", ("sender", number), "block", content)))
+
+
+async def take(actor: _PipelineActor, run: str = "first") -> Reply:
+    """Wait for the news of a run."""
+    reply = await actor.take("pipeline", run)
+    assert isinstance(reply, bytes), "no block is in the object store"
+    return cast("Reply", pickle.loads(reply))
 
 
 async def started(call: Awaitable[Any]) -> asyncio.Future[Any]:
@@ -114,15 +118,15 @@ def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         await feed(actor, 0, b"0", b"1")
         await ask(actor)
-        await deliver(actor, 0, "block 0")
-        assert await actor.take("pipeline", "first") == Reply([("block 0", 9)])
-        taking = await started(actor.take("pipeline", "first"))
+        await deliver(actor, 0, b"block 0")
+        assert await take(actor) == Reply([(b"block 0", 9)])
+        taking = await started(take(actor))
         assert not taking.done()
         await ask(actor, 1, 1)
-        await deliver(actor, 1, "block 1")
-        assert await taking == Reply([("block 1", 9)])
+        await deliver(actor, 1, b"block 1")
+        assert await taking == Reply([(b"block 1", 9)])
         last = await started(ask(actor, 2, 2))
-        assert await actor.take("pipeline", "first") == Reply(quiet_at=2)
+        assert await take(actor) == Reply(quiet_at=2)
         await actor.release("pipeline", "first")
         assert await last is None
 
@@ -133,8 +137,8 @@ def test_a_repeated_message_is_ignored(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         for _ in range(2):
-            await deliver(actor, 0, "block")
-        assert await actor.take("pipeline", "first") == Reply([("block", 9)])
+            await deliver(actor, 0, b"block")
+        assert await take(actor) == Reply([(b"block", 9)])
 
     play(scenario)
 
@@ -144,7 +148,7 @@ def test_a_loss_is_told_and_ends_the_waiting_leases(play: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         waiting = await started(ask(actor))
         await deliver(actor, 0, loss=LOST)
-        assert await actor.take("pipeline", "first") == Reply(losses=[LOST])
+        assert await take(actor) == Reply(losses=[LOST])
         assert await waiting is None
 
     play(scenario)
@@ -157,7 +161,7 @@ def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
         over = await started(actor.over("pipeline", "first"))
         await actor.cancel("pipeline", "first")
         await over
-        assert await actor.take("pipeline", "first") == Reply(ended=True)
+        assert await take(actor) == Reply(ended=True)
 
         assert await actor.begin("pipeline", "second")
         await feed(actor, 0, b"late")
@@ -195,7 +199,7 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
 def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", SPEC, "first")
-        taking = await started(actor.take("pipeline", "first"))
+        taking = await started(take(actor))
         await asyncio.to_thread(executions[0].end, OSError("no disk"))
         reply = await taking
         assert (reply.ended, reply.replaceable) == (True, False)
@@ -215,9 +219,9 @@ def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None
         while len(executions) < 2:
             await asyncio.sleep(0)
         executions[0].end(None)
-        assert not (await started(actor.take("pipeline", "first"))).done()
+        assert not (await started(take(actor))).done()
         executions[1].end(None)
-        assert (await actor.take("pipeline", "first")).ended
+        assert (await take(actor)).ended
 
     play(scenario)
 
@@ -228,14 +232,14 @@ def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
         may = [await actor.may_begin("pipeline", BLOCK, ORIGIN) for _ in range(5)]
         assert may == [True] * tuning.MAX_DEATHS + [False]
         assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN)
-        [loss] = (await actor.take("pipeline", "first")).losses
+        [loss] = (await take(actor)).losses
         assert loss.cause == LossCause.TASK
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
         assert await actor.may_begin("pipeline", BLOCK, ORIGIN), "each run counts again"
 
         executions[0].end(None)
-        assert (await actor.take("pipeline", "second")).ended, "one execution has all tasks"
+        assert (await take(actor, "second")).ended, "one execution has all tasks"
 
     play(scenario)
 
@@ -247,7 +251,7 @@ def test_close_ends_every_call(play: Any) -> None:
             await started(call)
             for call in (
                 ask(actor),
-                actor.take("pipeline", "first"),
+                take(actor),
                 actor.over("pipeline", "first"),
                 actor.closed("pipeline"),
                 actor.more_tasks("pipeline", 9),
@@ -259,7 +263,7 @@ def test_close_ends_every_call(play: Any) -> None:
         assert executions[0].closed
         # Later calls do not wait.
         assert await ask(actor) is None
-        assert await actor.take("pipeline", "first") == Reply(ended=True)
+        assert await take(actor) == Reply(ended=True)
         assert await actor.more_tasks("pipeline", 0) is None
         assert not await actor.begin("pipeline", "second")
         await actor.closed("pipeline")
@@ -284,7 +288,7 @@ def test_a_pipeline_that_cannot_open_raises_in_every_call(
         raise OSError("no thread")
 
     async def scenario(actor: _PipelineActor, _: Any) -> None:
-        taking = await started(actor.take("pipeline", "first"))
+        taking = await started(take(actor))
         monkeypatch.setattr(actor_module, "Execution", refuse)
         await actor.open("pipeline", SPEC, "first")
         for call in (taking, actor.begin("pipeline", "second")):

@@ -1,4 +1,4 @@
-"""Tests of the order in which the batches of streams are delivered."""
+"""Tests of which batches are requested together, and of the order in which they are delivered."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import chunks
 
-from dpex.training.batch_order import StreamDemand
+from dpex.training.batch_order import IndexDemand, StreamDemand
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.wire.block_format import Entry
+from dpex.worker.map_style import Chunk
 
 WORKERS = 2
 RUN = replace(chunks.RUN, num_workers=WORKERS)
@@ -55,3 +56,37 @@ def test_each_stream_stays_in_order_if_batches_may_come_in_any_order() -> None:
     entries[0] = Entry(0, None)
     assert demand.choose(entries, in_order=True) == 0
     assert demand.choose(entries, in_order=False) == 0
+
+
+class Indices:
+    """Indices of an endless epoch, each its own batch."""
+
+    position = 0
+
+    def __init__(self) -> None:
+        self.epoch = self
+        self.batches = 0
+
+    def __next__(self) -> list[int]:
+        return [0]
+
+
+def test_chunks_of_one_round_differ_so_that_tasks_do_not_end_together() -> None:
+    workers = 16
+    planner = ChunkPlanner(num_workers=workers, prefetch_factor=2, prefetch_bytes=1 << 30)
+    planner.begin(free_cores=workers)
+    planner.observe(batches=1, seconds=0.001, cpu_seconds=0.001, size_bytes=1)
+    run = replace(chunks.RUN, num_workers=workers)
+    indices: Any = Indices()
+    demand = IndexDemand(indices, planner, run=run, length=None, patient=True)
+    sent: list[Chunk] = []
+    demand.fill(sent.append)
+    while demand.ask_ahead(sent.append, lambda: False):
+        pass
+    lengths: dict[int, list[int]] = {}
+    for chunk in sent:
+        lengths.setdefault(chunk.worker, []).append(len(chunk.batches))
+    # The first batches are requested at once, as in torch. The limit of the window is 21 batches.
+    settled = {sizes[-1] for sizes in lengths.values()}
+    assert len(settled) >= 5
+    assert max(settled) <= 21

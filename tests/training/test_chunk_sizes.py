@@ -119,8 +119,16 @@ def test_chunks_shrink_towards_the_end() -> None:
     p = planner(prefetch_bytes=1 << 40)
     observe(p, ms=1, kilobytes=1)
     sizes(p, 100)
-    assert p.size(remaining=40) == 20
+    assert p.size(remaining=40) == 10
     assert p.size(remaining=1) == 1
+
+
+def test_open_chunks_count_as_if_they_were_sent() -> None:
+    p, other = planner(num_workers=32, free_cores=32), planner(num_workers=32, free_cores=32)
+    for one in (p, other):
+        observe(one, ms=1, kilobytes=1)
+        sizes(one, 70)
+    assert sizes(p, 32) == [other.size(remaining=None, open_chunks=place) for place in range(32)]
 
 
 def test_tasks_begin_with_the_free_cores() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,10 +35,10 @@ class FakePipelineActor:
     def __init__(self, *errors: Exception | None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._errors = list(errors)
-        self.deliver = self
+        self.accept = self
 
     def remote(self, *arguments: Any) -> Answer:
-        self.calls.append(arguments)
+        self.calls.append(pickle.loads(arguments[0]))
         return Answer(self._errors.pop(0) if self._errors else None)
 
 
@@ -57,9 +58,9 @@ def test_a_message_is_resent_until_the_pipeline_actor_has_it(
     actor = FakePipelineActor(away(), None, away(), away())
     messages = messages_to(monkeypatch, actor)
     for block in "ab":
-        messages.send("deliver", block)
+        messages.send("block", block)
     messages.confirm()
-    assert [block for *_, block in actor.calls] == ["a", "b", "a", "a", "a"]
+    assert [block for *_, (block,) in actor.calls] == ["a", "b", "a", "a", "a"]
     # The pipeline actor recognizes a repeated message by its sender and number.
     assert len({call[1] for call in actor.calls}) == 2
 
@@ -69,13 +70,13 @@ def test_a_chunk_waits_for_the_messages_of_earlier_ones_alone(
 ) -> None:
     actor = FakePipelineActor(away(), away())
     messages = messages_to(monkeypatch, actor)
-    messages.send("deliver", "earlier")
+    messages.send("block", "earlier")
     messages.begin_chunk()
-    messages.send("deliver", "latest")
+    messages.send("block", "latest")
     messages.confirm_earlier()
-    assert [block for *_, block in actor.calls] == ["earlier", "latest", "earlier"]
+    assert [block for *_, (block,) in actor.calls] == ["earlier", "latest", "earlier"]
     messages.confirm()
-    assert [block for *_, block in actor.calls][3:] == ["latest"]
+    assert [block for *_, (block,) in actor.calls][3:] == ["latest"]
 
 
 def test_no_more_messages_are_in_flight_than_the_pipeline_actor_remembers(
@@ -84,18 +85,18 @@ def test_no_more_messages_are_in_flight_than_the_pipeline_actor_remembers(
     actor = FakePipelineActor(away())
     messages = messages_to(monkeypatch, actor)
     for number in range(100):
-        messages.send("deliver", number)
-    again = [block for *_, block in actor.calls].index(0, 1)
+        messages.send("block", number)
+    again = [block for *_, (block,) in actor.calls].index(0, 1)
     assert again == tuning.MOST_UNANSWERED + 1
     arrived = Arrived()
-    assert all(arrived.add(message) for _, message, _ in actor.calls[:again])
+    assert all(arrived.add(message) for _, message, *_ in actor.calls[:again])
     assert not arrived.add(actor.calls[again][1])
 
 
 def test_a_pipeline_actor_that_has_died_needs_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = FakePipelineActor(away(), ActorDiedError())
     messages = messages_to(monkeypatch, actor)
-    messages.send("deliver", "a")
+    messages.send("block", "a")
     messages.confirm()
     assert len(actor.calls) == 2
 
@@ -104,7 +105,7 @@ def test_a_pipeline_actor_that_stays_away_is_an_error(monkeypatch: pytest.Monkey
     messages = messages_to(monkeypatch, FakePipelineActor(*(away() for _ in range(1000))))
     times = iter(range(1000))
     monkeypatch.setattr(actor_calls.time, "monotonic", lambda: float(next(times)))
-    messages.send("deliver", "a")
+    messages.send("block", "a")
     with pytest.raises(ActorUnavailableError, match="connection reset"):
         messages.confirm()
     assert next(times) == tuning.ACTOR_AWAY_S + 2
