@@ -31,7 +31,7 @@ WINDOW_SPREAD = 0.4
 CHUNKS_AT_END = 2
 """Chunks for each logical worker that share the rest of an epoch, so that all tasks end together.
 
-With one, `bench-epochs` had processes that made 36 of 1,000 batches, and others that made 28.
+With one, some of 32 processes made 36 of 1,000 batches, and others 28.
 """
 LEAST_CHUNK_SHARE = 0.1
 """Lower bound for the shortening of chunks if fewer tasks run than there are logical workers."""
@@ -128,8 +128,8 @@ RECORDER_S = 5.0
 
 SMALL_BYTES = 100_000
 """Ray passes arguments below about this size in the call, not through the object store."""
-ENTRY_BYTES = 256
-"""Upper bound for what an entry without long texts adds to a block, besides its batch."""
+ENTRY_BYTES = 100
+"""What an entry without long texts adds to a message, besides its batch."""
 BLOCK_BYTES = 8 << 20
 """A task sends a block of this size at once."""
 BLOCK_S = 0.25

@@ -216,6 +216,8 @@ class _Pipeline:
             case "state":
                 name, unchanged = content
                 self.scheduler.note_state(name, unchanged)
+            case _:
+                raise ValueError(subject)
 
     def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
         """Return whether a later stage may begin a block, and count its attempts.

@@ -117,9 +117,28 @@ class RemoteRun:
         payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
         self.send(payloads, [chunk.worker for chunk in chunks], **how)
 
-    def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
+    def send(
+        self,
+        payloads: list[bytes],
+        workers: list[int],
+        *,
+        alone: bool,
+        one_by_one: bool,
+        parallel: int,
+        starting: int,
+    ) -> None:
         """Send pickled chunks of these logical workers; see ``_PipelineActor.feed``."""
-        fed = pack(self._pipeline_key, self._run, self._fed, payloads, workers=workers, **how)
+        fed = pack(
+            self._pipeline_key,
+            self._run,
+            self._fed,
+            payloads,
+            workers=workers,
+            alone=alone,
+            one_by_one=one_by_one,
+            parallel=parallel,
+            starting=starting,
+        )
         self._actor.handle.feed.remote(fed)
         self._fed += len(payloads)
         # Not earlier: the receiver starts while the first chunk is on its way.

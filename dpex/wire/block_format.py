@@ -1,6 +1,7 @@
-"""The format of a block: one Arrow row that holds consecutive batches.
+"""The formats of a block, which holds consecutive batches: a pickle, or one Arrow row.
 
-One column holds all small buffers, and each large buffer has a separate column. Thus the writer
+A message carries the pickle of a small block. Ray's object store has the row of any other block:
+one column holds all small buffers, and each large buffer has a separate column. Thus the writer
 copies a large tensor only once, into Ray's object store. The reader copies every buffer once, into
 memory that belongs to the batch. With ``pin_memory`` this memory is pinned.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,7 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block"]
+__all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block", "read_message"]
 
 _ALIGNMENT = 64
 
@@ -142,8 +143,8 @@ class BlockWriter:
         self.size_bytes += sum(b.nbytes for b in batch.buffers if not isinstance(b, Place))
 
     def _shorten(self) -> None:
-        """Copy a few tensors of a block to segments, if the message can then carry the rest."""
-        rest, small = self.size_bytes, self._small_bytes
+        """Copy a few tensors of a block to segments, if a message can then carry the rest."""
+        rest, small = self.size_bytes, tuning.SMALL_BYTES - tuning.ENTRY_BYTES * len(self._entries)
         if self._segments is None or rest < small:
             return
         largest = sorted(
@@ -160,27 +161,34 @@ class BlockWriter:
             rest -= buffers[slot].nbytes
             if rest < small:
                 for buffers, slot in chosen:
-                    self.size_bytes -= buffers[slot].nbytes
+                    size_bytes = buffers[slot].nbytes
                     _place(self._segments, buffers, slot)
+                    if isinstance(buffers[slot], Place):  # else all segments are in use
+                        self.size_bytes -= size_bytes
                 return
 
-    @property
-    def _small_bytes(self) -> int:
-        """The size of the block from which on a message cannot carry it."""
-        return tuning.SMALL_BYTES - tuning.ENTRY_BYTES * len(self._entries)
-
-    def is_small(self) -> bool:
-        """Return whether a message can carry the block; copy a few tensors to segments for that."""
-        self._shorten()
-        return self.size_bytes < self._small_bytes
+    def _block(self) -> Block:
+        return Block(
+            self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
+        )
 
     def block(self) -> Block:
         """Return the block, whose batches are still pickled, and start the next one."""
-        block = Block(
-            self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
-        )
+        block = self._block()
         self._clear()
         return block
+
+    def message(self) -> bytes | None:
+        """Return the block for ``read_message`` and start the next one; None if it is not small."""
+        self._shorten()
+        if self.size_bytes >= tuning.SMALL_BYTES:
+            return None
+        # Not as arrays: a pickled array names modules of numpy, which differ between versions.
+        packed = pickle.dumps(_with_buffers(self._block(), pickle.PickleBuffer), protocol=5)
+        if len(packed) >= tuning.SMALL_BYTES:
+            return None
+        self._clear()
+        return packed
 
     def table(self) -> pa.Table:
         """Return the block as a row of a table and start the next one.
@@ -291,13 +299,28 @@ def read_block(table: pa.Table) -> Block:
     return Block(run, chunk, entries, Costs(*costs), size_bytes, origin)
 
 
+def read_message(message: bytes) -> Block:
+    """Return the content of a block that ``BlockWriter.message`` returned."""
+    return _with_buffers(pickle.loads(message), functools.partial(np.frombuffer, dtype=np.uint8))
+
+
+def _with_buffers(block: Block, convert: Callable[[Any], Any]) -> Block:
+    """Return a block whose buffers are converted, apart from those in segments."""
+    entries = []
+    for entry in block.entries:
+        buffers = [b if isinstance(b, Place) else convert(b) for b in entry.value.buffers]
+        entries.append(replace(entry, value=replace(entry.value, buffers=buffers)))
+    return replace(block, entries=entries)
+
+
 def decode(
     block: Block, pool: MemoryPool, segments: SegmentReader, *, pin_memory: bool
 ) -> Iterator[Entry]:
     """Yield the batches of a block, unpickled into memory that belongs to each batch.
 
     Args:
-        block: The result of ``read_block``. Its table must still be alive.
+        block: The result of ``read_block``, whose table must still be alive, or of
+            ``read_message``.
         pool: Source of the batches' memory, unless it is pinned or in a segment.
         segments: The segments of worker processes on this machine.
         pin_memory: Whether to copy the batches' arrays to pinned memory.

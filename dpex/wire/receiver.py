@@ -21,7 +21,7 @@ from dpex.background_thread import BackgroundThread
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
-from dpex.wire.block_format import read_block
+from dpex.wire.block_format import read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.segments import SegmentsUnreadableError
@@ -57,10 +57,10 @@ class _Decode(ArrowBatchCollateFn):
         self.failure: BaseException | None = None
 
     def __call__(self, block: pa.Table | bytes) -> Arrival:
-        """Decode a stored or a pickled block: copy its batches to memory that belongs to them."""
+        """Decode a block: copy its batches to memory that belongs to them."""
         try:
-            unpacked = pickle.loads(block) if isinstance(block, bytes) else read_block(block)
-            return self._decoder(unpacked)
+            read = read_message if isinstance(block, bytes) else read_block
+            return self._decoder(read(block))
         except BaseException as error:
             self.failure = error
             raise

@@ -141,9 +141,8 @@ def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) ->
         origin: The task that began the block, and its process.
         messages: The messages of the current task to the pipeline actor.
     """
-    if writer.is_small():
-        block = writer.block()
-        messages.send("block", origin, pickle.dumps(block, protocol=5), block.size_bytes, None)
+    if (block := writer.message()) is not None:
+        messages.send("block", origin, block, len(block), None)
         return
     table = writer.table()
     stored, loss = None, None

@@ -301,6 +301,17 @@ def test_a_short_block_needs_no_object_store(sizes: list[int], in_segments: int)
     assert all(map(torch.equal, read, batches))
 
 
+def test_a_block_without_a_segment_for_its_tensor_is_not_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = pool_of()
+    monkeypatch.setattr(pool, "place", lambda _: None)  # all segments are in use
+    writer = BlockWriter("run", 0, segments=pool)
+    writer.add(Entry(0, dump(torch.zeros(400_000, dtype=torch.uint8), "batch")), Costs())
+    assert writer.message() is None
+    assert read_block(writer.table()).entries[0].value.size_bytes >= 400_000
+
+
 def test_a_short_block_copies_arrays_that_are_no_tensors() -> None:
     writer = BlockWriter("run", 0, segments=pool_of())
     writer.add(Entry(0, dump(np.ones(400_000, np.uint8), "batch")), Costs())
