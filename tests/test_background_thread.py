@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 WAITS = """
+import signal
 import sys
 import threading
 from dpex.background_thread import BackgroundThread
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
 rounds = 0
 
 def start_threads():
