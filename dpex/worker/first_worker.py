@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,9 +65,10 @@ def make_chunks(connection: Connection, job_key: str) -> None:
     Args:
         connection: Connection to the training process. It gets this process's id, then the
             ``Block`` of each batch, and ``Made`` after each chunk. If a batch changes the dataset
-            copy of a watched logical worker, the chunk ends before that batch.
+            copy of a watched logical worker, or loads Ray, the chunk ends before that batch.
         job_key: Digest of the inherited job.
     """
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a sample that calls Ray starts another Ray
     connection.send(os.getpid())
     while True:
         try:
@@ -104,7 +106,8 @@ def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None
         seen_unchanged=looks.append,
     )
     for entry, costs in batches:
-        if given.binding is Binding.WATCHED and looks and not looks[-1]:
+        changed = given.binding is Binding.WATCHED and bool(looks) and not looks[-1]
+        if changed or "ray" in sys.modules:  # here Ray has no answer for a sample that asks it
             unfinished = True
             break
         writer.add(entry, costs)
