@@ -265,8 +265,8 @@ NODE_START_S = 10.0
 """How long the node of a local Ray may take to register, which takes about a second."""
 NODE_POLL_S = 0.01
 """How often dpex looks for it."""
-FIRST_TASK_S = 30.0
-"""How long first workers continue an iteration at most whose pipeline has no task yet."""
+FIRST_TASKS_S = 30.0
+"""How long first workers continue an iteration at most whose pipeline lacks tasks."""
 INTERRUPT_AGAIN_S = 0.05
 """When dpex repeats a Ctrl-C that came while a fork waited for Ray's start."""
 HEAD_START_S = 0.5

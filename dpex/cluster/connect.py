@@ -177,7 +177,8 @@ def fork_first_workers(
             forkserver.address(
                 bequest,
                 new_job_id() if shared else forkserver.FIRST_JOB,
-                first_workers=min(most(), launch.free_cores()),
+                first_workers=most(),
+                at_once=launch.free_cores(),
             )
         return forkserver.take_first_workers()
 

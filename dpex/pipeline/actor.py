@@ -241,7 +241,7 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
-            self.scheduler.has_task.set()
+            self.scheduler.stop_preparing()
             self._losses.append(loss)
             self.changed.set()
 
@@ -261,7 +261,7 @@ class _Recent(OrderedDict[str, None]):
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``over``, ``closed``, ``has_task``, ``more_tasks`` and ``next_chunk`` wait without a
+    ``take``, ``over``, ``closed``, ``has_tasks``, ``more_tasks`` and ``next_chunk`` wait without a
     time limit. ``begin`` and ``close`` wait for a limited time until no task works. The other
     methods are short.
     """
@@ -376,10 +376,12 @@ class _PipelineActor:
             pipeline.scheduler.one_by_one = one_by_one
             pipeline.feed(number, payloads, workers, alone=alone)
 
-    async def has_task(self, pipeline_key: str) -> None:
-        """Wait until a task of a pipeline has asked for a chunk."""
+    async def has_tasks(self, pipeline_key: str, tasks: int) -> None:
+        """Start tasks of a pipeline, and wait for them; see ``Scheduler.has_tasks``."""
         if pipeline_key not in self._closed:
-            await (await self._opening(pipeline_key)).scheduler.has_task.wait()
+            pipeline = await self._opening(pipeline_key)
+            if not pipeline.broken:
+                await pipeline.scheduler.has_tasks(tasks)
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
         """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""

@@ -76,7 +76,8 @@ class RemoteRun:
     ) -> None:
         self.arrivals = arrivals
         self._fed = 0
-        self._asked_for_task: ray.ObjectRef | None = None
+        self._tasks_asked_for = 0
+        self._tasks_here: ray.ObjectRef | None = None
         self._actor = actor
         self._pipeline_key = pipeline_key
         self._run = run
@@ -144,14 +145,21 @@ class RemoteRun:
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 
-    def has_task(self, timeout_s: float) -> bool:
-        """Wait until a task has asked for a chunk; return False after the timeout.
+    def has_tasks(self, tasks: int, timeout_s: float) -> bool:
+        """Start tasks before the first chunk is sent, and wait until they wait for chunks.
 
-        If the pipeline is lost, return True: the reader of ``arrivals`` gets the error.
+        Args:
+            tasks: Number of tasks.
+            timeout_s: Maximum wait in seconds.
+
+        Returns:
+            False after the timeout. If the pipeline is lost, True: the reader of ``arrivals`` gets
+            the error.
         """
-        if self._asked_for_task is None:
-            self._asked_for_task = self._actor.handle.has_task.remote(self._pipeline_key)
-        done, _ = ray.wait([self._asked_for_task], timeout=timeout_s)
+        if tasks != self._tasks_asked_for:
+            self._tasks_asked_for = tasks
+            self._tasks_here = self._actor.handle.has_tasks.remote(self._pipeline_key, tasks)
+        done, _ = ray.wait([self._tasks_here], timeout=timeout_s)
         return bool(done)
 
     def forsaken(self, batch_s: float) -> bool:

@@ -54,7 +54,6 @@ class Scheduler:
         fed: Number of chunks fed so far.
         quiet_at: How many chunks had been fed when last all of them were done, and all their blocks
             were delivered or lost.
-        has_task: Set when a task has asked for a chunk, or will never ask for one.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Scheduler:
         self.one_by_one = False
         self.in_run = True
         self.fed = self.quiet_at = 0
-        self.has_task = asyncio.Event()
         self._run = 0
         self._chunks: deque[WaitingChunk] = deque()
         # The lease whose task asked last is the last one.
@@ -97,6 +95,10 @@ class Scheduler:
         self._tasks = TaskStarts(first_tasks)
         # Set when a further task may be needed.
         self._changed = asyncio.Event()
+        # How many tasks are to wait for the first chunks of an iteration.
+        self._prepared = 0
+        # Set when a task has asked for its first chunk, or none is awaited any more.
+        self._has_task = asyncio.Event()
         # When a task last asked for a chunk or got one.
         self._asked_at = math.inf
         # Whether any task has asked for a second chunk.
@@ -130,6 +132,7 @@ class Scheduler:
                 process before.
         """
         self.fed += 1
+        self.stop_preparing()
         if self._releasing and self._bindings.bound:
             self._settle()
             return  # lost with its logical worker; the training process resends it
@@ -162,11 +165,11 @@ class Scheduler:
                 return None  # the lease ended so long ago that it is forgotten
             lease = self._leases[name] = TaskLease(name, attempt, time.monotonic())
             self._tasks.note_running()
+            self._has_task.set()
             self._forget_ended()
         if lease.is_past(attempt):
             return None
         self._asked_at = time.monotonic()
-        self.has_task.set()
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
         self._waiting.pop(name, None)
@@ -378,7 +381,7 @@ class Scheduler:
         self._closed = True
         self.drop()
         self.release()
-        self.has_task.set()
+        self.stop_preparing()
         self._changed.set()
 
     # --- starting tasks ---------------------------------------------------------------------------
@@ -405,6 +408,26 @@ class Scheduler:
                 await asyncio.wait_for(self._changed.wait(), timeout)
         return None
 
+    async def has_tasks(self, tasks: int) -> None:
+        """Start tasks before there are chunks, and wait until so many have asked for a chunk.
+
+        It also returns if the pipeline is closed or broken, and when the first chunk comes.
+
+        Args:
+            tasks: Number of tasks, without those that have ended.
+        """
+        self._prepared = max(tasks, self._prepared)
+        self.parallel = max(tasks, self.parallel)
+        self._changed.set()
+        while self._running < tasks <= self._prepared and not self._closed:
+            self._has_task.clear()
+            await self._has_task.wait()
+
+    def stop_preparing(self) -> None:
+        """Start no more tasks than there are chunks, and end the waits of ``has_tasks``."""
+        self._prepared = 0
+        self._has_task.set()
+
     def note_others(self, others: OtherJobs | None) -> None:
         """Record the state of the cluster's other training jobs; None if there are none."""
         self._others = others
@@ -427,10 +450,14 @@ class Scheduler:
         return self._tasks.may_run_soon
 
     @property
+    def _running(self) -> int:
+        """Number of tasks that have asked for a chunk and have not ended."""
+        return sum(lease.busy or not lease.ended for lease in self._leases.values())
+
+    @property
     def _active(self) -> int:
         """Number of tasks that have not ended, pending tasks included."""
-        alive = sum(lease.busy or not lease.ended for lease in self._leases.values())
-        return alive + self._tasks.pending
+        return self._running + self._tasks.pending
 
     @property
     def _most_tasks(self) -> int:
@@ -449,6 +476,7 @@ class Scheduler:
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
             wanted = min(len(self._bindings.homeless(self._chunks)), self.starting)
+        wanted = max(wanted, self._prepared - self._running)
         if self._bindings.binding is not Binding.ALWAYS and self._others is not None:
             # One task can make all batches. A second task would have to start another process, and
             # tasks of the other jobs would wait for that.

@@ -80,18 +80,21 @@ class _FirstWorker:
 
     Attributes:
         connection: The connection to its process.
+        ready: Whether its process exists.
         work: What it makes; None if it is idle.
         cancelled_at: When the run of its chunk ended; infinite before.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.ready = False
         self.work: _Work | None = None
         self.cancelled_at = math.inf
         self._process: int | None = None
 
     def know_process(self, pid: int) -> None:
         """Open its process, so that no later process with the same id is taken for it."""
+        self.ready = True
         with contextlib.suppress(OSError):  # it has ended already
             self._process = os.pidfd_open(pid)
 
@@ -166,8 +169,8 @@ class FirstWorkers:
 
     def give(self, work: _Work) -> bool:
         """Give a chunk to an idle first worker, and return whether there is one."""
-        idle = next((worker for worker in self._workers if worker.work is None), None)
-        if idle is None or self.ending.is_set():
+        idle = next((w for w in self._workers if w.ready and w.work is None), None)
+        if idle is None or self.at_work >= work.queue.parallel or self.ending.is_set():
             return False
         idle.work = work
         binding = Binding.WATCHED if work.watched else Binding.RELEASED
@@ -231,7 +234,9 @@ class FirstWorkers:
 
     def _take(self, worker: _FirstWorker, message: int | Block | Made) -> None:
         if isinstance(message, int):
-            worker.know_process(message)
+            with self.lock:
+                worker.know_process(message)
+                self._hand_out()
             return
         work = worker.work
         assert work is not None
@@ -260,7 +265,7 @@ class FirstWorkers:
 
 
 class ChunkQueue:
-    """The chunks of one run: first workers make them, and the pipeline once it has a task.
+    """The chunks of one run: first workers make them, and the pipeline once it has its tasks.
 
     Invariant: the chunks of a watched logical worker are made one after another. So if a batch
     changes the dataset copy, the pipeline gets its chunk, and then the later ones.
@@ -273,7 +278,7 @@ class ChunkQueue:
 
     Attributes:
         arrivals: What has arrived of the run.
-        remote: The run on the pipeline; None until the pipeline has a task.
+        remote: The run on the pipeline; None until the pipeline has its tasks.
         ended: Whether the run is cancelled.
         failure: The error with which the pipeline has refused the run or its chunks, if it has.
     """
@@ -306,6 +311,11 @@ class ChunkQueue:
             self._limits = limits
             self._waiting.extend(chunks)
             self.hand_out()
+
+    @property
+    def parallel(self) -> int:
+        """How many processes are to make chunks at once; see ``ChunkPlanner``."""
+        return self._limits.get("parallel", 1)
 
     @property
     def waits_for_ray(self) -> bool:

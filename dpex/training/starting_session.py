@@ -110,7 +110,7 @@ class _Iteration:
 class StartingSession:
     """The session of a loader, while a thread starts Ray and opens the ``Session`` itself.
 
-    Until the pipeline has a task, first workers make the batches.
+    Until the pipeline has as many tasks as the iteration uses, first workers make the batches.
 
     Args:
         connect: Function that starts Ray and returns the session.
@@ -223,9 +223,12 @@ class StartingSession:
             pin_device=iteration.pin_device,
             arrivals=None if queue is None else queue.arrivals,
         )()
-        # After the limit, the iteration itself finds out why no task comes.
-        deadline = time.monotonic() + tuning.FIRST_TASK_S
-        while not remote.has_task(tuning.LOOK_S) and time.monotonic() < deadline:
+        # After the limit, the iteration itself finds out why tasks do not come.
+        deadline = time.monotonic() + tuning.FIRST_TASKS_S
+        while time.monotonic() < deadline:
+            tasks = 1 if queue is None or queue.waits_for_ray else queue.parallel
+            if remote.has_tasks(tasks, tuning.LOOK_S):
+                break
             if self._closed or _is_exiting():
                 queue = None
                 break

@@ -21,6 +21,7 @@ from dpex.worker.binding import Binding
 
 Scenario = Callable[[Scheduler], Awaitable[None]]
 
+SECONDS = 10
 BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
 
@@ -30,7 +31,7 @@ def play(scenario: Scenario, **options: Any) -> None:
         scheduler.parallel = scheduler.starting = 4
         await scenario(scheduler)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 3 * SECONDS))
 
 
 async def start_tasks(scheduler: Scheduler) -> int:
@@ -216,6 +217,41 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
         await scheduler.next_chunk("b", 0, 0)
         feed(scheduler, *[b"more"] * 9)
         assert await start_tasks(scheduler) == 2  # at most four tasks work at once
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("binding", [Binding.WATCHED, Binding.RELEASED])
+def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.parallel = 1
+        prepared = asyncio.ensure_future(scheduler.has_tasks(3))
+        await asyncio.sleep(0)
+        assert await start_tasks(scheduler) == 2, "the pipeline starts with one"
+        assert await start_tasks(scheduler) == 0
+        asking = [
+            asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in ("a", "b", "c")
+        ]
+        await asyncio.wait_for(prepared, SECONDS)
+        assert await start_tasks(scheduler) == 0
+        assert not any(request.done() for request in asking)
+        feed(scheduler, b"0", b"1", b"2")
+        assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
+
+    play(scenario, first_tasks=1, binding=binding, num_workers=4)
+
+
+@pytest.mark.parametrize(
+    "end", [Scheduler.close, Scheduler.stop_preparing, lambda scheduler: feed(scheduler, b"0")]
+)
+def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
+    end: Callable[[Scheduler], None],
+) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        prepared = asyncio.ensure_future(scheduler.has_tasks(3))
+        await asyncio.sleep(0)
+        end(scheduler)
+        await asyncio.wait_for(prepared, SECONDS)
 
     play(scenario)
 

@@ -52,6 +52,14 @@ class Tells(Draws):
         return index, "ray" in sys.modules
 
 
+class Waits(Draws):
+    """Sample i is i, its process, and whether that has Ray."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return index, os.getpid(), "ray" in sys.modules
+
+
 class Counts(Draws):
     """Samples that count, as a cache or a generator in a dataset does."""
 
@@ -189,6 +197,23 @@ def handed_over() -> Any:
         if not any(by_ray):
             time.sleep(0.005)
     return [got == list(range(4000)), by_ray[0], by_ray[-1]]
+
+
+def spread_out() -> Any:
+    """Count processes: without Ray, and of Ray's first batch for each logical worker."""
+    workers, length = 8, 40_000
+    before_ray: set[int] = set()
+    by_ray: dict[int, int] = {}
+    loader = loader_of(Waits(length), num_workers=workers)
+    for number, (index, pids, has_ray) in enumerate(loader):
+        assert index[0] == 4 * number
+        if has_ray[0]:
+            by_ray.setdefault(number % workers, int(pids[0]))
+        else:
+            before_ray.add(int(pids[0]))
+        if len(by_ray) == workers:
+            break
+    return [len(before_ray), len(set(by_ray.values()))]
 
 
 def counted(*, persistent: bool = False) -> Any:

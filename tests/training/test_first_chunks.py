@@ -39,6 +39,10 @@ class Process:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    def begin(self) -> None:
+        """Send a process id, which no process has."""
+        self._connection.send(0)
+
     def message(self) -> bytes:
         assert self._connection.poll(SECONDS), "no message has come"
         return self._connection.recv_bytes()
@@ -88,12 +92,22 @@ class Remote:
 
 
 class Played:
-    """Two first workers and a run."""
+    """Two first workers and a run.
 
-    def __init__(self) -> None:
+    Args:
+        begin: Whether the first workers' processes exist.
+
+    Attributes:
+        limits: The limits that chunks are sent with.
+    """
+
+    def __init__(self, *, begin: bool = True) -> None:
         pipes = [multiprocessing.Pipe() for _ in range(2)]
-        self.workers = FirstWorkers([ours for ours, _ in pipes])
         self.processes = [Process(theirs) for _, theirs in pipes]
+        for process in self.processes if begin else []:
+            process.begin()
+        self.workers = FirstWorkers([ours for ours, _ in pipes])
+        self.limits = LIMITS
         self.begun = 0
         self.run = self.new_run("run")
 
@@ -111,7 +125,7 @@ class Played:
         for worker in workers:
             chunk = Chunk(self._run, self._fed, self._fed * LOGICAL_WORKERS + worker, [[0]], [0])
             self._fed += 1
-            self.run.feed([chunk], alone=alone, one_by_one=False, **LIMITS)
+            self.run.feed([chunk], alone=alone, one_by_one=False, **self.limits)
 
     def arrived(self, count: int) -> list[int]:
         """Wait for as many batches, and return their values."""
@@ -284,6 +298,29 @@ def test_the_error_of_ray_s_start_takes_the_place_of_what_arrives(first: Played)
     run = FirstRun(first.run.queue, lambda: None, check)
     with pytest.raises(OSError, match="no memory"):
         _ = run.arrivals
+
+
+def test_no_more_first_workers_are_at_work_than_the_run_uses(first: Played) -> None:
+    first.limits = {"parallel": 1}
+    first.feed(0, 1)
+    chunk, _ = first.processes[0].given()
+    assert first.processes[1].idle()
+    first.limits = {"parallel": 2}
+    first.feed(2)
+    assert first.processes[1].given()[0].worker == 1
+    first.processes[0].deliver(chunk)
+    assert first.processes[0].given()[0].worker == 2
+
+
+def test_a_first_worker_gets_no_chunk_before_its_process_exists() -> None:
+    first = Played(begin=False)
+    first.feed(0)
+    assert first.run.tasks_at_work() == 0
+    first.processes[1].begin()
+    assert first.processes[1].given()[0].worker == 0
+    assert first.processes[0].idle()
+    for process in first.processes:
+        process.die()
 
 
 def test_idle_first_workers_end_and_get_no_chunk(first: Played) -> None:

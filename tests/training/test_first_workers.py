@@ -56,6 +56,12 @@ def test_an_epoch_goes_over_to_ray_when_a_task_waits() -> None:
     assert "lost" not in errors
 
 
+def test_samples_that_wait_have_a_process_for_each_logical_worker_also_before_ray() -> None:
+    before_ray, by_ray = outcome_of("spread_out")[0]
+    assert before_ray == 8
+    assert by_ray == 8
+
+
 @pytest.mark.parametrize("scenario", ["counted", "counted_by_persistent_workers"])
 def test_state_of_logical_workers_is_torch_s_from_the_first_batch_on(scenario: str) -> None:
     assert outcome_of(scenario)[0]

@@ -104,7 +104,11 @@ _bequeathed: str | None = None
 
 
 def address(
-    bequest: Callable[[], Bequest] | None, job_id: str, *, first_workers: int = 0
+    bequest: Callable[[], Bequest] | None,
+    job_id: str,
+    *,
+    first_workers: int = 0,
+    at_once: int = 0,
 ) -> str | None:
     """Return the server's address; the first call in a process starts the server.
 
@@ -113,8 +117,10 @@ def address(
             the training process.
         job_id: Id that Ray will give this process. A server forks for one id only, because Ray's
             library reads the id when it is loaded.
-        first_workers: Number of first workers that the forked server forks at once;
+        first_workers: Number of first workers that the forked server forks;
             ``take_first_workers`` returns the connections to them.
+        at_once: How many of them it forks at once. It forks the others ``HEAD_START_S`` later, so
+            that the first batches do not wait for that.
 
     Returns:
         ``"name/token"``: the name of an abstract socket, and the token that each request must
@@ -132,7 +138,7 @@ def address(
             hold(alive_end)
             try:
                 forked = job is not None and _fork(
-                    job, listener, our_life, token, job_id, first_workers
+                    job, listener, our_life, token, job_id, first_workers, at_once
                 )
                 if not forked:
                     _start(listener, our_life, token, job_id)
@@ -169,6 +175,7 @@ def _fork(
     token: str,
     job_id: str,
     first_workers: int,
+    at_once: int,
 ) -> bool:
     """Fork the server from this process, and return whether that was possible."""
     global _bequeathed, _first_workers, _pid, forks_server
@@ -189,7 +196,7 @@ def _fork(
         inheritance[digest] = job
         for ours, _ in pipes:
             ours.close()
-        _serve(listener, our_life, token, job_id, [theirs for _, theirs in pipes])
+        _serve(listener, our_life, token, job_id, [theirs for _, theirs in pipes], at_once)
     for _, theirs in pipes:
         theirs.close()
     _first_workers = [ours for ours, _ in pipes]
@@ -279,6 +286,7 @@ def _serve(
     token: str,
     job_id: str,
     first_workers: Sequence[Connection] = (),
+    at_once: int = 0,
 ) -> NoReturn:
     """Fork worker processes until the training process ends."""
     try:
@@ -288,8 +296,9 @@ def _serve(
         _leave_training_process()
         _end_with(parents_life)
         if first_workers:
-            _fork_first_workers(first_workers, listener)
+            _fork_first_workers(first_workers[:at_once], first_workers, listener)
             time.sleep(tuning.HEAD_START_S)
+            _fork_first_workers(first_workers[at_once:], first_workers, listener)
         # Ray's library reads these variables when it is loaded. A worker process ends when the
         # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
         # server, and the server kills the worker processes of a raylet that has ended.
@@ -320,8 +329,12 @@ def _serve(
         os._exit(0)
 
 
-def _fork_first_workers(connections: Sequence[Connection], listener: socket.socket) -> None:
-    """Fork the first workers, before this process has anything of Ray."""
+def _fork_first_workers(
+    connections: Sequence[Connection],
+    all_connections: Sequence[Connection],
+    listener: socket.socket,
+) -> None:
+    """Fork a first worker for each connection, before this process has anything of Ray."""
     for connection in connections:
         try:
             pid = os.fork()
@@ -330,7 +343,7 @@ def _fork_first_workers(connections: Sequence[Connection], listener: socket.sock
             continue
         if pid == 0:
             listener.close()
-            for other in connections:
+            for other in all_connections:
                 if other is not connection:
                     other.close()
             _work_first(connection)
