@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 import threading
 import time
 import uuid
@@ -30,7 +29,7 @@ from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_oth
 from dpex.pipeline.scheduler import Scheduler
 from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.wire.loss_causes import Loss, LossCause
-from dpex.wire.packing import packed
+from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 from dpex.worker.inherited_job import inheritance
 
@@ -64,7 +63,7 @@ class Reply:
     def pack(self) -> bytes | Reply:
         """Return the pickled reply, or the reply if only Ray can pickle its references."""
         whole = all(isinstance(block, bytes) for block, _ in self.blocks)
-        return pickle.dumps(self, protocol=5) if whole else self
+        return pack_answer(self) if whole else self
 
 
 class _Pipeline:
@@ -422,19 +421,28 @@ class _PipelineActor:
             pipeline.note_loss(Loss(LossCause.TASK, str(error)))
             return None
 
-    async def accept(self, message: bytes, stored: Sequence[ray.ObjectRef] = ()) -> bytes:
+    @packed
+    async def accept(
+        self,
+        pipeline_key: str,
+        number: tuple[str, int],
+        subject: str,
+        content: tuple[Any, ...],
+        stored: Sequence[ray.ObjectRef] = (),
+    ) -> None:
         """Accept a message from a worker process; see ``Messages.send``.
 
         Args:
-            message: The pickled pipeline, sender and number, subject and content of the message.
-            stored: A reference to the block that it delivers, if the block is not in the message.
+            pipeline_key: The pipeline that the message concerns.
+            number: The message's sender and number.
+            subject: What the message is about.
+            content: Its content.
+            stored: A reference to the block that it delivers, if the block is not in the content.
         """
-        pipeline_key, number, subject, content = pickle.loads(message)
         if pipeline_key not in self._closed:
             pipeline = await self._opening(pipeline_key)
             if pipeline.arrived.add(number):
                 pipeline.accept(subject, content, stored)
-        return b""
 
     async def may_begin(
         self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]

@@ -11,12 +11,9 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-__all__ = ["pack", "packed", "unpack"]
-
-P = ParamSpec("P")
-Actor = TypeVar("Actor")
+__all__ = ["pack", "pack_answer", "packed", "unpack"]
 
 
 def pack(*values: Any, **named: Any) -> bytes:
@@ -24,19 +21,26 @@ def pack(*values: Any, **named: Any) -> bytes:
     return pickle.dumps((values, named), protocol=5)
 
 
+def pack_answer(answer: Any) -> bytes:
+    """Return an answer packed; it must not contain object references."""
+    return pickle.dumps(answer, protocol=5)
+
+
 def unpack(answer: bytes) -> Any:
-    """Return what a packed call has returned."""
+    """Return what ``pack_answer`` has packed."""
     return pickle.loads(answer)
 
 
-def packed(
-    method: Callable[Concatenate[Actor, P], Awaitable[Any]],
-) -> Callable[[Actor, bytes], Awaitable[bytes]]:
-    """Make a packed call of an actor's method: it takes what ``pack`` returns."""
+def packed(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[bytes]]:
+    """Make a packed call of an actor's method.
 
-    async def call(self: Actor, arguments: bytes) -> bytes:
+    The call takes what ``pack`` returns, and then the method's last positional arguments, which
+    may be or contain object references. Its answer is packed.
+    """
+
+    async def call(self: Any, arguments: bytes, *last: Any) -> bytes:
         values, named = pickle.loads(arguments)
-        return pickle.dumps(await method(self, *values, **named), protocol=5)
+        return pack_answer(await method(self, *values, *last, **named))
 
     functools.update_wrapper(call, method)
     del call.__wrapped__  # type: ignore[attr-defined]  # Ray would read that signature

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from dpex.wire.arrivals import Arrival, Arrivals, Decoder
 from dpex.wire.block_format import read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.packing import unpack
 from dpex.wire.segments import SegmentsUnreadableError
 
 __all__ = ["BlockSource", "Receiver"]
@@ -144,7 +144,7 @@ class Receiver:
         while request is not None:
             reply = ray.get(request)
             if isinstance(reply, bytes):
-                reply = pickle.loads(reply)
+                reply = unpack(reply)
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._handed += len(reply.blocks)

@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import os
-import pickle
 import time
 import uuid
 from collections import deque
@@ -24,6 +23,7 @@ import ray
 
 from dpex import tuning
 from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.packing import pack
 from dpex.worker.binding import Binding
 
 __all__ = [
@@ -186,7 +186,7 @@ class Messages:
             ActorUnavailableError: An earlier message cannot be sent.
         """
         number = (_sender(), next(_numbers))
-        message = pickle.dumps((self._pipeline_key, number, subject, content), protocol=5)
+        message = pack(self._pipeline_key, number, subject, content)
         arguments = (message,) if stored is None else (message, [stored])
         self._sent.append(_Message(arguments, self._call(arguments)))
         self._confirm(tuning.MOST_UNANSWERED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -76,14 +75,14 @@ async def deliver(
 ) -> None:
     """Deliver a message of a worker process."""
     content = (ORIGIN, block, 9, loss)
-    await actor.accept(pickle.dumps(("pipeline", ("sender", number), "block", content)))
+    await actor.accept(pack("pipeline", ("sender", number), "block", content))
 
 
 async def take(actor: _PipelineActor, run: str = "first") -> Reply:
     """Wait for the news of a run."""
     reply = await actor.take("pipeline", run)
     assert isinstance(reply, bytes), "no block is in the object store"
-    return cast("Reply", pickle.loads(reply))
+    return cast("Reply", unpack(reply))
 
 
 async def started(call: Awaitable[Any]) -> asyncio.Future[Any]:
