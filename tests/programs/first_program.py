@@ -60,6 +60,15 @@ class Waits(Draws):
         return index, os.getpid(), "ray" in sys.modules
 
 
+class AsksRay(Draws):
+    """Samples that ask Ray for their node."""
+
+    def __getitem__(self, index: int) -> Any:
+        import ray
+
+        return index, ray.get_runtime_context().get_node_id()
+
+
 class Counts(Draws):
     """Samples that count, as a cache or a generator in a dataset does."""
 
@@ -214,6 +223,17 @@ def spread_out() -> Any:
         if len(by_ray) == workers:
             break
     return [len(before_ray), len(set(by_ray.values()))]
+
+
+def asks_ray() -> Any:
+    """Compare the nodes that samples name with that of the loader's Ray."""
+    loader = loader_of(AsksRay())
+    batches = list(loader)
+    import ray
+
+    nodes = {node for _, names in batches for node in names}
+    indices = joined(batch.tolist() for batch, _ in batches)
+    return [indices == list(range(64)), nodes == {ray.get_runtime_context().get_node_id()}]
 
 
 def counted(*, persistent: bool = False) -> Any:

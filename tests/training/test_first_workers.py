@@ -62,6 +62,10 @@ def test_samples_that_wait_have_a_process_for_each_logical_worker_also_before_ra
     assert by_ray == 8
 
 
+def test_samples_that_ask_ray_start_no_second_ray() -> None:
+    assert outcome_of("asks_ray")[0] == [True, True]
+
+
 @pytest.mark.parametrize("scenario", ["counted", "counted_by_persistent_workers"])
 def test_state_of_logical_workers_is_torch_s_from_the_first_batch_on(scenario: str) -> None:
     assert outcome_of(scenario)[0]
