@@ -52,7 +52,7 @@ test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes
 		--durations=30 $(TEST_ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-test ## Tests that wait for a minute or more, such as for a cut link (10 minutes)
+test-long: $(VENV)/.installed-test ## Tests of a minute or more, such as of a cut link (20 minutes)
 	$(RUN) -m pytest -m long $(IN_PARALLEL) --durations=0 $(TEST_ARGS)
 
 .PHONY: test-sabotage

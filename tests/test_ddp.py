@@ -42,7 +42,9 @@ END_SECONDS = 150
     params=[
         pytest.param((torchrun, 2, False), id="2 ranks"),
         pytest.param((torchrun, 3, False), id="3 ranks", marks=pytest.mark.extended),
-        pytest.param((torchrun, 4, False), id="4 ranks", marks=pytest.mark.extended),
+        pytest.param(
+            (torchrun, 4, False), id="4 ranks", marks=[pytest.mark.extended, pytest.mark.long]
+        ),
         pytest.param((torchrun, 2, True), id="2 ranks on a cluster", marks=pytest.mark.extended),
         pytest.param(
             (deepspeed, 2, False),

@@ -98,7 +98,7 @@ def test_a_slow_link_changes_nothing(
 
 
 @pytest.mark.usefixtures("links")
-@pytest.mark.parametrize("disk_is_full", [False, True])
+@pytest.mark.parametrize("disk_is_full", [pytest.param(False, marks=pytest.mark.long), True])
 def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
     with contextlib.ExitStack() as stack:
         place, quiet = (stack.enter_context(workplace()) for _ in range(2))
@@ -119,6 +119,7 @@ def test_full_object_stores_change_nothing(disk_is_full: bool) -> None:
 
 
 # This test is here because the training process needs a node whose memory is not short.
+@pytest.mark.long
 def test_memory_that_runs_short_costs_time_alone(links: Network, undisturbed: list[Drawn]) -> None:
     with workplace() as place:
         cluster = Cluster(place, links)

@@ -139,6 +139,7 @@ def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
     return [node for *_, node in alone.finish()["samples"]]
 
 
+@pytest.mark.long
 def test_preferred_nodes_come_first_and_others_where_these_are_busy(cluster: Cluster) -> None:
     other = cluster.add("--num-cpus=4", "--labels=kind=spare")
     options = {
@@ -194,7 +195,11 @@ def test_two_jobs_on_one_cluster_do_not_disturb_one_another(
 
 
 @pytest.mark.parametrize(
-    ("what", "seconds"), [("raylet", RAYLET_LOST_SECONDS), ("gcs_server", HEAD_LOST_SECONDS)]
+    ("what", "seconds"),
+    [
+        pytest.param("raylet", RAYLET_LOST_SECONDS, marks=pytest.mark.long),
+        ("gcs_server", HEAD_LOST_SECONDS),
+    ],
 )
 def test_a_training_process_that_loses_its_ray_ends_and_resumes_with_another(
     what: str, seconds: float, cluster: Cluster, undisturbed: list[Drawn]

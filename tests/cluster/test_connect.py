@@ -284,6 +284,7 @@ def test_no_node_on_this_machine_is_said_at_once(place: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_port: int) -> None:
     start_node(empty_place, "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false")
     [head] = [pid for pid, name in processes_in(empty_place).items() if "gcs_server" in name]

@@ -143,8 +143,14 @@ def test_all_kinds_of_datasets_are_read_where_the_files_are(
 @pytest.mark.parametrize(
     "kind",
     [
-        *("ImageFolder in a store", "FashionMNIST in a store", "Parquet in a store"),
-        *("cached in a directory", "ImageFolder", "from_torchvision"),
+        *("Parquet in a store", "ImageFolder"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in (
+                *("ImageFolder in a store", "FashionMNIST in a store"),
+                *("cached in a directory", "from_torchvision"),
+            )
+        ),
     ],
 )
 def test_a_worker_that_dies_while_it_reads_changes_nothing(

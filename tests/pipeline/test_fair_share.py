@@ -15,6 +15,7 @@ PROGRAM = PROGRAMS / "even_program.py"
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.extended,
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
@@ -25,7 +26,6 @@ def start(cluster: Cluster, place: Path, rank: int, ranks: int, kind: str) -> Po
     return spawn([sys.executable, str(PROGRAM), *arguments], place, env=variables)
 
 
-@pytest.mark.long
 def test_trainers_that_share_cpus_come_on_evenly() -> None:
     ranks = 4
     with workplace() as place:

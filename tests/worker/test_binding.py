@@ -91,7 +91,7 @@ def test_state_is_torch_s_in_forked_workers() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_state_is_torch_s_in_forked_workers_whatever_else(part: int) -> None:
     with workplace() as place:
         compare(read_in_program("local", FULL[part::2], place), FULL[part::2])
@@ -107,7 +107,7 @@ def read_on_two_nodes(combinations: list[Any], cpus: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_state_is_torch_s_on_two_nodes(part: int) -> None:
     read_on_two_nodes(FULL[part::2], cpus=3)
 

@@ -198,6 +198,7 @@ def test_a_server_that_never_answers_is_told_of_and_ray_starts_the_workers() -> 
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_a_wait_for_a_worker_that_never_starts_is_told_again_and_again() -> None:
     with workplace() as place:
         command = [sys.executable, str(PROGRAM), "no_worker_program"]
