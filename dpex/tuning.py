@@ -272,6 +272,8 @@ INTERRUPT_AGAIN_S = 0.05
 HEAD_START_S = 0.5
 """Lead of the first workers over the start of the local Ray, which needs the same cores. Without
 it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
+MOST_FIRST_WORKERS = 128
+"""First workers of a loader: each takes the training process a descriptor, and a fork."""
 FORK_REQUEST_S = 5.0
 """How long the request for a forked worker process may take to arrive."""
 FIRST_RANK_S = 30.0

@@ -177,7 +177,7 @@ def fork_first_workers(
             forkserver.address(
                 bequest,
                 new_job_id() if shared else forkserver.FIRST_JOB,
-                first_workers=most(),
+                first_workers=min(most(), tuning.MOST_FIRST_WORKERS),
                 at_once=launch.free_cores(),
             )
         return forkserver.take_first_workers()

@@ -318,6 +318,11 @@ class ChunkQueue:
         return self._limits.get("parallel", 1)
 
     @property
+    def tasks_needed(self) -> int:
+        """How many tasks the pipeline needs before it makes the chunks better than first workers."""
+        return 1 if self.ended or self.waits_for_ray else self.parallel
+
+    @property
     def waits_for_ray(self) -> bool:
         """Whether a chunk waits for the pipeline, and no first worker can make it."""
         with self._workers.lock:

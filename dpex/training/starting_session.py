@@ -226,7 +226,7 @@ class StartingSession:
         # After the limit, the iteration itself finds out why tasks do not come.
         deadline = time.monotonic() + tuning.FIRST_TASKS_S
         while time.monotonic() < deadline:
-            tasks = 1 if queue is None or queue.waits_for_ray else queue.parallel
+            tasks = 1 if queue is None else queue.tasks_needed
             if remote.has_tasks(tasks, tuning.LOOK_S):
                 break
             if self._closed or _is_exiting():

@@ -312,6 +312,19 @@ def test_no_more_first_workers_are_at_work_than_the_run_uses(first: Played) -> N
     assert first.processes[0].given()[0].worker == 2
 
 
+def test_the_pipeline_needs_as_many_tasks_as_first_workers_can_be_at_work(first: Played) -> None:
+    first.feed(0, 1, 2)
+    assert first.run.queue.tasks_needed == 2
+    first.workers.end()
+    assert first.run.queue.tasks_needed == 1, "only the pipeline can make the third chunk"
+
+
+def test_the_pipeline_needs_one_task_for_a_run_that_has_ended(first: Played) -> None:
+    first.feed(0, 1)
+    first.run.end()
+    assert first.run.queue.tasks_needed == 1
+
+
 def test_a_first_worker_gets_no_chunk_before_its_process_exists() -> None:
     first = Played(begin=False)
     first.feed(0)
