@@ -319,7 +319,7 @@ class ChunkQueue:
 
     @property
     def tasks_needed(self) -> int:
-        """How many tasks the pipeline needs before it makes the chunks better than first workers."""
+        """How many tasks the pipeline needs before it gets the chunks."""
         return 1 if self.ended or self.waits_for_ray else self.parallel
 
     @property
