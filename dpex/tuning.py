@@ -274,6 +274,8 @@ HEAD_START_S = 0.5
 it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
 MOST_FIRST_WORKERS = 128
 """First workers of a loader: each takes the training process a descriptor, and a fork."""
+MORE_FORKS_S = 1.0
+"""Time for the forks of the first workers that follow, which delay the start of the local Ray."""
 FORK_REQUEST_S = 5.0
 """How long the request for a forked worker process may take to arrive."""
 FIRST_RANK_S = 30.0

@@ -375,12 +375,11 @@ class _PipelineActor:
             pipeline.scheduler.one_by_one = one_by_one
             pipeline.feed(number, payloads, workers, alone=alone)
 
-    async def has_tasks(self, pipeline_key: str, tasks: int) -> None:
-        """Start tasks of a pipeline, and wait for them; see ``Scheduler.has_tasks``."""
-        if pipeline_key not in self._closed:
-            pipeline = await self._opening(pipeline_key)
-            if not pipeline.broken:
-                await pipeline.scheduler.has_tasks(tasks)
+    async def has_tasks(self, pipeline_key: str, run: str, tasks: int) -> None:
+        """Start tasks for a run, and wait for them; see ``Scheduler.has_tasks``."""
+        pipeline = await self._serving(pipeline_key, run)
+        if pipeline is not None and not pipeline.broken:
+            await pipeline.scheduler.has_tasks(tasks)
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
         """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""

@@ -158,7 +158,9 @@ class RemoteRun:
         """
         if tasks != self._tasks_asked_for:
             self._tasks_asked_for = tasks
-            self._tasks_here = self._actor.handle.has_tasks.remote(self._pipeline_key, tasks)
+            self._tasks_here = self._actor.handle.has_tasks.remote(
+                self._pipeline_key, self._run, tasks
+            )
         done, _ = ray.wait([self._tasks_here], timeout=timeout_s)
         return bool(done)
 

@@ -114,6 +114,7 @@ class Scheduler:
         """Reset the state for a new iteration, or for a pause between iterations."""
         self._run += in_run
         self._stuck = False
+        self.stop_preparing()
         for lease in self._leases.values():
             lease.made = lease.delivered  # blocks in flight are no longer awaited
         self._asked_at = math.inf
@@ -252,7 +253,7 @@ class Scheduler:
 
     def _must_end(self, lease: TaskLease, chunk: WaitingChunk | None) -> bool:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
-        if self._closed or self._active > self._most_tasks or self._expired(lease):
+        if self._closed or self._running > self._most_tasks or self._expired(lease):
             return True
         return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)
 
@@ -411,15 +412,16 @@ class Scheduler:
     async def has_tasks(self, tasks: int) -> None:
         """Start tasks before there are chunks, and wait until so many have asked for a chunk.
 
-        It also returns if the pipeline is closed or broken, and when the first chunk comes.
+        Until the first chunk or the end of the iteration, a task replaces each that ends. Then the
+        call returns in any case, as it does if the pipeline is broken.
 
         Args:
             tasks: Number of tasks, without those that have ended.
         """
-        self._prepared = max(tasks, self._prepared)
+        self._prepared = 0 if self._closed else max(tasks, self._prepared)
         self.parallel = max(tasks, self.parallel)
         self._changed.set()
-        while self._running < tasks <= self._prepared and not self._closed:
+        while self._running < tasks <= self._prepared:
             self._has_task.clear()
             await self._has_task.wait()
 

@@ -196,6 +196,7 @@ class FirstWorkers:
     def kill(self) -> None:
         """Kill the first workers, and wait for the thread that reads what they make."""
         with self.lock:
+            self.end()  # also those that are not forked yet
             for worker in self._workers:
                 worker.kill()
         self._reader.join(tuning.EXIT_S)
@@ -257,6 +258,8 @@ class FirstWorkers:
             worker.close()
             if worker.work is not None:
                 worker.work.queue.lose()
+            if not self._workers:
+                self.end()
             self._hand_out()
 
     def _hand_out(self) -> None:
@@ -320,14 +323,19 @@ class ChunkQueue:
     @property
     def tasks_needed(self) -> int:
         """How many tasks the pipeline needs before it gets the chunks."""
-        return 1 if self.ended or self.waits_for_ray else self.parallel
+        with self._workers.lock:
+            return 1 if self.ended or self._only_pipeline else self.parallel
+
+    @property
+    def _only_pipeline(self) -> bool:
+        """Whether first workers make no more chunks, or must not make a chunk that waits."""
+        return self._workers.ending.is_set() or any(chunk.alone for chunk in self._waiting)
 
     @property
     def waits_for_ray(self) -> bool:
         """Whether a chunk waits for the pipeline, and no first worker can make it."""
         with self._workers.lock:
-            only_pipeline = self._workers.ending.is_set() or any(c.alone for c in self._waiting)
-            return self.remote is None and bool(self._waiting) and only_pipeline
+            return self.remote is None and bool(self._waiting) and self._only_pipeline
 
     @property
     def first_workers_at_work(self) -> int:

@@ -141,6 +141,8 @@ class StartingSession:
         self._begun = False
         # Not the thread's own join(): on Python 3.11, an interrupted join() takes it for ended.
         self._over = threading.Event()
+        # Whether a thread waits for the end of the start.
+        self._awaited = False
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -166,6 +168,7 @@ class StartingSession:
 
     def wait(self) -> None:
         """Wait until Ray has started; call ``begin`` before."""
+        self._awaited = True
         self._workers.hurry.set()
         self._over.wait()
 
@@ -226,7 +229,7 @@ class StartingSession:
         # After the limit, the iteration itself finds out why tasks do not come.
         deadline = time.monotonic() + tuning.FIRST_TASKS_S
         while time.monotonic() < deadline:
-            tasks = 1 if queue is None else queue.tasks_needed
+            tasks = 1 if queue is None or self._awaited else queue.tasks_needed
             if remote.has_tasks(tasks, tuning.LOOK_S):
                 break
             if self._closed or _is_exiting():

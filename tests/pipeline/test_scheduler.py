@@ -256,6 +256,36 @@ def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
     play(scenario)
 
 
+def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespace) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        prepared = asyncio.ensure_future(scheduler.has_tasks(1))
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
+        await asyncio.wait_for(prepared, SECONDS)
+        scheduler.begin(in_run=False)
+        clock.now += tuning.LONG_IDLE_S
+        assert await asyncio.wait_for(asking, SECONDS) is None
+        assert await start_tasks(scheduler) == 0
+
+    play(scenario, first_tasks=1)
+
+
+def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.parallel = 1
+        waiting = asyncio.ensure_future(scheduler.has_tasks(7))
+        await asyncio.sleep(0)
+        assert await start_tasks(scheduler) == 7
+        asking = [asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in "abc"]
+        await scheduler.has_tasks(3)
+        scheduler.parallel = 3
+        feed(scheduler, b"0", b"1", b"2")
+        assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
+        assert await scheduler.next_chunk("d", 0, 0) is None, "one too many"
+        await waiting
+
+    play(scenario)
+
+
 def test_who_starts_the_tasks_may_begin_again() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1")
@@ -446,14 +476,14 @@ def test_a_lease_ends_after_a_while_if_something_depends_on_it(
 
 def test_a_task_too_many_ends() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        feed(scheduler, b"0", b"1", b"2")
-        assert await start_tasks(scheduler) == 3
-        await scheduler.next_chunk("a", 0, 0)
-        await scheduler.next_chunk("b", 0, 0)
+        feed(scheduler, b"0", b"1", b"2", b"3")
+        assert await start_tasks(scheduler) == 4
+        for name in ("a", "b", "c"):
+            await scheduler.next_chunk(name, 0, 0)
         scheduler.parallel = 2
         assert await scheduler.next_chunk("a", 1, 1) is None
         assert await start_tasks(scheduler) == 0
-        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"2"
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"3"
 
     play(scenario)
 

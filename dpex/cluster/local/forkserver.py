@@ -26,6 +26,7 @@ import gc
 import hmac
 import importlib
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -298,7 +299,8 @@ def _serve(
         if first_workers:
             _fork_first_workers(first_workers[:at_once], first_workers, listener)
             time.sleep(tuning.HEAD_START_S)
-            _fork_first_workers(first_workers[at_once:], first_workers, listener)
+            deadline = time.monotonic() + tuning.MORE_FORKS_S
+            _fork_first_workers(first_workers[at_once:], first_workers, listener, deadline)
         # Ray's library reads these variables when it is loaded. A worker process ends when the
         # process in RAY_RAYLET_PID ends. The raylet does not exist yet, so the variable names this
         # server, and the server kills the worker processes of a raylet that has ended.
@@ -333,12 +335,18 @@ def _fork_first_workers(
     connections: Sequence[Connection],
     all_connections: Sequence[Connection],
     listener: socket.socket,
+    deadline: float = math.inf,
 ) -> None:
-    """Fork a first worker for each connection, before this process has anything of Ray."""
+    """Fork a first worker for each connection, before this process has anything of Ray.
+
+    A first worker whose connection is closed gets no chunk.
+    """
     for connection in connections:
+        if connection.poll() or time.monotonic() > deadline:
+            continue  # it is not needed any more, or would delay Ray
         try:
             pid = os.fork()
-        except OSError as error:  # its connection is closed below, so it gets no chunk
+        except OSError as error:
             logger.info("a first worker cannot be forked: %s", error)
             continue
         if pid == 0:
