@@ -325,6 +325,15 @@ def test_the_pipeline_needs_one_task_for_a_run_that_has_ended(first: Played) -> 
     assert first.run.queue.tasks_needed == 1
 
 
+def test_a_run_waits_for_ray_if_there_are_no_first_workers_left() -> None:
+    first = Played(begin=False)
+    first.feed(0)
+    for process in first.processes:
+        process.die()
+    wait_until(lambda: first.run.waits_for_ray, SECONDS, "the end of the first workers")
+    assert first.run.queue.tasks_needed == 1
+
+
 def test_a_first_worker_gets_no_chunk_before_its_process_exists() -> None:
     first = Played(begin=False)
     first.feed(0)
