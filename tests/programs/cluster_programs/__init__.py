@@ -74,6 +74,7 @@ def environment(place: Path, **variables: str) -> dict[str, str]:
     home.mkdir(exist_ok=True)
     return clean | {
         "RAY_TMPDIR": str(place),
+        "RAY_USAGE_STATS_ENABLED": "0",  # else Ray Data starts one more process in every cluster
         "TMPDIR": str(place),
         "HOME": str(home),
         "PYTHONPATH": str(ROOT),
