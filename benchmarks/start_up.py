@@ -98,7 +98,9 @@ def first_ray_task() -> dict[str, float]:
         def call(self) -> int:
             return 1
 
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     started_s = since_start_s()
     ray.get(ray.remote(Actor).remote().call.remote())
     return {"started_s": started_s, "first_call_s": since_start_s()}
