@@ -218,7 +218,7 @@ def test_a_training_process_that_loses_its_ray_ends_and_resumes_with_another(
     assert len(again["waits"]) == LENGTH // 10 - 21
 
 
-@pytest.mark.parametrize("what", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("what", [pytest.param("raylet", marks=pytest.mark.long), "gcs_server"])
 def test_a_training_process_that_loses_its_local_ray_learns_of_it(what: str) -> None:
     with workplace() as place:
         training = TrainingProcess(place, "local", length=50 * LENGTH)

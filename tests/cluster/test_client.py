@@ -135,6 +135,7 @@ if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["
 """
 
 
+@pytest.mark.long
 def test_a_server_that_fails_once_is_asked_again() -> None:
     with workplace() as head, workplace() as laptop:
         (head / "sitecustomize.py").write_text(FIRST_DIES)
@@ -162,6 +163,7 @@ def test_a_head_that_dies_is_an_error(capfd: pytest.CaptureFixture[str]) -> None
     assert "dpex.errors.BatchLostError" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_as_it_is(server: str) -> None:
     """Once RAY_ADDRESS names the server, a program needs no other change."""
     with workplace() as laptop:

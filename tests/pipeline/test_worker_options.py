@@ -178,6 +178,7 @@ except ClusterError as error:
 
 @pytest.mark.multiprocess
 @pytest.mark.extended
+@pytest.mark.long
 def test_a_cluster_is_given_time_to_get_such_a_node() -> None:
     with workplace() as place:
         cluster = Cluster(place)

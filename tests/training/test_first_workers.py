@@ -56,6 +56,7 @@ def test_an_epoch_goes_over_to_ray_when_a_task_waits() -> None:
     assert "lost" not in errors
 
 
+@pytest.mark.extended
 def test_samples_that_wait_have_a_process_for_each_logical_worker_also_before_ray() -> None:
     before_ray, by_ray = outcome_of("spread_out")[0]
     assert before_ray == 8
