@@ -273,7 +273,7 @@ HEAD_START_S = 0.5
 """Lead of the first workers over the start of the local Ray, which needs the same cores. Without
 it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
 MOST_FIRST_WORKERS = 128
-"""First workers of a loader: each takes the training process a descriptor, and a fork."""
+"""First workers of a loader; each needs a fork and a descriptor."""
 MORE_FORKS_S = 1.0
 """Time for the forks of the first workers that follow, which delay the start of the local Ray."""
 FORK_REQUEST_S = 5.0
