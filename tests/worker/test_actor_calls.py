@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from dpex import tuning
 from dpex.wire.loss_causes import LossCause
+from dpex.wire.packing import unpack
 from dpex.worker import actor_calls
 from dpex.worker.actor_calls import Arrived, Messages, Patience, loss_of
 
@@ -38,7 +38,8 @@ class FakePipelineActor:
         self.accept = self
 
     def remote(self, *arguments: Any) -> Answer:
-        self.calls.append(pickle.loads(arguments[0]))
+        values, _ = unpack(arguments[0])
+        self.calls.append(values)
         return Answer(self._errors.pop(0) if self._errors else None)
 
 
