@@ -272,6 +272,9 @@ INTERRUPT_AGAIN_S = 0.05
 HEAD_START_S = 0.5
 """Lead of the first workers over the start of the local Ray, which needs the same cores. Without
 it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
+CLEARLY_MORE = 4
+"""Tasks per core from which more first workers than cores make chunks. Without it, `null` was 0.79
+of the rate before, because its samples seemed to wait while Ray started."""
 MOST_FIRST_WORKERS = 128
 """First workers of a loader; each needs a fork and a descriptor."""
 MORE_FORKS_S = 1.0

@@ -317,8 +317,13 @@ class ChunkQueue:
 
     @property
     def parallel(self) -> int:
-        """How many processes are to make chunks at once; see ``ChunkPlanner``."""
-        return self._limits.get("parallel", 1)
+        """How many processes are to make chunks at once: one per core unless samples clearly wait.
+
+        While Ray starts, samples that compute wait for cores too. With more processes, they would
+        wait longer, and seem to need still more processes.
+        """
+        parallel, cores = self._limits.get("parallel", 1), self._limits.get("starting", 1)
+        return parallel if parallel >= tuning.CLEARLY_MORE * cores else min(parallel, cores)
 
     @property
     def tasks_needed(self) -> int:

@@ -25,7 +25,7 @@ from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
 
 LOGICAL_WORKERS = 4
-LIMITS = {"parallel": 2}
+LIMITS = {"parallel": 2, "starting": 2}
 SECONDS = 10
 
 
@@ -301,11 +301,11 @@ def test_the_error_of_ray_s_start_takes_the_place_of_what_arrives(first: Played)
 
 
 def test_no_more_first_workers_are_at_work_than_the_run_uses(first: Played) -> None:
-    first.limits = {"parallel": 1}
+    first.limits = {"parallel": 3, "starting": 1}
     first.feed(0, 1)
     chunk, _ = first.processes[0].given()
-    assert first.processes[1].idle()
-    first.limits = {"parallel": 2}
+    assert first.processes[1].idle(), "samples that compute may seem to wait for three quarters"
+    first.limits = {"parallel": 4, "starting": 1}
     first.feed(2)
     assert first.processes[1].given()[0].worker == 1
     first.processes[0].deliver(chunk)
