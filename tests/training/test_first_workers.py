@@ -58,9 +58,7 @@ def test_an_epoch_goes_over_to_ray_when_a_task_waits() -> None:
 
 @pytest.mark.extended
 def test_samples_that_wait_have_a_process_for_each_logical_worker_also_before_ray() -> None:
-    before_ray, by_ray = outcome_of("spread_out")[0]
-    assert before_ray == 8
-    assert by_ray == 8
+    assert outcome_of("spread_out")[0] == [True, True]
 
 
 def test_samples_that_ask_ray_start_no_second_ray() -> None:
