@@ -451,8 +451,8 @@ def report(record: Mapping[str, Any]) -> str:
         f"Old is {old}, new is the working tree at {new}{with_env}. Each side has "
         f"{record['rounds']} round(s), which alternate. A ratio compares the two turns of one "
         "round. "
-        'A figure is "worse" only if its new median lies outside of the range of the old rounds, '
-        'on the bad side; it is "better" on the good side, and "within" otherwise. '
+        'A figure is "within" if its new median is inside the range of the old rounds. Outside '
+        'of it, the figure is "worse" or "better". '
         f"With equal code, chance makes at most {chance_of_worse(record['rounds']):.0%} of the "
         f'figures "worse". The load average was {loads} before and after the run, {busiest:.1f} at '
         f"the start of the median case. The run took {record['seconds'] / 60:.0f} minutes on "

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="when to give up (120; 600 with --loader)",
+        help="time limit (120; 600 with --loader)",
     )
     doctor.add_argument(
         "--loader",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import sys
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
@@ -24,8 +26,9 @@ from dpex.training.checkpoint import Progress
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
-from dpex.training.index_iterator import Indices, Source
-from dpex.training.local_iterator import PlainIter, plain_iterator
+from dpex.training.index_iterator import IndexSampler
+from dpex.training.index_source import IndexSource
+from dpex.training.local_iterator import LocalIter, local_iterator
 from dpex.training.sampler_epochs import SamplerEpochs
 from dpex.training.stage_plan import divide
 from dpex.training.starting_session import StartingSession, UnstoredJob
@@ -179,8 +182,11 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self.max_skipped = max_skipped
         self._cluster: _ClusterState | None = None
         self._warmed: StartingSession | None = None
+        # The values for which the session was made.
+        self._session_options: tuple[Any, ...] | None = None
         self._progress = Progress()
         self._meter = Meter()
+        self._newest: weakref.ref[ClusterIter | LocalIter] | None = None
         self._accelerate_knows: bool | None = None
         self._pickled_slowly = False
         super().__init__(
@@ -215,11 +221,17 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
         Accelerate reads it, and replaces an unprepared loader by a plain torch ``DataLoader``.
         """
-        if self._distributed and self._accelerate_knows is None:
+        # Other readers, such as inspect.getmembers(), need no warning.
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if (
+            reader.startswith("accelerate.")
+            and self._distributed
+            and self._accelerate_knows is None
+        ):
             _warn_once(
                 "accelerate",
                 "Accelerate makes a plain torch DataLoader of this DpexDataLoader: its workers run "
-                "on this host. Call dpex.integrations.accelerate.prepare(accelerator, ...) in "
+                "on this machine. Call dpex.integrations.accelerate.prepare(accelerator, ...) in "
                 "place of accelerator.prepare(...)",
             )
         return bool(self._accelerate_knows)
@@ -244,8 +256,13 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                     "num_workers=0: this process makes the batches, as with torch. Set num_workers "
                     "to the number of tasks that may make batches at once"
                 )
-            return plain_iterator(self)
+            return self._record(local_iterator(self))
 
+        if self.prefetch_factor <= 0:  # type: ignore[operator]  # for None, torch's TypeError
+            raise AssertionError(
+                f"prefetch_factor must be greater than 0, got {self.prefetch_factor}"
+            )
+        self._drop_outdated_session()
         jobs = self._jobs()
         state = self._cluster
         if state is None or not state.session.alive:
@@ -254,17 +271,41 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self._warmed = None
             state = self._cluster = _ClusterState(self, session or self._connected(jobs.bequest))
         stored = state.session.store(jobs.pickle_job, jobs.later)
-        return ClusterIter(
-            self,
-            stored,
-            state.session,
-            state.planner,
-            state.versions,
-            state.epochs,
-            max_skipped=self.max_skipped,
-            forks=self._forks,
-            seeded=self._progress.seeded,
+        return self._record(
+            ClusterIter(
+                self,
+                stored,
+                state.session,
+                state.planner_for(self),
+                state.versions,
+                state.epochs,
+                max_skipped=self.max_skipped,
+                forks=self._forks,
+                seeded=self._progress.seeded,
+            )
         )
+
+    def _record(self, iterator: ClusterIter | LocalIter) -> ClusterIter | LocalIter:
+        """Record dpex's iterator, because a subclass may return another one that contains it."""
+        self._newest = weakref.ref(iterator)
+        return iterator
+
+    def _inner(self) -> ClusterIter | LocalIter | None:
+        """Return dpex's iterator in the one that a subclass returned, or None."""
+        return None if self._newest is None else self._newest()
+
+    def _drop_outdated_session(self) -> None:
+        """Drop the session if an attribute that it depends on has changed, unless workers persist.
+
+        Iterators that still use the session keep it. It is released with the last of them.
+        """
+        options = (self.head_address, self.num_workers, dict(self.worker_options or {}))
+        if self._iterator is None and self._session_options != options:
+            self._session_options = options
+            self._cluster = None
+            warmed, self._warmed = self._warmed, None
+            if warmed is not None:
+                warmed.close()
 
     @overload
     def _starting_session(self, jobs: _Jobs, *, warms_up: Literal[True]) -> StartingSession: ...
@@ -335,6 +376,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if not self._distributed:
             return
+        self._drop_outdated_session()
         sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
         session = next((s for s in sessions if s is not None and s.alive), None)
         if session is None:
@@ -391,16 +433,20 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
             self._iterator = None  # the Ray of its persistent workers is gone
         meter = Meter()
+        self._newest = None
         with meter.asked(for_batch=False):
             try:
                 iterator = super().__iter__()
             except SerializationError as error:
                 # The message names the object. The frames are dpex's, and tell the user nothing.
                 raise error.with_traceback(None) from error.__cause__
-            assert isinstance(iterator, ClusterIter | PlainIter)
-            if isinstance(iterator, PlainIter):
-                iterator.read_on()
-        iterator.meter = self._meter = meter
+            own = iterator if isinstance(iterator, ClusterIter | LocalIter) else self._inner()
+            if isinstance(own, LocalIter):
+                own.read_on()
+        self._meter = meter
+        if own is not None:
+            own.meter = meter
+            meter.count_samples_of(own._sampler_iter.epoch)
         return iterator
 
     def stats(self) -> LoaderStats:
@@ -410,13 +456,12 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             Statistics whose ``repr()`` shows what bounds the training loop. If the loader has no
             workers on Ray, only times, batches, samples and ``in_flight`` are counted.
         """
-        epoch = self._progress.epoch
-        return self._meter.stats(samples=epoch.samples if epoch else 0)
+        return self._meter.stats()
 
     @property
-    def _source(self) -> Source:
+    def _source(self) -> IndexSource:
         index_sampler = super()._index_sampler
-        return Source(
+        return IndexSource(
             index_sampler,
             self._auto_collation,
             self.generator,
@@ -425,8 +470,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
     @property
-    def _index_sampler(self) -> Indices:
-        return Indices(self._source, self._progress)
+    def _index_sampler(self) -> IndexSampler:
+        return IndexSampler(self._source, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, from which another process can resume.
@@ -493,9 +538,10 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             iterator._shutdown_workers()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes, with session, iterator, progress and statistics reset."""
-        own = dict.fromkeys(["_cluster", "_warmed", "_iterator"])
-        return {**self.__dict__, **own, "_progress": Progress(), "_meter": Meter()}
+        """Return the attributes, without session, iterator and epoch; a loaded state stays."""
+        own = dict.fromkeys(["_cluster", "_warmed", "_iterator", "_newest"])
+        progress = Progress(self._progress.pending)
+        return {**self.__dict__, **own, "_progress": progress, "_meter": Meter()}
 
     def __enter__(self) -> Self:
         return self
@@ -590,16 +636,23 @@ class _ClusterState:
     """The state that a loader keeps from one iteration to the next."""
 
     def __init__(self, loader: DpexDataLoader[Any], session: Session | StartingSession) -> None:
-        assert loader.prefetch_factor is not None
         self.session = session
         self.versions = DatasetVersions()
         self.epochs = SamplerEpochs(loader)
-        self.planner = ChunkPlanner(
-            num_workers=loader.num_workers,
-            prefetch_factor=loader.prefetch_factor,
-            prefetch_bytes=loader.prefetch_bytes,
-            claims_cpus=session.claims_cpus,
-        )
+        self._planned_for: dict[str, int] = {}
+
+    def planner_for(self, loader: DpexDataLoader[Any]) -> ChunkPlanner:
+        """Return the planner of the last iteration, or a new one if its arguments have changed."""
+        assert loader.prefetch_factor is not None
+        arguments = {
+            "num_workers": loader.num_workers,
+            "prefetch_factor": loader.prefetch_factor,
+            "prefetch_bytes": loader.prefetch_bytes,
+        }
+        if arguments != self._planned_for:
+            self._planned_for = arguments
+            self._planner = ChunkPlanner(**arguments, claims_cpus=self.session.claims_cpus())
+        return self._planner
 
 
 _warned: set[str] = set()

@@ -6,8 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from dpex.wire.timings import Costs
+
+if TYPE_CHECKING:
+    from dpex.training.checkpoint import EpochProgress
 
 __all__ = ["LoaderStats", "Meter"]
 
@@ -29,7 +33,8 @@ class LoaderStats:
         first_batch_s: Time from ``iter()`` to the first batch; None before the first batch.
         batches: Batches delivered.
         samples: Samples requested for the delivered batches, including the skipped samples. For an
-            ``IterableDataset`` with workers on Ray: samples that the delivered batches hold.
+            ``IterableDataset`` with workers on Ray: samples that the delivered batches hold. A
+            batch whose indices have no ``len()`` counts as 0 samples.
         size_bytes: Size of all blocks received, including batches that are not delivered yet.
         read_s: Time in the dataset, including transforms that the dataset applies itself.
         transform_s: Time in the transforms of a ``MappedDataset``.
@@ -40,7 +45,7 @@ class LoaderStats:
         decode_s: Time to unpack blocks into the batches' memory, in a background thread too. The
             memory is page-locked with ``pin_memory``.
         retries: Batches that dpex resent or that a restarted Ray task recomputed, because worker
-            processes died.
+            processes, nodes or blocks were lost.
         skipped: Samples that ``on_error="skip"`` left out.
         cache_hits: Samples that workers found in the cache of a ``cached`` dataset.
         cache_misses: Samples that workers computed because that cache did not have them.
@@ -156,6 +161,8 @@ class Meter:
         self._waiting_s = 0.0
         self._first_batch_s: float | None = None
         self._batches = 0
+        self._epoch: EpochProgress | None = None
+        self._uncounted_samples = 0
         self._costs = Costs()
         self._size_bytes = 0
         self._transfer_s = 0.0
@@ -165,6 +172,15 @@ class Meter:
         self.in_flight = 0
         self.published = LoaderStats()
 
+    def count_samples_of(self, epoch: EpochProgress) -> None:
+        """Count the samples that an epoch delivers from now on."""
+        self._epoch = epoch
+        self._uncounted_samples = epoch.samples_delivered
+
+    @property
+    def _samples(self) -> int:
+        return 0 if self._epoch is None else self._epoch.samples_delivered - self._uncounted_samples
+
     @contextlib.contextmanager
     def asked(self, *, for_batch: bool = True) -> Iterator[None]:
         """Count the time inside the context as waiting time of the training loop.
@@ -173,10 +189,17 @@ class Meter:
             for_batch: Whether to count a batch if the context ends without an exception.
         """
         entered = time.perf_counter()
+        samples = self._samples
         try:
             yield
             if for_batch:
                 self._batches += 1
+        except StopIteration:
+            self.in_flight = 0  # torch's workers never make the last requests for a stream
+            raise
+        except BaseException:
+            self._uncounted_samples += self._samples - samples
+            raise
         finally:
             self._left = time.perf_counter()
             self._waiting_s += self._left - entered
@@ -190,19 +213,15 @@ class Meter:
         self._transfer_s += transfer_s
         self._decode_s += decode_s
 
-    def stats(self, *, samples: int) -> LoaderStats:
-        """Return the statistics up to now.
-
-        Args:
-            samples: Samples of the batches delivered.
-        """
+    def stats(self) -> LoaderStats:
+        """Return the statistics up to now."""
         costs = self._costs
         return LoaderStats(
             seconds=self._left - self._began,
             waiting_s=self._waiting_s,
             first_batch_s=self._first_batch_s,
             batches=self._batches,
-            samples=samples,
+            samples=self._samples,
             size_bytes=self._size_bytes,
             read_s=costs.read_s,
             transform_s=costs.transform_s,

@@ -89,9 +89,9 @@ MOST_LOSSES = 3
 """Consecutive losses, of pipelines or blocks, with no block in between, that fail the epoch."""
 STREAM_TRIES = 2
 """How often dpex sends a stream's chunk to a task that makes no other chunk."""
-NO_ROOM_TRIES = 6
-"""How often dpex sends a chunk whose blocks find no room in the object store and on its disk."""
-NO_ROOM_WAIT_S = 2.0
+STORE_FULL_TRIES = 6
+"""How often dpex sends a chunk whose blocks Ray cannot store, in memory or on disk."""
+STORE_FULL_WAIT_S = 2.0
 """Wait before each of these tries: Ray frees blocks some time after they have been read."""
 
 # --- CPUs that training jobs share ----------------------------------------------------------------
@@ -251,8 +251,13 @@ JOIN_S = 30.0
 """How long a process takes at most to join a cluster whose head has answered."""
 STALE_S = 2.0
 """How long the head of a cluster may take that this machine started, before it counts as gone."""
-CLIENT_JOIN_S = 90.0
-"""How long a Ray Client takes at most: its server starts a process that loads Ray and dpex."""
+CLIENT_JOIN_S = 45.0
+"""How long an attempt to connect through Ray Client takes at most.
+
+Its server starts a process that loads Ray and dpex, and waits at most 30 s for that process.
+"""
+CLIENT_END_S = 10.0
+"""How long such an attempt may take to end after dpex has cancelled it."""
 CLIENT_JOIN_TRIES = 3
 """How often a Ray Client tries to connect."""
 LOOKUP_S = 2.0
@@ -309,6 +314,10 @@ SLOW_PICKLING_S = 1.0
 
 MAX_ENDED_LEASES = 256
 """Ended leases that are kept, because Ray restarts a task if its output is lost."""
+MAX_BLOCKS_TRIED = 10_000
+"""Blocks of which the attempts by a later stage are counted: far more than are in flight."""
+MAX_SENDERS = 10_000
+"""Worker processes of which the latest messages are known: far more than work at once."""
 MAX_CLOSED_PIPELINES = 10_000
 """Names of closed pipelines that are kept, because late calls ask for them."""
 MOST_NODES_ASKED = 64

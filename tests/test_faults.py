@@ -234,9 +234,9 @@ def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk
     iterator: Any = iter(loader)
     next(iterator)
     epoch = iterator._epoch
-    arrivals = epoch._run.arrivals
+    arrivals = epoch._remote_run.arrivals
     wait_until(lambda: arrivals.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
-    full = Loss(LossCause.NO_ROOM, "a full disk")
+    full = Loss(LossCause.STORE_FULL, "a full disk")
     ask_actor(loader, lambda actor: [pipeline.note_loss(full) for pipeline in actor._opened()])
     wait_until(lambda: arrivals._losses == [full], 30, "reason")
     assert len(list(iterator)) == 3

@@ -76,7 +76,7 @@ def interrupt_when(reached: list[str], *, mode: str) -> tuple[int, str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mode", ["torch", "dpex"])
+@pytest.mark.parametrize("mode", ["torch", "dpex", "importing"])
 def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> None:
     status, errors = interrupt_when(["sample"], mode=mode)
     assert status == -signal.SIGINT, errors
@@ -149,7 +149,7 @@ def test_an_iteration_that_did_not_begin_takes_nothing_from_the_next(
     session = loader._cluster.session
     [first] = session._pipelines._pipelines
     with monkeypatch.context() as patch:
-        patch.setattr(session._nodes, "answered", interrupted)
+        patch.setattr(session._nodes, "wait_for_answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
     assert torch.cat(list(loader)).tolist() == [*range(16)]

@@ -62,23 +62,13 @@ def targets(module: str, node: ast.AST) -> set[str]:
     return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def imports(module: str, *, top_level_only: bool) -> set[str]:
-    """Return the modules that a module imports, or only those that it imports while it loads."""
-    found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
-    while pending:
-        node = pending.pop()
-        found |= targets(module, node)
-        deferred = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if not (top_level_only and (deferred or is_type_checking(node))):
-            pending.extend(ast.iter_child_nodes(node))
-        elif isinstance(node, ast.If):
-            pending.extend(node.orelse)
-    return found
+def imports(module: str) -> set[str]:
+    """Return the modules that a module imports, also in functions and for annotations."""
+    return {
+        name
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        for name in targets(module, node)
+    }
 
 
 def is_within(module: str, package: str) -> bool:
@@ -103,15 +93,13 @@ def assigned_all(path: Path) -> list[str] | None:
 @pytest.mark.parametrize("module", MODULES)
 def test_only_some_modules_import_ray(module: str) -> None:
     if not reaches_ray(module):
-        assert not {
-            name for name in imports(module, top_level_only=False) if is_within(name, "ray")
-        }
+        assert not {name for name in imports(module) if is_within(name, "ray")}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_only_its_doors_reach_ray(module: str) -> None:
     if not reaches_ray(module) and module not in DOORS_TO_RAY:
-        assert not {name for name in imports(module, top_level_only=False) if reaches_ray(name)}
+        assert not {name for name in imports(module) if reaches_ray(name)}
 
 
 @pytest.mark.parametrize("number", range(1, len(LAYERS)))
@@ -120,7 +108,7 @@ def test_a_layer_imports_none_before_it(number: int) -> None:
         f"{module} imports {name}"
         for module in MODULES
         if is_within(module, LAYERS[number])
-        for name in imports(module, top_level_only=False)
+        for name in imports(module)
         if any(is_within(name, before) for before in LAYERS[:number])
     }
     assert not upwards
@@ -128,7 +116,7 @@ def test_a_layer_imports_none_before_it(number: int) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_framework_is_imported_by_its_own_integration_alone(module: str) -> None:
-    named = {name.partition(".")[0] for name in imports(module, top_level_only=False)}
+    named = {name.partition(".")[0] for name in imports(module)}
     own = {module.rpartition(".")[2]} if is_within(module, "dpex.integrations") else set()
     assert not (named & FRAMEWORKS) - own
 
@@ -136,7 +124,7 @@ def test_a_framework_is_imported_by_its_own_integration_alone(module: str) -> No
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_depends_on_an_integration_but_integrations(module: str) -> None:
     if not is_within(module, "dpex.integrations"):
-        named = imports(module, top_level_only=False)
+        named = imports(module)
         assert not {name for name in named if is_within(name, "dpex.integrations")}
 
 
@@ -144,11 +132,7 @@ def test_no_import_cycles() -> None:
     # Python runs the __init__ of a module's packages before the module. That is no edge here. It is
     # harmless unless an __init__ imports the module at its top level, and that import is an edge.
     graph = {
-        module: {
-            name
-            for name in imports(module, top_level_only=True)
-            if name in MODULES and name != module
-        }
+        module: {name for name in imports(module) if name in MODULES and name != module}
         for module in MODULES
     }
     try:

@@ -282,6 +282,61 @@ def test_endless_samplers_are_read_no_further_than_the_run_ahead() -> None:
     assert len(drawn) <= (50 + 3 * 2 + 1) * 10
 
 
+def test_the_next_iterator_has_the_attributes_as_they_are_then() -> None:
+    drawn = 0
+
+    def indices_drawn() -> Any:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield drawn % 200
+
+    loader = loader_of(Plain(), sampler=indices_drawn(), prefetch_bytes=0)
+    for name, value, batches in (
+        ("num_workers", 3, 6),
+        ("prefetch_factor", 4, 12),
+        ("num_workers", 1, 4),
+        ("prefetch_bytes", 1 << 30, 4),
+    ):
+        setattr(loader, name, value)
+        drawn = 0
+        iterator = iter(loader)
+        assert drawn == 10 * batches
+        for _ in range(20):
+            next(iterator)
+    assert drawn > (20 + 4 + 1) * 10  # prefetch_bytes allows more than prefetch_factor
+    loader.prefetch_bytes = drawn = 0
+    iterator = iter(loader)
+    for _ in range(20):
+        next(iterator)
+    assert drawn <= (20 + 4 + 1) * 10
+
+
+class Variable(Plain):
+    """Samples that are an environment variable of their process."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.environ.get("DPEX_TEST_LIFE")
+
+
+def with_variable(value: str) -> Any:
+    return {"runtime_env": {"env_vars": {"DPEX_TEST_LIFE": value}}}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_have_the_options_as_they_are_at_iter_unless_they_persist(persistent: bool) -> None:
+    options = {"num_workers": 1, "collate_fn": set, "persistent_workers": persistent}
+    loader = loader_of(Variable(), worker_options=with_variable("first"), **options)
+    first = iter(loader)
+    assert next(first) == {"first"}
+    loader.worker_options = with_variable("second")
+    loader.warm_up()
+    second = iter(loader)
+    assert next(second) == {"first" if persistent else "second"}
+    assert list(first) == [{"first"}] * 19
+    loader.close()
+
+
 def test_set_epoch_between_iter_and_next_draws_again() -> None:
     class Shifted:
         """A sampler whose indices depend on its epoch, like torch's DistributedSampler."""

@@ -1009,6 +1009,17 @@ def test_refuses_what_torch_refuses(arguments: Arguments) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize(("prefetch_factor", "error"), [(0, AssertionError), (None, TypeError)])
+def test_refuses_at_iter_what_torch_refuses_then(
+    prefetch_factor: int | None, error: type[Exception]
+) -> None:
+    for loader_type, ours in ((DpexDataLoader, OURS), (DataLoader, {})):
+        loader = loader_type(Squares(5), num_workers=2, **ours)
+        loader.prefetch_factor = prefetch_factor
+        with pytest.raises(error):
+            iter(loader)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "sampler", "dataset", "persistent_workers"])
 def test_refuses_to_change_what_torch_refuses_to_change(name: str) -> None:
     for loader in both(lambda: {"dataset": Squares(3), "num_workers": 1}):

@@ -50,10 +50,13 @@ def first() -> None:
     Args:
         name: {LONG}.
     """
+    raise ValueError(f"{{name}} goes on for ever. {LONG}")
 '''
     assert problems(tmp_path / "module.py", text) == [
         "'goes on': continue",
         "a docstring begins with 'Have'",
         "27 words: name word word word word word word word ...",
         "'begun': started",
+        "26 words: word word word word word word word word ...",
+        "'goes on': continue",
     ]

@@ -6,11 +6,14 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from dpex import DpexDataLoader, LoaderStats
 from dpex.datasets import cached
@@ -20,6 +23,9 @@ from dpex.wire.timings import Costs, count, noted, spent
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
+MODES: Any = pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, OURS], ids=["here", "torch", "dpex"]
+)
 PAUSE_S = 0.005
 
 
@@ -71,7 +77,7 @@ def test_seconds_are_where_they_were_spent(transform: list[Any]) -> None:
             assert stats.cache_hit_rate is None
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, OURS], ids=["here", "torch", "dpex"])
+@MODES
 def test_delivered_batches_count_and_the_loop_s_own_time_does_not(options: Any) -> None:
     with DpexDataLoader(Slow(), batch_size=4, **options) as loader:
         assert loader.stats() == LoaderStats()
@@ -85,6 +91,71 @@ def test_delivered_batches_count_and_the_loop_s_own_time_does_not(options: Any) 
         assert stats.seconds - stats.waiting_s >= 2 * 20 * PAUSE_S
         if options is OURS:
             assert stats.in_flight > 0
+
+
+class Broken(Slow):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("a broken file")
+        return index
+
+
+@MODES
+def test_a_batch_that_raised_does_not_count(options: Any) -> None:
+    with DpexDataLoader(Broken(), batch_size=4, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(OSError, match="a broken file"):
+            next(iterator)
+        assert (loader.stats().batches, loader.stats().samples) == (1, 4)
+        list(iterator)
+        assert (loader.stats().batches, loader.stats().samples) == (9, 36)
+
+
+@MODES
+def test_an_epoch_drawn_again_counts(options: Any) -> None:
+    sampler = DistributedSampler(Slow(), num_replicas=1, rank=0)
+    with DpexDataLoader(Slow(), batch_size=4, sampler=sampler, **options) as loader:
+        iterator = iter(loader)
+        sampler.set_epoch(1)
+        next(iterator)
+        assert (loader.stats().batches, loader.stats().samples) == (1, 4)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+@MODES
+def test_batches_of_a_stream_that_are_read_again_do_not_count(options: Any) -> None:
+    with DpexDataLoader(Stream(), batch_size=4, **options) as loader:
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        state = loader.state_dict()
+        batches = 4 + len(list(iterator))
+        assert (loader.stats().batches, loader.stats().in_flight) == (batches, 0)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        assert (loader.stats().batches, loader.stats().samples) == (0, 0)
+        next(iterator)
+        assert (loader.stats().batches, loader.stats().samples) == (1, 4)
+
+
+@MODES
+def test_a_batch_of_unknown_length_counts_no_samples(options: Any) -> None:
+    sampler: Any = [map(int, (0, 1)), map(int, (2, 3))]
+    with DpexDataLoader(Slow(4), batch_sampler=sampler, **options) as loader:
+        assert len(list(loader)) == 2
+        assert (loader.stats().batches, loader.stats().samples) == (2, 0)
+
+
+def test_a_loaded_state_leaves_the_statistics_of_the_last_epoch() -> None:
+    loader = DpexDataLoader(Slow(8), batch_size=4)
+    list(loader)
+    loader.load_state_dict({})
+    assert (loader.stats().batches, loader.stats().samples) == (2, 8)
 
 
 def test_the_newest_epoch_counts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 from dpex import tuning
@@ -13,6 +14,8 @@ from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
 __all__ = ["SCHEME", "check_server", "join_through_client"]
+
+logger = logging.getLogger("dpex")
 
 SCHEME = "ray://"
 
@@ -44,7 +47,7 @@ def join_through_client(address: str, where: str) -> None:
             f"--head --ray-client-server-port={port}` on {host}"
         ) from error
     try:
-        _join(address)
+        _join(address, where)
     except Exception as error:
         raise ClusterError(
             f"the Ray Client server at {where} answers but cannot be joined: "
@@ -54,16 +57,34 @@ def join_through_client(address: str, where: str) -> None:
         ) from error
 
 
-def _join(address: str) -> None:
-    # The server forks while gRPC's threads run, and the child sometimes crashes (Ray issue 63202).
+def _join(address: str, where: str) -> None:
+    # The server forks while gRPC's threads run, so the child sometimes crashes (Ray issue 63202).
+    # If the child hangs, the server never answers.
     for tries_left in reversed(range(tuning.CLIENT_JOIN_TRIES)):
         try:
             init_ray(tuning.CLIENT_JOIN_S, address=address, runtime_env=_our_package())
-        except ConnectionAbortedError:
-            if not tries_left:
+        except (ConnectionAbortedError, TimeoutError) as error:
+            # An aborted attempt has ended by itself.
+            ended = isinstance(error, ConnectionAbortedError) or _end_attempt()
+            if not (ended and tries_left):
                 raise
+            reason = str(error).strip().splitlines()[-1]
+            logger.warning(
+                "the Ray Client server at %s did not start its process for this client (%s). dpex "
+                "asks it again, %d more times at most",
+                where,
+                reason,
+                tries_left,
+            )
         else:
             return
+
+
+def _end_attempt() -> bool:
+    """End the attempt that got no answer; return whether this process can connect again."""
+    from dpex.compat.cluster_state import end_client_start
+
+    return end_client_start(tuning.CLIENT_END_S)
 
 
 def _our_package() -> dict[str, Any]:

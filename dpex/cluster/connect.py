@@ -35,6 +35,7 @@ from dpex.cluster.nodes_here import (
     same_endpoint,
     split,
 )
+from dpex.cluster.own_process import FORKED
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.errors import ClusterError
@@ -122,10 +123,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
     versions.check_programs()
     with _lock, _undivided():
         if _forked_from_driver:
-            raise ClusterError(
-                "this process was forked from one connected to Ray, and Ray does not survive a "
-                "fork: start it with the 'spawn' or 'forkserver' method instead"
-            )
+            raise ClusterError(FORKED)
         die_by_interrupt()
         # Do not import Ray here: dpex may still have to fork the fork server from this process.
         ray = sys.modules.get("ray")
@@ -407,7 +405,7 @@ def _join_ranks(job: str, bequest: Callable[[], Bequest] | None) -> None:
     job_id = forkserver.unused_job_id() or new_job_id()
     server = forkserver.address(bequest, job_id)
     shared = shared_by_ranks.join_keeper(job)
-    where = f"{shared.address} (the Ray that this host's ranks share)"
+    where = f"{shared.address} (the Ray that this machine's ranks share)"
     require_token(shared.token)
     try:
         launch.load_ray()  # after require_token: the import reads the token's variables
@@ -452,7 +450,7 @@ def _running_cluster() -> str | None:
         return None
     raylets = local_raylets()
     if raylets is not None and not node_of(address, raylets):
-        logger.debug("ignoring %s: no node of %s runs on this host any more", file, address)
+        logger.debug("ignoring %s: no node of %s runs on this machine any more", file, address)
         return None
     try:
         probe(address, tuning.STALE_S)
@@ -485,15 +483,15 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
     except OSError as error:
         raise ClusterError(
             f"no Ray cluster answers at {where} ({error}). Check the address, or start "
-            f"the cluster: `ray start --head --port={port}` on {host}, then {command} on this host "
-            "if it is another"
+            f"the cluster: `ray start --head --port={port}` on {host}, then {command} on this "
+            "machine if it is another"
         ) from error
     if raylets is not None and node is None:
         others = ", ".join(sorted({raylet.address for raylet in raylets}))
         raise ClusterError(
-            f"a cluster answers at {where}, but this host runs no node of it"
+            f"a cluster answers at {where}, but this machine runs no node of it"
             + (f" (it runs nodes of {others})" if others else "")
-            + f", and a Ray driver needs one on its own host. Start it without CPUs: {command}"
+            + f", and a Ray driver needs one on its own machine. Start it without CPUs: {command}"
         )
     if token is None and node is not None:
         token = _auth_mode_of(node.pid)
@@ -508,7 +506,7 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
         forget_token()
         raise ClusterError(
             f"the Ray cluster at {where} answers but cannot be joined: "
-            f"{str(error).rstrip('.')}. {token_hint()}. If this host runs no node of it, start "
+            f"{str(error).rstrip('.')}. {token_hint()}. If this machine runs no node of it, start "
             f"one: {command}"
         ) from error
     hide_token()
@@ -591,10 +589,12 @@ def cpu_users() -> str:
 
 def _note_fork() -> None:
     global _forked_from_driver, _lock
-    _lock = threading.Lock()  # another thread may have held the lock at the fork
+    # Another thread may have held the lock at the fork, to import and start Ray.
+    starts = _lock.locked() and not forkserver.forks_server
+    _lock = threading.Lock()
     ray = sys.modules.get("ray")
     initialized = getattr(ray, "is_initialized", None)  # absent while Ray is being imported
-    _forked_from_driver = bool(initialized and initialized())
+    _forked_from_driver = starts or bool(initialized and initialized())
 
 
 os.register_at_fork(after_in_child=_note_fork)

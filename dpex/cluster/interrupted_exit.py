@@ -7,8 +7,15 @@ import contextlib
 import importlib
 import signal
 import sys
+import threading
+import weakref
 
-__all__ = ["die_at_once", "die_by_interrupt"]
+from dpex import tuning
+
+__all__ = ["die_at_once", "die_by_interrupt", "importing"]
+
+importing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that import modules, for which an exit by Ctrl-C waits."""
 
 
 def die_by_interrupt() -> None:
@@ -43,6 +50,8 @@ def _restore_interrupt() -> None:
     """
     is_interactive = sys.flags.interactive or hasattr(sys, "ps1")
     if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive:
+        for thread in list(importing):
+            thread.join(tuning.EXIT_S)
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
 

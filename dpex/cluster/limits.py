@@ -27,10 +27,13 @@ def usable_cores(process: int = 0) -> int:
         cores = len(os.sched_getaffinity(process))
     except AttributeError:  # macOS
         return os.cpu_count() or 1
-    for group in _own_groups():
+    files = [[group / "cpu.max"] for group in _own_groups()]
+    # The last files belong to cgroup version 1.
+    for names in (*files, [_GROUPS / "cpu" / f"cpu.cfs_{n}_us" for n in ("quota", "period")]):
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
-            quota, period = (group / "cpu.max").read_text().split()
-            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
+            quota, period = " ".join(file.read_text() for file in names).split()
+            if int(quota) > 0:  # version 1 has -1 if there is no limit
+                cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
 
 

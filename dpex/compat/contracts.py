@@ -53,7 +53,7 @@ CONTRACTS = (
     Contract(
         "a raylet's command line has `--gcs-address=`, and its environment `RAY_AUTH_MODE`",
         "cluster/nodes_here.py, cluster/connect.py",
-        "`head_address='auto'` finds no cluster on this host: give its address, or set "
+        "`head_address='auto'` finds no cluster on this machine: give its address, or set "
         "RAY_AUTH_MODE",
     ),
     Contract(

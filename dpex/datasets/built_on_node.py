@@ -6,6 +6,8 @@ import functools
 import inspect
 import os
 import re
+import uuid
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +15,16 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from dpex.datasets.locks import lock_for
 from dpex.datasets.node_memory import job_name
 from dpex.datasets.shared_arrays import forget_at_exit, share_arrays
 from dpex.errors import NodeDataError
-from dpex.wire.pickling import dump
 from dpex.worker.batched_reads import reads_batches
 
-__all__ = ["OnNode", "on_node"]
+__all__ = ["KEY_PREFIX", "OnNode", "on_node"]
+
+KEY_PREFIX = "on_node-"
+"""The text before the 32 hexadecimal digits of a random key."""
 
 # Maximum number of built datasets in a process. Each part of a large dataset may count as one.
 _MAX_BUILT = 64
@@ -42,7 +47,8 @@ def on_node(
 ) -> OnNode:
     """Return a dataset that every worker process builds when it first reads a sample.
 
-    Only ``make`` and its arguments are pickled, so each node reads its own files or a store.
+    Only ``make`` and its arguments are pickled, so each node reads its own files or a store. Each
+    call returns a new dataset, which every process builds separately.
 
     Args:
         make: The dataset's class, or a function that returns a map-style dataset.
@@ -111,7 +117,10 @@ class OnNode(Dataset[Any]):
         self._make = make
         self._args = args
         self._kwargs = kwargs
-        self._key = dump((make, args, kwargs, arrays_in_common), "dataset").digest
+        # All pickled copies have this key, so a process builds the dataset once for all of them.
+        self._key = KEY_PREFIX + uuid.uuid4().hex
+        forget = weakref.finalize(self, _built.pop, (os.getpid(), self._key), None)
+        forget.atexit = False
         self._sharing_job = job_name() if arrays_in_common else None
         if self._sharing_job:
             forget_at_exit(self._sharing_job)
@@ -125,24 +134,30 @@ class OnNode(Dataset[Any]):
             NodeDataError: The dataset's length on this node differs from ``length``.
         """
         key = (os.getpid(), self._key)
-        if key not in _built:
-            try:
-                dataset = self._make(*self._args, **self._kwargs)
-            except Exception as error:
-                error.add_note(f"{self!r} was being built where it is read")
-                raise
-            if self.length is not None and len(dataset) != self.length:
-                raise NodeDataError(
-                    f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} in "
-                    "the training process (or by length=). All nodes must have the same files"
-                )
-            if self._sharing_job:
-                share_arrays(dataset, self._sharing_job)
-            _built[key] = dataset
-            while len(_built) > _MAX_BUILT:
-                _built.popitem(last=False)
-        _built.move_to_end(key)
-        return _built[key]
+        with lock_for(key):
+            dataset = _built.pop(key, None)
+            if dataset is None:
+                dataset = self._build()
+            _built[key] = dataset  # the last one
+        while len(_built) > _MAX_BUILT:
+            _built.popitem(last=False)
+        return dataset
+
+    def _build(self) -> Any:
+        try:
+            dataset = self._make(*self._args, **self._kwargs)
+        except Exception as error:
+            error.add_note(f"{self!r} was being built where it is read")
+            raise
+        sized = self.length is not None and hasattr(dataset, "__len__")
+        if sized and len(dataset) != self.length:
+            raise NodeDataError(
+                f"{self!r} has {len(dataset):,} samples on this node, but {self.length:,} in "
+                "the training process (or by length=). All nodes must have the same files"
+            )
+        if self._sharing_job:
+            share_arrays(dataset, self._sharing_job)
+        return dataset
 
     def __len__(self) -> int:
         return len(self.built) if self.length is None else self.length

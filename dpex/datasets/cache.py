@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset, IterableDataset
 
 from dpex.datasets.fingerprint import fingerprint
+from dpex.datasets.locks import lock_for
 from dpex.datasets.node_memory import job_directory, job_name
 from dpex.datasets.sameness import same
 from dpex.transforms.mapped import MappedDataset
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheInfo", "Cached", "cached"]
 
 _DEFAULT_MAX_BYTES = 10 << 30
-# dpex does not see draws from a transform's own generator, so it compares samples of several seeds.
-# Two seeds are not enough: a random flip often gives the same result twice.
+# dpex does not see draws from a generator that it seeds with ``set_random_seed``, so it compares
+# samples of several seeds. Two seeds are not enough: a random flip often gives the same result.
 _SEEDS_TRIED = 10
 
 
@@ -84,8 +85,9 @@ class Cached(Dataset[Any]):
     """A dataset whose samples are cached; ``cached`` returns it.
 
     Each process checks the first sample that it makes. It makes the sample with two seeds, or with
-    ten if a transform has its own generator. Indexing raises ``ValueError`` if the samples differ
-    or if making them draws from a global generator.
+    ten if a transform has ``set_random_seed``. Indexing raises ``ValueError`` if the samples differ
+    or if making them draws from a global generator. Draws from another generator may give the same
+    sample twice, and then remain unnoticed.
     """
 
     def __init__(self, dataset: Any, *, at: str | Path, max_bytes: int, version: str) -> None:
@@ -149,8 +151,7 @@ class Cached(Dataset[Any]):
             self._hits += 1
             count("cache_hits")
             return sample
-        if not self._checked:
-            self._check(index)
+        self._check(index)
         with own_seeds_are(0):
             return self._kept(index, self.dataset[index])
 
@@ -164,12 +165,10 @@ class Cached(Dataset[Any]):
         missing = [i for i, (found, _) in zip(indices, looked_up, strict=True) if not found]
         self._hits += len(indices) - len(missing)
         count("cache_hits", len(indices) - len(missing))
-        if missing and not self._checked:
-            self._check(missing[0])
         made: Iterator[Any] = iter(())
         if missing:
-            # Restore the generators afterwards: ``__getitems__`` may seed them for each sample.
-            with own_seeds_are(0), generators_kept():
+            self._check(missing[0])
+            with own_seeds_are(0):
                 made = iter(read_at_once(self.dataset, missing))
         return [
             sample if found else self._kept(index, next(made))
@@ -179,10 +178,30 @@ class Cached(Dataset[Any]):
     def _kept(self, index: Any, sample: Any) -> Any:
         self._misses += 1
         count("cache_misses")
-        self._store.put(self._owner, index, dump(sample, "sample"))
+        if self._checked:
+            self._store.put(self._owner, index, dump(sample, "sample"))
         return sample
 
     def _check(self, index: Any) -> None:
+        """Check the dataset with this sample, unless this process has already checked it.
+
+        All checks use the global generators. If a thread checks another dataset, this method
+        returns at once, and no sample is stored until a later call checks this dataset.
+
+        Raises:
+            ValueError: The sample draws from a global generator, or differs between seeds.
+        """
+        if self._checked:
+            return
+        with lock_for(self._owner):
+            checking = lock_for("the check of a dataset")
+            if not self._checked and checking.acquire(blocking=False):
+                try:
+                    self._compare(index)
+                finally:
+                    checking.release()
+
+    def _compare(self, index: Any) -> None:
         """Check that a sample does not depend on random numbers; restore the generators.
 
         Raises:
@@ -194,7 +213,7 @@ class Cached(Dataset[Any]):
                 seed_generators(seed)
                 states = generator_states()
                 with own_seeds_are(seed) as own:
-                    made.append(self.dataset[index])
+                    made.append(self._made(index))
                 drew = drew or states != generator_states()
                 if seed and not own.asked:
                     break
@@ -205,6 +224,15 @@ class Cached(Dataset[Any]):
                 "the random step after the cache: MappedDataset(cached(...), [...])"
             )
         self._checked = True
+
+    def _made(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except NotImplementedError:  # the dataset may define only ``__getitems__``
+            if not reads_batches(self.dataset):
+                raise
+            [sample] = read_at_once(self.dataset, [index])
+            return sample
 
     @property
     def _store(self) -> SampleStore:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickletools
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import cloudpickle
 import torch
 import xxhash
 
+from dpex.datasets.built_on_node import KEY_PREFIX
 from dpex.datasets.code_behind import code_behind, imports_in
 from dpex.datasets.node_memory import job_name
 from dpex.wire.pickling import Pickled, dump
@@ -47,14 +49,15 @@ def fingerprint(obj: Any, version: str) -> bytes:
 def _without_names(stream: bytes) -> bytes:
     """Remove the names that differ from job to job from a pickle.
 
-    These are the job's name, and the ids that cloudpickle gives to classes that it pickles by
-    value. All have the same length, so the lengths in the pickle do not change.
+    These are the job's name, the keys of ``on_node``, and the ids that cloudpickle gives to classes
+    that it pickles by value. Names of a kind have the same length, so the lengths in the pickle do
+    not change.
     """
     # If a later cloudpickle renames this dict, such a class differs in every process: a cache miss.
     classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", ())
     for name in (job_name(), *classes):
         stream = stream.replace(name.encode(), b"")
-    return stream
+    return re.sub(KEY_PREFIX.encode() + b"[0-9a-f]{32}", b"", stream)
 
 
 def _modules_named_in(stream: bytes) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -115,7 +116,8 @@ class Parquet(Dataset[dict[str, Any]]):
         """Return rows in the order of their indices, reading each row group once."""
         places: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
-            row = int(index) + (len(self) if index < 0 else 0)
+            row = operator.index(index)
+            row += len(self) if row < 0 else 0
             if not 0 <= row < len(self):
                 raise IndexError(f"index {index} is out of range for {len(self):,} rows")
             group = bisect_right(self._ends, row)

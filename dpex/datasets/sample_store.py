@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
+from dpex.datasets.locks import lock_for
 from dpex.datasets.node_memory import claim, forget, make_private, memory, one_at_a_time
 from dpex.wire.pickling import Pickled, dump_in_band, load
 
@@ -37,11 +38,11 @@ _FORMAT = 1
 _LENGTH = struct.Struct("<I")
 # Big-endian: keys sort by index.
 _INDEX = struct.Struct(">q")
-# Room for transactions beside the samples; this is address space, not memory.
+# Space for transactions beside the samples; this is address space, not memory.
 _SLACK_BYTES = 64 << 20
 _MAX_READERS = 4096
 # A full store evicts the samples of an owner that was not used for this long. If it cannot make
-# room, it refuses further samples of the owner for the same time.
+# space, it refuses further samples of the owner for the same time.
 _STALE_S = 60.0
 _TOUCH_S = 10.0
 _SYNC_S = 5.0
@@ -58,13 +59,14 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
         PermissionError: The directory belongs to another user, or others can write to it.
     """
     directory = directory.resolve()
-    pid, store = _open.get(directory, (0, None))
-    if store is None or pid != os.getpid():
-        if store is not None:
-            store.close()  # inherited from the parent: a fork must not read it
-        store = SampleStore(directory, max_bytes)
-        _open[directory] = (os.getpid(), store)
-    store.grow(max_bytes)
+    with lock_for(directory):
+        pid, store = _open.get(directory, (0, None))
+        if store is None or pid != os.getpid():
+            if store is not None:
+                store.close()  # inherited from the parent: a fork must not read it
+            store = SampleStore(directory, max_bytes)
+            _open[directory] = (os.getpid(), store)
+        store.grow(max_bytes)
     return store
 
 
@@ -108,13 +110,13 @@ class SampleStore:
                 self._environment = self._opened()
                 if self._lasting and self._may_be_damaged():
                     self._environment.close()
-                    self._begin_anew()
+                    self._restart()
             except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError):
-                self._begin_anew()
+                self._restart()
         self._environment.reader_check()  # frees the reader slots of killed processes
         self._samples = self._environment.open_db(b"samples")
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         shutil.rmtree(self._directory / f"v{_FORMAT}", ignore_errors=True)
         self._environment = self._opened()
 
@@ -206,7 +208,7 @@ class SampleStore:
             return self._environment.begin(self._samples, **options)
 
     def put(self, owner: bytes, index: Any, pickled: Pickled) -> None:
-        """Store a sample, if there is room or if evicting others makes room."""
+        """Store a sample, if there is space or if evicting others makes space."""
         now = time.monotonic()
         if now - self._refused_at.get(owner, -_STALE_S) < _STALE_S:
             return
@@ -216,7 +218,7 @@ class SampleStore:
         reason = f"max_bytes={self._max_bytes:,}"
         try:
             with self._transaction(write=True) as transaction:
-                if self._make_room(transaction, owner, len(value)):
+                if self._make_space(transaction, owner, len(value)):
                     transaction.put(_key(owner, index), value)
                     self._wrote_at = now
                     return
@@ -229,8 +231,8 @@ class SampleStore:
             reason,
         )
 
-    def _make_room(self, transaction: Any, owner: bytes, size: int) -> bool:
-        """Evict samples of stale owners until there is room; return whether there is."""
+    def _make_space(self, transaction: Any, owner: bytes, size: int) -> bool:
+        """Evict samples of stale owners until there is space; return whether there is."""
         stale: bytes | None = None
         with transaction.cursor() as cursor:
             while not self._fits(self._used_bytes(transaction), size):
@@ -295,12 +297,11 @@ class SampleStore:
 
 
 def _key(owner: bytes, index: Any) -> bytes:
-    whole = isinstance(index, int | np.integer) or (
-        isinstance(index, torch.Tensor | np.ndarray) and not index.shape
-    )
+    scalar = isinstance(index, torch.Tensor | np.ndarray) and not index.shape
+    number = index.item() if scalar else index
     with contextlib.suppress(struct.error):
-        if whole:
-            return owner + _INDEX.pack(int(index))
+        if isinstance(number, int | np.integer) and not isinstance(number, bool):
+            return owner + _INDEX.pack(number)
     # Any other index that a sampler yields.
     return owner + xxhash.xxh3_128_digest(dump_in_band(index, "index"))
 

@@ -79,7 +79,7 @@ def share_arrays(dataset: Any, job: str) -> None:
     """Replace a dataset's large arrays with mappings that the processes of a node share.
 
     These are numpy arrays and CPU tensors in attributes of the dataset, or of datasets in its
-    attributes. An array that is already mapped from a file stays as it is. If there is no room for
+    attributes. An array that is already mapped from a file stays as it is. If there is no space for
     an array, it and the smaller arrays stay as they are, and dpex logs a warning.
 
     Args:
@@ -208,7 +208,7 @@ def _common(content: np.ndarray[Any, Any], directory: Path) -> np.ndarray[Any, A
     """Return the same bytes as a private mapping of a file that the job's processes share.
 
     Raises:
-        OSError: There is no room for the file, or another thread changes the bytes meanwhile.
+        OSError: There is no space for the file, or another thread changes the bytes meanwhile.
     """
     file = directory / xxhash.xxh3_128_hexdigest(content.data)
     if not file.exists():

@@ -84,6 +84,8 @@ def fixed_part(
     if isinstance(source, Cached):
         return None
     steps = [Chain([t], joint=chain.joint) for t in chain.transforms] if chain else []
+    for step in steps:
+        step.continues = True
     drawing = [is_random(t) for t in chain.transforms] if chain else []
     most = 1 + (drawing.index(True) if any(drawing) else len(steps))
     samples: list[list[_Made]] = []

@@ -90,7 +90,7 @@ def examine(
     logging.getLogger("dpex").addHandler(warned)
     problems: list[str] = []
     if target is None:
-        facts = chain(_host(), _self_test(head_address or "auto", timeout_s / 2))
+        facts = chain(_machine(), _self_test(head_address or "auto", timeout_s / 2))
         ok = "ok: the same batches as torch's loader, to the bit"
     else:
         facts = chain([_cores()], _trial(target, head_address, trial_s, step_s))
@@ -136,7 +136,7 @@ class _Warnings(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-def _host() -> Iterator[Fact]:
+def _machine() -> Iterator[Fact]:
     """Yield the versions of packages and the properties of the machine.
 
     Raises:
@@ -250,7 +250,7 @@ def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
         if not cluster.value["cpus"]:
             raise Problem(
                 "the cluster has no CPU to make batches with. Start a node that has some: "
-                "`ray start --address=HEAD:PORT` on another host, without --num-cpus=0. "
+                "`ray start --address=HEAD:PORT` on another machine, without --num-cpus=0. "
                 "A training waits where an autoscaler is to start one; this does not"
             )
         try:

@@ -109,7 +109,8 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
         self.budget_s = budget_s
         self.indices: list[Any] = []
         if not isinstance(loader.dataset, IterableDataset):
-            self.indices = list(islice(loader.batch_sampler or loader.sampler, _MOST_BATCHES))
+            sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            self.indices = list(islice(sampler, _MOST_BATCHES))
         self.reading = "the first sample"
         self.skipped = 0
 
@@ -130,9 +131,10 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
                 read: Any = next(reads, _END)
                 if read is _END:
                     break
-                self._collate(read)
+                size = len(read) if self.batched else 1
+                if size:  # otherwise every sample of the batch was skipped
+                    self._collate(read)
             costs.settle()
-            size = len(read) if self.batched else 1
             batches.append((size, _queued_s() - queued_before_s, costs))
         # The first batch also imports modules and opens files.
         counted = batches[1:] or batches

@@ -81,10 +81,10 @@ def describe_loader(loader: DataLoader[Any], target: str) -> Fact:
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of a dataset's samples; None if it does not know it."""
+    """Return the number of a dataset's samples; None if ``len()`` raises any exception."""
     try:
         return len(dataset)
-    except TypeError:
+    except Exception:
         return None
 
 

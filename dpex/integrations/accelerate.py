@@ -93,7 +93,8 @@ def distribute(prepared: Any, **options: Any) -> Any:
 
     Args:
         prepared: The result of ``accelerator.prepare`` for a loader of any class.
-        options: dpex's options: ``distribute_mode``, ``head_address``, ``worker_options``, etc.
+        options: dpex's options: ``distribute_mode``, ``head_address``, ``worker_options``, etc. If
+            dpex makes the batches already, they replace its earlier options.
 
     Returns:
         The same object, whose batches dpex makes.
@@ -109,9 +110,12 @@ def distribute(prepared: Any, **options: Any) -> Any:
             f"distribute() takes a loader that Accelerate has prepared, got "
             f"{type(prepared).__name__}. For any other loader, call prepare(accelerator, loader)"
         )
-    if isinstance(prepared.base_dataloader, DpexDataLoader):
-        return prepared
-    return _put_in(prepared, options, DpexDataLoader)
+    inner = prepared.base_dataloader
+    if not _is_ours(inner):
+        return _put_in(prepared, options, DpexDataLoader)
+    if options:
+        _put_in(prepared, {**own_options(inner), **options}, type(inner))
+    return prepared
 
 
 def _is_ours(loader: Any) -> TypeGuard[DpexDataLoader[Any]]:

@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
 from dpex.pipeline.scheduler import Scheduler
 from dpex.pipeline.task_lease import DeadlyChunkError
+from dpex.recent import Recent
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
@@ -85,7 +86,7 @@ class _Pipeline:
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
         self._losses: list[Loss] = []
-        self._told_quiet_at = 0
+        self._reported_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
@@ -94,7 +95,7 @@ class _Pipeline:
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
             claims_cpus=spec.claims_cpus,
             later_stages=bool(spec.later),
-            choosy="fallback_strategy" in spec.options,
+            prefers_nodes="fallback_strategy" in spec.options,
             num_workers=spec.num_workers,
             binding=spec.binding,
             persistent=spec.persistent,
@@ -102,7 +103,8 @@ class _Pipeline:
             somebody_waits=somebody_waits,
             first_tasks=tuning.FIRST_TASKS,
         )
-        self._starts: Counter[tuple[str, int, int]] = Counter()
+        # Number of attempts of a later stage for each block.
+        self._starts: Recent[tuple[str, int, int], int] = Recent(tuning.MAX_BLOCKS_TRIED)
         self.arrived = Arrived()
         self._serve(run)
         self._failed_before = failed_shortcuts()
@@ -116,8 +118,11 @@ class _Pipeline:
 
     async def _add_tasks(self, spec: PipelineSpec) -> None:
         """Start the Dataset of the further tasks once the scheduler wants the first of them."""
-        if await self.scheduler.more_tasks(tuning.FIRST_TASKS) is not None:
-            self._execute(spec, first=False, further=True)
+        try:
+            if await self.scheduler.more_tasks(tuning.FIRST_TASKS) is not None:
+                self._execute(spec, first=False, further=True)
+        except Exception as error:  # such as that of a thread that cannot start
+            self._take_end(error)
 
     def _execute(self, spec: PipelineSpec, *, first: bool, further: bool) -> None:
         def take_end(error: BaseException | None) -> None:
@@ -172,9 +177,9 @@ class _Pipeline:
         broken = self.broken
         self._blocks.clear()
         self._losses.clear()
-        if not (blocks or losses or broken or quiet_at != self._told_quiet_at):
+        if not (blocks or losses or broken or quiet_at != self._reported_quiet_at):
             return None
-        self._told_quiet_at = quiet_at
+        self._reported_quiet_at = quiet_at
         replaceable = broken and failed_shortcuts() > self._failed_before
         return Reply(blocks, quiet_at - self._first_chunk, broken, replaceable, losses)
 
@@ -227,15 +232,16 @@ class _Pipeline:
             block: The stage's task, and the block's chunk and first batch.
             origin: The task of the first stage that made the block, and its process.
         """
-        self._starts[block] += 1
-        if self._starts[block] <= tuning.MAX_DEATHS:
+        attempts = self._starts.get(block, 0) + 1
+        self._starts[block] = attempts
+        if attempts <= tuning.MAX_DEATHS:
             return True
         text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
         self.deliver(origin, None, 0, Loss(LossCause.TASK, text))
         return False
 
     def _take_end(self, error: BaseException) -> None:
-        """Report a failed execution to the training process; runs in the execution's thread."""
+        """Report a failed execution to the training process; any thread may call this."""
         loss = loss_of(error)
 
         def end() -> None:
@@ -247,27 +253,19 @@ class _Pipeline:
         self._loop.call_soon_threadsafe(end)
 
 
-class _Recent(OrderedDict[str, None]):
-    """The names that were added last: a call asks for a name soon after its addition."""
-
-    def add(self, name: str) -> None:
-        """Add a name, and remove the oldest names that are too many."""
-        self[name] = None
-        while len(self) > tuning.MAX_CLOSED_PIPELINES:
-            self.popitem(last=False)
-
-
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``over``, ``closed``, ``has_tasks``, ``more_tasks`` and ``next_chunk`` wait without a
-    time limit. ``begin`` and ``close`` wait for a limited time until no task works. The other
-    methods are short.
+    ``take``, ``over``, ``closed``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk`` wait
+    without a time limit. ``begin`` and ``close`` wait for a limited time until no task works. A
+    call that names a pipeline may arrive before ``open``, and waits for it. ``stored_job`` and
+    ``others`` wait for Ray in a thread. The other methods do not wait.
     """
 
     def __init__(self) -> None:
         self._pipelines: dict[str, asyncio.Future[_Pipeline]] = {}
-        self._closed = _Recent()
+        # A call asks for a closed pipeline soon after its end.
+        self._closed: Recent[str, None] = Recent(tuning.MAX_CLOSED_PIPELINES)
         self._closing: dict[str, asyncio.Event] = {}
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
@@ -327,9 +325,9 @@ class _PipelineActor:
         pipeline = await self._opening(pipeline_key)
         patience_s = tuning.STATE_QUIET_S if pipeline.scheduler.keeps_state else tuning.QUIET_S
         deadline = time.monotonic() + patience_s
-        while pipeline.scheduler.at_work and not pipeline.broken and time.monotonic() < deadline:
+        while pipeline.scheduler.has_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        if pipeline.broken or pipeline.scheduler.at_work or pipeline_key in self._closed:
+        if pipeline.broken or pipeline.scheduler.has_work or pipeline_key in self._closed:
             return False
         pipeline.begin(run)
         return True
@@ -375,11 +373,11 @@ class _PipelineActor:
             pipeline.scheduler.one_by_one = one_by_one
             pipeline.feed(number, payloads, workers, alone=alone)
 
-    async def has_tasks(self, pipeline_key: str, run: str, tasks: int) -> None:
-        """Start tasks for a run, and wait for them; see ``Scheduler.has_tasks``."""
+    async def start_tasks_and_wait(self, pipeline_key: str, run: str, tasks: int) -> None:
+        """Start tasks for a run, and wait for them; see ``Scheduler.start_tasks_and_wait``."""
         pipeline = await self._serving(pipeline_key, run)
         if pipeline is not None and not pipeline.broken:
-            await pipeline.scheduler.has_tasks(tasks)
+            await pipeline.scheduler.start_tasks_and_wait(tasks)
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
         """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""
@@ -472,12 +470,25 @@ class _PipelineActor:
         return pipeline.scheduler.tasks_at_work if pipeline is not None else 0
 
     async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
-        """Store an inherited job, for a worker process that needs a further copy."""
+        """Store an inherited job, for a worker process that needs a further copy.
+
+        Raises:
+            LookupError: All pipelines of the job are closed.
+            RayError: The object store is full. A later call tries again.
+        """
+        if job_key not in {pipeline.job_key for pipeline in self._opened()}:
+            raise LookupError("the pipeline is closed")  # nothing would release the stored job
         if job_key not in self._stored_jobs:
             self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
                 None, store_job, inheritance[job_key].pickled
             )
-        return [await self._stored_jobs[job_key]]
+        storing = self._stored_jobs[job_key]
+        try:
+            return [await storing]
+        except Exception:
+            if self._stored_jobs.get(job_key) is storing:
+                del self._stored_jobs[job_key]
+            raise
 
     async def cancel(self, pipeline_key: str, run: str) -> None:
         """Cancel a run: drop the chunks that wait; tasks soon stop making the others."""
@@ -496,7 +507,7 @@ class _PipelineActor:
 
     async def close(self, pipeline_key: str) -> None:
         """Close a pipeline, even if its ``open`` has not arrived yet."""
-        self._closed.add(pipeline_key)
+        self._closed[pipeline_key] = None
         if pipeline_key in self._closing:
             self._closing.pop(pipeline_key).set()
         if pipeline_key not in self._pipelines:
@@ -544,19 +555,19 @@ class PipelineActor:
     Attributes:
         handle: Ray's handle.
         name: Its name in dpex's namespace.
-        driver: The cluster's address, and the ID of this process's Ray job.
+        ray_job: The cluster's address, and the ID of this process's Ray job.
         lost: Whether a call found the actor dead.
     """
 
     handle: Any
     name: str
-    driver: tuple[str, str]
+    ray_job: tuple[str, str]
     lost: bool = False
 
     @property
     def connected(self) -> bool:
         """Whether the actor's Ray is still this process's Ray."""
-        return ray.is_initialized() and self.driver == _driver()
+        return ray.is_initialized() and self.ray_job == _ray_job()
 
     @property
     def alive(self) -> bool:
@@ -564,7 +575,7 @@ class PipelineActor:
         return not self.lost and self.connected
 
 
-def _driver() -> tuple[str, str]:
+def _ray_job() -> tuple[str, str]:
     context = ray.get_runtime_context()
     return str(context.gcs_address), str(context.get_job_id())
 
@@ -601,5 +612,5 @@ def get_pipeline_actor(runtime_env: dict[str, Any] | None) -> PipelineActor:
                 )
                 .remote()
             )
-            _running = PipelineActor(handle, name, _driver())
+            _running = PipelineActor(handle, name, _ray_job())
         return _running

@@ -1,11 +1,11 @@
 """Fair share of a cluster's CPUs between training jobs.
 
-Ray serves waiting tasks of different kinds in an order of its own, and some kinds may always come
-last. A task's kind includes its nesting depth and its resource request. So tasks of different
-training jobs are of different kinds.
+Ray chooses the order of waiting tasks of different kinds, and some kinds may always come last. A
+task's kind includes its nesting depth and its resource request. So tasks of different training jobs
+are of different kinds.
 
-So while no CPU is free, a training job starts no task as long as another job's task waits. Thus
-each job in turn gets one task.
+While no CPU is free, a training job starts no task if another job's task waits. So the jobs take
+turns.
 
 All pipeline actors report to one of them, the recorder, which records whose tasks wait.
 """
@@ -27,7 +27,7 @@ from dpex.worker.actor_calls import NAMESPACE
 
 __all__ = ["ACTOR_PREFIX", "FairShare", "OtherJobs", "ask_others", "free_cpus"]
 
-ACTOR_PREFIX = "dpex-host-"
+ACTOR_PREFIX = "dpex-pipeline-"
 """Prefix of the names of pipeline actors."""
 
 
@@ -37,11 +37,11 @@ class OtherJobs:
 
     Attributes:
         wait: Whether any of their tasks has not started yet.
-        room: How many tasks of this job may wait to begin, even if other tasks of it run.
+        may_wait: Number of tasks of this job that may wait for a CPU while other tasks of it run.
     """
 
     wait: bool
-    room: int
+    may_wait: int
 
 
 class FairShare:
@@ -57,13 +57,13 @@ class FairShare:
         # two counts is taken.
         self._free: deque[float] = deque([0.0], maxlen=2)
         self._looked_at = 0.0
-        self._hosts: dict[str, tuple[float, bool]] = {}
+        self._reports: dict[str, tuple[float, bool]] = {}
         self._waited_at = 0.0
 
     @property
     def pause_s(self) -> float:
         """Seconds that a pipeline actor waits before it reports again."""
-        return max(tuning.POLL_S, len(self._hosts) / tuning.REPORTS_PER_S)
+        return max(tuning.POLL_S, len(self._reports) / tuning.REPORTS_PER_S)
 
     async def others(self, name: str, waits: bool) -> tuple[OtherJobs | None, float]:
         """Record a pipeline actor's report, and return the state of the other training jobs.
@@ -76,22 +76,22 @@ class FairShare:
             The other jobs, or None if no other job has work; and the seconds until the next report.
         """
         now = time.monotonic()
-        self._hosts[name] = (now, waits)
+        self._reports[name] = (now, waits)
         gone_s = max(tuning.GONE_S, tuning.GONE_PAUSES * self.pause_s)
-        self._hosts = {n: host for n, host in self._hosts.items() if now - host[0] < gone_s}
+        self._reports = {n: (at, w) for n, (at, w) in self._reports.items() if now - at < gone_s}
         if waits:
             self._waited_at = now
-        if len(self._hosts) == 1:
+        if len(self._reports) == 1:
             return None, self.pause_s
         if now - self._looked_at >= tuning.POLL_S:
             self._looked_at = now
             loop = asyncio.get_running_loop()
             self._free.append(await loop.run_in_executor(None, self._free_cpus))
-        others_wait = any(waits for n, (_, waits) in self._hosts.items() if n != name)
+        others_wait = any(waits for n, (_, waits) in self._reports.items() if n != name)
         free = int(min(self._free))
         calm = now - self._waited_at >= tuning.CALM_S
-        room = max(1, free // len(self._hosts)) if free else int(calm)
-        return OtherJobs(others_wait, room), self.pause_s
+        may_wait = max(1, free // len(self._reports)) if free else int(calm)
+        return OtherJobs(others_wait, may_wait), self.pause_s
 
 
 def free_cpus() -> float:
@@ -105,17 +105,17 @@ def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
     If the recorder does not answer, the other jobs are None.
     """
     try:
-        notes = _who_notes(int(time.monotonic() / tuning.RECORDER_S))
+        notes = _recorder(int(time.monotonic() / tuning.RECORDER_S))
         answer = ray.get(notes.others.remote(name, waits), timeout=tuning.RECORDER_ANSWER_S)
         others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
     except Exception:  # it has died, or has another dpex version: sharing must not stop work
-        _who_notes.cache_clear()
+        _recorder.cache_clear()
         return None, tuning.POLL_S
     return others, pause_s
 
 
 @functools.lru_cache(maxsize=1)
-def _who_notes(_: int) -> Any:
+def _recorder(_: int) -> Any:
     """Return the recorder: the pipeline actor whose name sorts first."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]

@@ -63,9 +63,9 @@ class Nodes:
         dead = {node["NodeID"]: node for node in nodes if not node["Alive"]}
         if self._here in dead:
             raise ClusterError(
-                "the Ray node of this process has died (its raylet was killed, or the head could "
-                "not reach it), so nothing can be read from the cluster any more. Start the "
-                "process again; with state_dict() it goes on where it was"
+                "the Ray node of this process has died: its raylet was killed, or the head could "
+                "not reach it. This process can read nothing from the cluster any more. Start it "
+                "again, and resume from the last state_dict()"
             )
         new = dead.keys() - self._dead
         if new:
@@ -79,7 +79,7 @@ class Nodes:
                 dead[number]["NodeManagerHostname"],
             )
 
-    def answered(self, ref: ray.ObjectRef, reason: str = ACTOR_STARTS) -> Any:
+    def wait_for_answer(self, ref: ray.ObjectRef, reason: str = ACTOR_STARTS) -> Any:
         """Return the pipeline actor's answer, however late, while this process's node is alive.
 
         dpex logs the wait after 10 s, 20 s, 40 s and so on.
@@ -93,13 +93,13 @@ class Nodes:
             Exception: The pipeline actor raised it, or the actor has died.
         """
         began = time.monotonic()
-        told_s = tuning.HEAD_LOOK_S
+        logged_s = tuning.HEAD_LOOK_S
         while True:
             try:
                 return ray.get(ref, timeout=tuning.HEAD_LOOK_S)
             except ray.exceptions.GetTimeoutError:
                 self.look()
             waited_s = time.monotonic() - began
-            if waited_s >= 2 * told_s:
-                told_s = waited_s
+            if waited_s >= 2 * logged_s:
+                logged_s = waited_s
                 waits.warning(reason, waited_s)

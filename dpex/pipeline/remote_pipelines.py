@@ -20,7 +20,7 @@ from dpex.pipeline.dataset import PipelineSpec
 from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
 
-__all__ = ["ACTOR_LOST", "Claim", "PipelineBegins", "RemotePipelines"]
+__all__ = ["ACTOR_LOST", "PipelineStart", "RemotePipelines", "RunToken"]
 
 logger = logging.getLogger("dpex")
 
@@ -32,7 +32,7 @@ ACTOR_LOST = (ray.exceptions.RayActorError, *ACTOR_DIED)
 """Errors of a pipeline actor that dpex replaces, because it is dead or cannot be reached."""
 
 
-class Claim:
+class RunToken:
     """Ownership token of a run.
 
     When it is garbage-collected, even after an interrupt, the run is cancelled.
@@ -41,7 +41,7 @@ class Claim:
     def __init__(self) -> None:
         self._cancel: Callable[[], None] = lambda: None
         self._pipeline: _RemotePipeline | None = None
-        self._finalizer: weakref.finalize[[Callable[[], None]], Claim] | None = None
+        self._finalizer: weakref.finalize[[Callable[[], None]], RunToken] | None = None
 
     def attach(self, actor: PipelineActor, pipeline: _RemotePipeline, run: str) -> None:
         """Attach the token to a run, before the run begins."""
@@ -50,7 +50,7 @@ class Claim:
         self._finalizer = weakref.finalize(self, release_later, self._cancel)
         self._finalizer.atexit = False
 
-    def forsake_pipeline(self) -> None:
+    def abandon_pipeline(self) -> None:
         """Use the pipeline for no further run, because it has lost a node."""
         if self._pipeline is not None:
             self._pipeline.ready = False
@@ -73,17 +73,17 @@ def _cancel(actor: PipelineActor, pipeline_key: str, run: str) -> None:
 class _RemotePipeline:
     key: str
     spec_key: tuple[str, ...]
-    claim: weakref.ref[Claim]
+    token: weakref.ref[RunToken]
     # Whether the pipeline is known to have started its last run.
     ready: bool = False
 
     @property
     def busy(self) -> bool:
-        return self.claim() is not None
+        return self.token() is not None
 
 
 @dataclass(frozen=True)
-class PipelineBegins:
+class PipelineStart:
     """A pipeline that was asked to begin a run.
 
     Attributes:
@@ -107,7 +107,7 @@ class RemotePipelines:
         self._pipelines: list[_RemotePipeline] = []
         self._lock = threading.Lock()
 
-    def begin(self, run: str, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+    def begin(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
         """Start the run with this key on an idle pipeline with the same spec key, or on a new one.
 
         Close the other idle pipelines.
@@ -115,27 +115,27 @@ class RemotePipelines:
         with self._lock:
             idle = [pipeline for pipeline in self._pipelines if not pipeline.busy]
             for pipeline in idle:
-                pipeline.claim = weakref.ref(claim)
+                pipeline.token = weakref.ref(token)
         begins = None
         for pipeline in idle:
             if begins is None and pipeline.ready and pipeline.spec_key == spec.key:
                 # Not ready before it answers: after an interrupt, the pipeline may begin this run
                 # late, when the next run has started.
                 pipeline.ready = False
-                claim.attach(self._actor, pipeline, run)
+                token.attach(self._actor, pipeline, run)
                 answer = self._actor.handle.begin.remote(pipeline.key, run)
-                begins = PipelineBegins(pipeline, answer, opens=False)
+                begins = PipelineStart(pipeline, answer, opens=False)
             else:
                 self._drop(pipeline)
-        return begins or self.new(run, spec, claim)
+        return begins or self.new(run, spec, token)
 
-    def begun(self, begins: PipelineBegins) -> bool:
+    def begun(self, begins: PipelineStart) -> bool:
         """Wait for a pipeline to begin; return whether it has, and drop it if not."""
         if begins.answer is None:
             return True
         reason = ACTOR_STARTS if begins.opens else _SAMPLES_OF_THE_LAST_EPOCH
         with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            begins.pipeline.ready = bool(self._nodes.answered(begins.answer, reason))
+            begins.pipeline.ready = bool(self._nodes.wait_for_answer(begins.answer, reason))
         if not begins.pipeline.ready:
             if not begins.opens:
                 self._warn_of_lost_state(begins.pipeline)
@@ -146,7 +146,9 @@ class RemotePipelines:
         """Warn if a pipeline that does not begin has persistent workers with a state."""
         keeps_state = False
         with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            keeps_state = self._nodes.answered(self._actor.handle.keeps_state.remote(pipeline.key))
+            keeps_state = self._nodes.wait_for_answer(
+                self._actor.handle.keeps_state.remote(pipeline.key)
+            )
         if keeps_state:
             logger.warning(
                 "the persistent workers of the last epoch are lost, or a worker has needed more "
@@ -155,20 +157,20 @@ class RemotePipelines:
                 tuning.STATE_QUIET_S,
             )
 
-    def new(self, run: str, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+    def new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
         """Start a pipeline that first serves the run with this key.
 
         It does not begin if it has no stored job and the actor has not inherited the job.
         """
-        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(claim))
+        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(token))
         with self._lock:
             self._pipelines.append(pipeline)
-        claim.attach(self._actor, pipeline, run)
+        token.attach(self._actor, pipeline, run)
         answer = self._actor.handle.open.remote(
             pipeline.key, replace(spec, pipeline_key=pipeline.key), run
         )
         pipeline.ready = bool(spec.job)
-        return PipelineBegins(pipeline, None if pipeline.ready else answer, opens=True)
+        return PipelineStart(pipeline, None if pipeline.ready else answer, opens=True)
 
     def _drop(self, pipeline: _RemotePipeline) -> None:
         """Close a pipeline."""

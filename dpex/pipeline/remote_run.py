@@ -15,7 +15,7 @@ from dpex.cluster.interrupted_exit import die_at_once
 from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.packing import pack
@@ -55,7 +55,7 @@ class RemoteRun:
     """One iteration on a pipeline, as the training process sees it.
 
     Attributes:
-        arrivals: What has arrived of the iteration.
+        arrivals: The blocks and losses that have arrived.
         waits_for_ray: False; see ``FirstRun``.
     """
 
@@ -67,7 +67,7 @@ class RemoteRun:
         pipeline_key: str,
         run: str,
         nodes: Nodes,
-        claim: Claim,
+        token: RunToken,
         pool: MemoryPool,
         arrivals: Arrivals,
         *,
@@ -82,7 +82,7 @@ class RemoteRun:
         self._pipeline_key = pipeline_key
         self._run = run
         self._nodes = nodes
-        self._claim: Claim | None = claim
+        self._token: RunToken | None = token
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
         self._pool = pool
@@ -145,7 +145,7 @@ class RemoteRun:
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 
-    def has_tasks(self, tasks: int, timeout_s: float) -> bool:
+    def start_tasks_and_wait(self, tasks: int, timeout_s: float) -> bool:
         """Start tasks before the first chunk is sent, and wait until they wait for chunks.
 
         Args:
@@ -158,13 +158,13 @@ class RemoteRun:
         """
         if tasks != self._tasks_asked_for:
             self._tasks_asked_for = tasks
-            self._tasks_here = self._actor.handle.has_tasks.remote(
+            self._tasks_here = self._actor.handle.start_tasks_and_wait.remote(
                 self._pipeline_key, self._run, tasks
             )
         done, _ = ray.wait([self._tasks_here], timeout=timeout_s)
         return bool(done)
 
-    def forsaken(self, batch_s: float) -> bool:
+    def lost_with_node(self, batch_s: float) -> bool:
         """Return whether the run waits in vain because a node died.
 
         If it does, ``failure`` returns the error.
@@ -182,8 +182,8 @@ class RemoteRun:
         if died_at < self._began_at or quiet_s < tuning.NODE_REPLACED_S + batch_s:
             return False
         self._failure = ray.exceptions.NodeDiedError("a node died, and no batch has come since")
-        if self._claim is not None:
-            self._claim.forsake_pipeline()
+        if self._token is not None:
+            self._token.abandon_pipeline()
         return True
 
     def tasks_at_work(self) -> int | None:
@@ -213,9 +213,9 @@ class RemoteRun:
 
     def end(self) -> None:
         """Cancel the run, finished or not, so that its pipeline is free for the next run."""
-        if self._claim is not None:
-            self._claim.cancel()
-            self._claim = None
+        if self._token is not None:
+            self._token.cancel()
+            self._token = None
             _open_runs.discard(self)
             if self._receiver is not None:
                 self._receiver.stop()

@@ -38,7 +38,7 @@ class Scheduler:
         claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
         later_stages: Whether later stages take the blocks. A restarted task then yields an empty
             block for each block that it had made, so its lease must not be long.
-        choosy: Whether the tasks prefer some nodes to others.
+        prefers_nodes: Whether the tasks prefer some nodes to others.
         num_workers: Number of logical workers.
         binding: Initial binding of logical workers to processes.
         persistent: Whether logical workers outlive an iteration.
@@ -63,7 +63,7 @@ class Scheduler:
         holds_resources: bool = False,
         claims_cpus: bool = False,
         later_stages: bool = False,
-        choosy: bool = False,
+        prefers_nodes: bool = False,
         num_workers: int = 1,
         binding: Binding = Binding.RELEASED,
         persistent: bool = False,
@@ -73,7 +73,7 @@ class Scheduler:
     ) -> None:
         self._on_quiet = on_quiet
         self._holds_resources = holds_resources
-        self._choosy = choosy
+        self._prefers_nodes = prefers_nodes
         self._num_workers = num_workers
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
@@ -98,7 +98,7 @@ class Scheduler:
         # How many tasks are to wait for the first chunks of an iteration.
         self._prepared = 0
         # Set when a task has asked for its first chunk, or none is awaited any more.
-        self._has_task = asyncio.Event()
+        self._task_asked = asyncio.Event()
         # When a task last asked for a chunk or got one.
         self._asked_at = math.inf
         # Whether any task has asked for a second chunk.
@@ -166,7 +166,7 @@ class Scheduler:
                 return None  # the lease ended so long ago that it is forgotten
             lease = self._leases[name] = TaskLease(name, attempt, time.monotonic())
             self._tasks.note_running()
-            self._has_task.set()
+            self._task_asked.set()
             self._forget_ended()
         if lease.is_past(attempt):
             return None
@@ -196,10 +196,10 @@ class Scheduler:
     async def _wait_for_answer(self, lease: TaskLease) -> None:
         """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""
         waits_since = time.monotonic()
-        while lease.waiting and not await lease.answered(tuning.IDLE_S):
+        while lease.waiting and not await lease.wait_for_answer(tuning.IDLE_S):
             self._hand_out()
             too_long = time.monotonic() - waits_since >= self._patience_of(lease)
-            if lease.waiting and too_long and not self._adopt(lease):
+            if lease.waiting and too_long and not self._bind_one_more(lease):
                 self._end(lease)
 
     def _patience_of(self, lease: TaskLease) -> float:
@@ -210,19 +210,21 @@ class Scheduler:
         if not self._holds_resources:
             return math.inf
         others_wait = self._others is not None and self._others.wait
-        wanted = self._bindings.homeless(self._chunks) or others_wait or self._somebody_waits()
+        wanted = (
+            self._bindings.without_process(self._chunks) or others_wait or self._somebody_waits()
+        )
         return math.inf if self.in_run and not wanted else tuning.IDLE_S
 
-    def _adopt(self, lease: TaskLease) -> bool:
+    def _bind_one_more(self, lease: TaskLease) -> bool:
         """Bind one more logical worker to a lease, and give it that worker's chunk.
 
         A further task would need resources that the waiting tasks hold. So that logical worker
         might never get a process of its own.
         """
-        homeless = self._bindings.homeless(self._chunks)
-        if not (self.in_run and lease.workers and homeless):
+        without_process = self._bindings.without_process(self._chunks)
+        if not (self.in_run and lease.workers and without_process):
             return False
-        self._bindings.bind(lease, homeless[0])
+        self._bindings.bind(lease, without_process[0])
         return self._advance(lease)
 
     def _hand_out(self) -> None:
@@ -235,7 +237,7 @@ class Scheduler:
 
     def _advance(self, lease: TaskLease) -> bool:
         """Give a lease its next chunk, or end it; return False if it has to wait."""
-        place = self._place_for(lease)
+        place = self._chunk_index_for(lease)
         chunk = None if place is None else self._chunks[place]
         if self._must_end(lease, chunk):
             self._end(lease)
@@ -269,11 +271,13 @@ class Scheduler:
         return waited_for or (lease.run == self._run and bool(self._chunks))
 
     def _has_chunk_for(self, lease: TaskLease) -> bool:
-        return self._place_for(lease) is not None
+        return self._chunk_index_for(lease) is not None
 
-    def _place_for(self, lease: TaskLease) -> int | None:
+    def _chunk_index_for(self, lease: TaskLease) -> int | None:
         """Return the index of the first waiting chunk that a lease may get, or None."""
-        return None if self._held_back(lease) else self._bindings.place_for(lease, self._chunks)
+        return (
+            None if self._held_back(lease) else self._bindings.chunk_index_for(lease, self._chunks)
+        )
 
     def _held_back(self, lease: TaskLease) -> bool:
         """Return whether a bound lease leaves its CPU to a task of another training job."""
@@ -325,7 +329,7 @@ class Scheduler:
             self._on_quiet()
 
     @property
-    def at_work(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any chunk waits or is being made."""
         return bool(self._chunks) or any(t.busy or t.making for t in self._leases.values())
 
@@ -337,7 +341,7 @@ class Scheduler:
     @property
     def keeps_state(self) -> bool:
         """Whether logical workers keep state from one iteration to the next."""
-        return self._bindings.outlive_iterations
+        return self._bindings.keeps_state
 
     # --- the end of leases ------------------------------------------------------------------------
 
@@ -409,7 +413,7 @@ class Scheduler:
                 await asyncio.wait_for(self._changed.wait(), timeout)
         return None
 
-    async def has_tasks(self, tasks: int) -> None:
+    async def start_tasks_and_wait(self, tasks: int) -> None:
         """Start tasks before there are chunks, and wait until so many have asked for a chunk.
 
         Until the first chunk or the end of the iteration, a task replaces each that ends. Then the
@@ -422,13 +426,13 @@ class Scheduler:
         self.parallel = max(tasks, self.parallel)
         self._changed.set()
         while self._running < tasks <= self._prepared:
-            self._has_task.clear()
-            await self._has_task.wait()
+            self._task_asked.clear()
+            await self._task_asked.wait()
 
     def stop_preparing(self) -> None:
-        """Start no more tasks than there are chunks, and end the waits of ``has_tasks``."""
+        """Start no more tasks than there are chunks, and end ``start_tasks_and_wait``."""
         self._prepared = 0
-        self._has_task.set()
+        self._task_asked.set()
 
     def note_others(self, others: OtherJobs | None) -> None:
         """Record the state of the cluster's other training jobs; None if there are none."""
@@ -436,7 +440,7 @@ class Scheduler:
         if others is None or not others.wait:
             self._waited_for_since = math.inf
         else:
-            since = time.monotonic() + (tuning.PROCESS_STARTS_S if others.room else 0.0)
+            since = time.monotonic() + (tuning.PROCESS_STARTS_S if others.may_wait else 0.0)
             self._waited_for_since = min(since, self._waited_for_since)
         self._hand_out()
         self._changed.set()
@@ -477,17 +481,17 @@ class Scheduler:
         wanted = len(self._chunks)
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
-            wanted = min(len(self._bindings.homeless(self._chunks)), self.starting)
+            wanted = min(len(self._bindings.without_process(self._chunks)), self.starting)
         wanted = max(wanted, self._prepared - self._running)
         if self._bindings.binding is not Binding.ALWAYS and self._others is not None:
             # One task can make all batches. A second task would have to start another process, and
             # tasks of the other jobs would wait for that.
             next_one = not active and not self._others.wait
-            wanted = min(wanted, max(self._others.room, int(next_one)))
-        room = self._most_tasks - active
-        if self._choosy:
-            room -= self._tasks.not_known_free()
-        return max(0, min(room, wanted - self._tasks.pending))
+            wanted = min(wanted, max(self._others.may_wait, int(next_one)))
+        allowed = self._most_tasks - active
+        if self._prefers_nodes:
+            allowed -= self._tasks.not_known_free()
+        return max(0, min(allowed, wanted - self._tasks.pending))
 
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for logical workers that have not started."""

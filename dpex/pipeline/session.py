@@ -18,8 +18,15 @@ import ray
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
+from dpex.cluster.interrupted_exit import importing
 from dpex.cluster.local import forked_worker, forkserver
-from dpex.cluster.local.launch import free_cores, make_no_errors_of_rays_warnings, settled
+from dpex.cluster.local.launch import (
+    free_cores,
+    make_no_errors_of_rays_warnings,
+    settled,
+    within,
+)
+from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
@@ -28,10 +35,10 @@ from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
 from dpex.pipeline.node_health import Nodes
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
-from dpex.pipeline.worker_options import WorkerOptions, unmet
+from dpex.pipeline.worker_options import WorkerOptions, lacking, unmet
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
@@ -72,7 +79,7 @@ class StoredJob:
     later: tuple[LaterStage, ...] = ()
 
 
-class Session:
+class Session(OwnProcess):
     """A loader's resources on the cluster, from its first iteration until it is closed.
 
     Args:
@@ -96,6 +103,7 @@ class Session:
         worker_options: WorkerOptions | None,
         fork_workers: bool,
     ) -> None:
+        super().__init__()
         make_no_errors_of_rays_warnings()
         self._connection = connection
         self._num_workers = num_workers
@@ -125,16 +133,16 @@ class Session:
         Raises:
             ClusterError: No node can join the local Ray, and it does not meet the options.
         """
-        lacking = self._lacking() if self._options else None
-        if lacking is None:
+        missing = self._lacking() if self._options else None
+        if missing is None:
             return
         if self._connection.kind == "local":
             raise ClusterError(
-                f"worker_options asks for {lacking}. Ask for less, or use a cluster with a node "
+                f"worker_options asks for {missing}. Ask for less, or use a cluster with a node "
                 "that has it"
             )
         logger.warning(
-            "worker_options asks for %s. The loader waits until such a node joins", lacking
+            "worker_options asks for %s. The loader waits until such a node joins", missing
         )
 
     def _lacking(self) -> str | None:
@@ -153,27 +161,33 @@ class Session:
             ClusterError: No node meets the options, no such node has joined for minutes, and the
                 cluster has no autoscaler to start one.
         """
-        long = bool(self._options) and waited_s >= tuning.NODE_JOINS_S
-        lacking = self._lacking() if long else None
-        if lacking is not None and starts_no_nodes():
+        if not self._options or waited_s < tuning.NODE_JOINS_S:
+            return
+
+        def missing_for_ever() -> str | None:
+            return self._lacking() if starts_no_nodes() else None
+
+        try:
+            missing = within(tuning.HEAD_ANSWER_S, missing_for_ever)
+        except TimeoutError:  # a dead head is left to Ray
+            return
+        if missing is not None:
             raise ClusterError(
-                f"worker_options asks for {lacking}. No such node has joined for {waited_s:.0f} s, "
+                f"worker_options asks for {missing}. No such node has joined for {waited_s:.0f} s, "
                 "and the cluster has no autoscaler. Ask for less, or add such a node"
             )
 
     @property
     def alive(self) -> bool:
         """Whether the session is open and its Ray is still this process's Ray."""
-        return self._release.alive and self._actor.connected
+        return not self.forked and self._release.alive and self._actor.connected
 
-    @property
     def claims_cpus(self) -> bool:
-        """Whether Ray's CPUs limit the tasks; a local Ray has logical CPUs to spare."""
+        """Return whether Ray's CPUs limit the tasks; a local Ray has logical CPUs to spare."""
         return self._connection.kind != "local"
 
-    @property
-    def free_cores(self) -> int:
-        """Number of tasks to begin with: by a cluster's free CPUs, or by this process's cores."""
+    def first_tasks(self) -> int:
+        """Return the number of free CPUs of a cluster, or of free cores with a local Ray."""
         if self._connection.kind == "local":
             return free_cores()
         claim = float(self._options.get("num_cpus", 1)) or 1.0
@@ -249,9 +263,9 @@ class Session:
         return frozenset()
 
     def _place(self, key: str, pickled: Pickled) -> StoredJob:
-        _, job_id = self._actor.driver
+        _, job_id = self._actor.ray_job
         job = StoredJob(key, [], pickled)
-        if self._connection.kind != "local" or not forkserver.bequeathed(key, job_id):
+        if self._connection.kind != "local" or not forkserver.is_inherited(key, job_id):
             self._store_inherited(job)
         return job
 
@@ -280,7 +294,7 @@ class Session:
         return store_job(pickled)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
-        _check_room(number, stage)
+        _check_stage(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
         if stage.num_gpus and forkserver.forked_from_here():
             # A fork cannot use CUDA once the training process has used it.
@@ -337,7 +351,7 @@ class Session:
             job.refs,
             job.key,
             self._actor.name,
-            claims_cpus=self.claims_cpus,
+            claims_cpus=self.claims_cpus(),
             num_workers=self._num_workers,
             binding=binding,
             persistent=self._persistent,
@@ -345,26 +359,28 @@ class Session:
             later=job.later,
             reader="" if self._connection.kind == "client" else readable_segments(),
         )
-        claim = Claim()
-        new = functools.partial(self._new, run, job, spec, claim)
+        token = RunToken()
+        new = functools.partial(self._new, run, job, spec, token)
         try:
-            begins = self._pipelines.begin(run, spec, claim)
+            begins = self._pipelines.begin(run, spec, token)
         except ACTOR_LOST:
             begins = self._on_new_actor(new)
         # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
         # start. An earlier load would keep the GIL from the thread that starts the actor.
         if _RECEIVER not in sys.modules:
-            BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True).start()
+            loading = BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True)
+            loading.start()
+            importing.add(loading)
         return functools.partial(
-            self._opened, run, job, claim, new, begins, arrivals or Arrivals(), pin_device
+            self._opened, run, job, token, new, begins, arrivals or Arrivals(), pin_device
         )
 
-    def _new(self, run: str, job: StoredJob, spec: PipelineSpec, claim: Claim) -> PipelineBegins:
+    def _new(self, run: str, job: StoredJob, spec: PipelineSpec, token: RunToken) -> PipelineStart:
         """Start a new pipeline on the present actor, with the job as it is stored now."""
         spec = replace(spec, job=job.refs, actor_name=self._actor.name)
-        return self._pipelines.new(run, spec, claim)
+        return self._pipelines.new(run, spec, token)
 
-    def _on_new_actor(self, new: Callable[[], PipelineBegins]) -> PipelineBegins:
+    def _on_new_actor(self, new: Callable[[], PipelineStart]) -> PipelineStart:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
         self._replace_actor()
         return new()
@@ -373,9 +389,9 @@ class Session:
         self,
         run: str,
         job: StoredJob,
-        claim: Claim,
-        new: Callable[[], PipelineBegins],
-        begins: PipelineBegins,
+        token: RunToken,
+        new: Callable[[], PipelineStart],
+        begins: PipelineStart,
         arrivals: Arrivals,
         pin_device: int | None,
     ) -> RemoteRun:
@@ -389,7 +405,7 @@ class Session:
             begins.pipeline.key,
             run,
             self._nodes,
-            claim,
+            token,
             self._pool,
             arrivals,
             pin_device=pin_device,
@@ -397,8 +413,8 @@ class Session:
         )
 
     def _begun(
-        self, job: StoredJob, new: Callable[[], PipelineBegins], begins: PipelineBegins
-    ) -> PipelineBegins:
+        self, job: StoredJob, new: Callable[[], PipelineStart], begins: PipelineStart
+    ) -> PipelineStart:
         """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
         # The first may work for a cancelled run, and the second may be one of an inherited job.
         for _ in range(2):
@@ -426,12 +442,13 @@ class Session:
 
     def _replace_actor(self) -> None:
         self._actor.lost = True
+        self._release()  # if the actor is only unreachable, its pipelines end later
         if self._persistent and self._served:
             logger.warning("the pipeline actor has died. State of persistent workers starts again")
         self._start()
 
     def _start(self) -> None:
-        """Use this process's pipeline actor, or start an actor in place of a dead one."""
+        """Use this process's pipeline actor, or start an actor in place of a lost one."""
         self._actor: PipelineActor = get_pipeline_actor(self._connection.runtime_env)
         self._pipelines = RemotePipelines(self._actor, self._nodes)
         # Iterators refer to the session, so it outlives a loader that is dropped before them.
@@ -452,27 +469,37 @@ class Session:
             in_flight: Batches requested and not delivered yet.
         """
         try:
-            _, cpus, _ = cluster_size()
-            ray_text, free = str(self._connection), None
-            if self.claims_cpus:
-                free = ray.available_resources().get("CPU", 0.0)
-                ray_text += f", of which {free:g} free"
-            cause = likely_cause(
-                tasks=tasks,
-                cpus=cpus,
-                free_cpus=free,
-                lacking=self._lacking() if self._options else None,
-                users=cpu_users() if self.claims_cpus else "",
+            ray_text, cause = within(
+                tuning.HEAD_ANSWER_S, functools.partial(self._ray_and_cause, tasks)
             )
-            if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
-                gpus = ray.available_resources().get("GPU", 0)
-                cause += (
-                    f". {gpus:g} GPUs are free. A loader whose stage has GPUs keeps them until its "
-                    "close()"
-                )
         except Exception as error:  # the loader can still wait
-            ray_text, cause = "Ray", f"It does not say what its CPUs do: {error}"
+            ray_text, cause = "Ray", f"Ray does not report its CPUs: {error}"
         return wait_text(ray_text, tasks=tasks, in_flight=in_flight, cause=cause)
+
+    def _ray_and_cause(self, tasks: int | None) -> tuple[str, str]:
+        """Return the arguments ``ray`` and ``cause`` of ``wait_text``.
+
+        The head answers some of these calls, and Ray waits for it without a limit.
+        """
+        _, cpus, _ = cluster_size()
+        ray_text, free = str(self._connection), None
+        if self.claims_cpus():
+            free = ray.available_resources().get("CPU", 0.0)
+            ray_text += f", of which {free:g} free"
+        cause = likely_cause(
+            tasks=tasks,
+            cpus=cpus,
+            free_cpus=free,
+            lacking=self._lacking() if self._options else None,
+            users=cpu_users() if self.claims_cpus() else "",
+        )
+        if self._stored is not None and any(s.keeps_processes for s in self._stored.later):
+            gpus = ray.available_resources().get("GPU", 0)
+            cause += (
+                f". {gpus:g} GPUs are free. A loader whose stage has GPUs keeps them until its "
+                "close()"
+            )
+        return ray_text, cause
 
     def name_dead_nodes(self) -> None:
         """Log which nodes have died; see ``Nodes.look``."""
@@ -481,6 +508,8 @@ class Session:
 
     def close(self) -> None:
         """Close the pipelines and release the stored jobs; running tasks stop."""
+        if self.forked:
+            return
         self._stored = None
         for job in self._jobs:
             job.refs, job.later = [], ()
@@ -514,22 +543,19 @@ def _store_capacity() -> int:
     return 1 << 62
 
 
-def _check_room(number: int, stage: Stage) -> None:
+def _check_stage(number: int, stage: Stage) -> None:
     """Raise ``ClusterError`` unless a node has the resources that a worker of a stage requests.
 
     If no node has a CPU, the nodes that make batches have not joined yet, and their resources are
     unknown.
     """
-    asked = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
-    asked = {name: amount for name, amount in asked.items() if amount}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(node.get("CPU") for node in nodes):
+    nodes = ray.nodes()
+    if not any(node["Alive"] and node["Resources"].get("CPU") for node in nodes):
         return
-    if not any(all(node.get(n, 0) >= amount for n, amount in asked.items()) for node in nodes):
-        most = {name: max(node.get(name, 0) for node in nodes) for name in asked}
+    amounts = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
+    if (lacks := lacking(amounts, nodes)) is not None:
         what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)
         raise ClusterError(
-            f"stage {number} ({what}) asks for {asked} for each of its workers, but no node has "
-            f"all of it. The most on any node: {most}. Start a node that has it, or lower the "
-            "Stage's num_cpus, num_gpus or resources"
+            f"stage {number} ({what}) asks for {lacks}. Each of its workers needs all of it. Start "
+            "a node that has it, or lower the Stage's num_cpus, num_gpus or resources"
         )

@@ -26,7 +26,7 @@ class DeadlyChunkError(Exception):
 class LeaseState(enum.Enum):
     """The state of a task lease.
 
-    Each arrow is a method of ``TaskLease``. ``ask`` means that the task has finished its chunk::
+    Each arrow is a method of ``TaskLease``. ``ask`` requests the next chunk::
 
                             give
           ask ──> WAITING ────────> WORKING ──> ask
@@ -74,7 +74,7 @@ class TaskLease:
         began: When the task first asked.
         state: The state of the lease.
         waiting: Whether the task waits for a chunk or for the next iteration.
-        busy: Whether the task makes a chunk.
+        busy: Whether the task has a chunk, and has not requested the next one.
         ended: Whether the task gets no more chunks.
         given: How many chunks the task got in all.
         run: Number of the iteration in which it got the last chunk.
@@ -153,7 +153,7 @@ class TaskLease:
         self.making = False
 
     def ask(self, place: int, *, early: bool) -> None:
-        """Record that the task has finished its chunks, and asks for the next.
+        """Record that the task requests its next chunk.
 
         Args:
             place: How many chunks the task has made.
@@ -189,7 +189,7 @@ class TaskLease:
         """End the lease; a task that waits learns of it."""
         self._enter(LeaseState.ENDED)
 
-    async def answered(self, timeout: float) -> bool:
+    async def wait_for_answer(self, timeout: float) -> bool:
         """Wait until the lease waits no more; return False after ``timeout`` seconds."""
         if not self.waiting:
             return True
@@ -227,6 +227,9 @@ class TaskLease:
             )
         # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
+        # Invariant: ``_payloads[kept]`` is the chunk after the first ``place`` chunks. If that one
+        # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as
+        # made and delivered.
         kept = max(0, place - self.given + len(self._payloads))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)

@@ -50,7 +50,7 @@ class WorkerBindings:
         return self.binding.bound
 
     @property
-    def outlive_iterations(self) -> bool:
+    def keeps_state(self) -> bool:
         """Whether logical workers keep state from one iteration to the next."""
         return self._persistent and self.bound
 
@@ -68,14 +68,14 @@ class WorkerBindings:
         workers: set[int] = set()
         return workers.union(*(t.workers for t in self._leases.values() if not t.ended))
 
-    def homeless(self, chunks: Iterable[WaitingChunk]) -> list[int]:
+    def without_process(self, chunks: Iterable[WaitingChunk]) -> list[int]:
         """Return the logical workers of these chunks that have no process, in order."""
         if not self.bound:
             return []
         taken = self.taken()
         return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in taken]
 
-    def place_for(self, lease: TaskLease, chunks: Iterable[WaitingChunk]) -> int | None:
+    def chunk_index_for(self, lease: TaskLease, chunks: Iterable[WaitingChunk]) -> int | None:
         """Return the index of the first chunk that a lease may get, or None."""
         if not self.bound:
             unknown = self._unreported.values()
@@ -101,7 +101,7 @@ class WorkerBindings:
             self._unreported[lease.name] = worker
 
     def note_asked(self, lease: TaskLease) -> None:
-        """Record that a lease's task has finished its chunk."""
+        """Record that a lease's task has requested its next chunk."""
         # Without a report, the chunk was cancelled or not started.
         self._unreported.pop(lease.name, None)
         if not self.bound:

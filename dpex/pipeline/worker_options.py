@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from dpex.log import warn
 
-__all__ = ["WorkerOptions", "check", "unmet"]
+__all__ = ["WorkerOptions", "check", "lacking", "unmet"]
 
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "accelerator_type": (str, "a string"),
@@ -128,13 +128,10 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
     Source:
         Ray's label selectors: ``"value"``, ``"!value"``, ``"in(a,b)"`` and ``"!in(a,b)"``.
     """
-    alive = [node for node in nodes if node["Alive"]]
-    asked = {name: amount for name, amount in _amounts(options).items() if amount}
-    having = [n for n in alive if all(n["Resources"].get(r, 0) >= asked[r] for r in asked)]
+    amounts = _amounts(options)
+    having = _having(amounts, nodes)
     if not having:
-        found = [node["Resources"] for node in alive]
-        most = {name: max((has.get(name, 0) for has in found), default=0) for name in asked}
-        return f"{asked}, but no node has all of it. The most on any node: {most}"
+        return lacking(amounts, nodes)
     selectors = [options.get("label_selector") or {}]
     selectors += [way.get("label_selector") or {} for way in options.get("fallback_strategy") or ()]
     for node in having:
@@ -143,6 +140,33 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
             return None
     labels = [_users(node.get("Labels", {})) for node in having]
     return f"label_selector={selectors[0]}, but nodes have the labels {labels}"
+
+
+def lacking(amounts: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a text that says which Ray resources no node has; None if a node has all of them.
+
+    Args:
+        amounts: Amount of each resource.
+        nodes: As for ``unmet``.
+    """
+    if _having(amounts, nodes):
+        return None
+    asked = {name: amount for name, amount in amounts.items() if amount}
+    found = [node["Resources"] for node in nodes if node["Alive"]]
+    most = {name: max((has.get(name, 0) for has in found), default=0) for name in asked}
+    return f"{asked}, but no node has all of it. The most on any node: {most}"
+
+
+def _having(
+    amounts: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the live nodes that have these amounts of Ray resources."""
+    return [
+        node
+        for node in nodes
+        if node["Alive"]
+        and all(node["Resources"].get(name, 0) >= amounts[name] for name in amounts)
+    ]
 
 
 def _amounts(options: Mapping[str, Any]) -> dict[str, float]:

@@ -20,10 +20,10 @@ from dpex.worker.map_style import Chunk
 if TYPE_CHECKING:
     from dpex.training.index_iterator import IndexIterator
 
-__all__ = ["Demand", "IndexDemand", "StreamDemand"]
+__all__ = ["BatchOrder", "IndexOrder", "StreamOrder"]
 
 
-class Demand(abc.ABC):
+class BatchOrder(abc.ABC):
     """Requests for the batches of one epoch.
 
     Args:
@@ -56,7 +56,7 @@ class Demand(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
+    def prefetch_chunk(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Request one chunk more than torch would, if costs allow it.
 
         Args:
@@ -118,7 +118,7 @@ class _OpenChunk:
         self.positions: list[int] = []
 
 
-class IndexDemand(Demand):
+class IndexOrder(BatchOrder):
     """Requests for the batches of a sampler.
 
     Invariant: after ``fill``, every batch that torch would have requested has been sent.
@@ -172,10 +172,10 @@ class IndexDemand(Demand):
         if self._exhausted or any(chunk.first_batch < end for chunk in self._open.values()):
             self._send_open(send)
 
-    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
+    def prefetch_chunk(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Draw one chunk of batches more than torch would, if costs allow it."""
-        sent = self._planner.chunks_issued
-        while self._planner.chunks_issued == sent:
+        sent = self._planner.chunks_sent
+        while self._planner.chunks_sent == sent:
             # Invariant: the sampler ends no sooner than in torch, because at its end it may draw
             # from a generator.
             if self._exhausted or self._remaining == 1:
@@ -221,8 +221,8 @@ class IndexDemand(Demand):
             self._send(self._open.pop(first), send)
 
     def _send(self, chunk: _OpenChunk, send: Callable[[Chunk], None]) -> None:
-        patient = self._patient and self._planner.settled and not self._is_near_end(chunk)
-        self._planner.issued()
+        patient = self._patient and self._planner.past_first_chunks and not self._is_near_end(chunk)
+        self._planner.count_sent()
         send(
             Chunk(self._run, 0, chunk.first_batch, chunk.batches, chunk.positions, patient=patient)
         )
@@ -243,7 +243,7 @@ class IndexDemand(Demand):
         self.delivered += 1
 
 
-class StreamDemand(Demand):
+class StreamOrder(BatchOrder):
     """Requests for the batches of streams, one stream for each logical worker.
 
     Args:
@@ -261,10 +261,10 @@ class StreamDemand(Demand):
         self._run = run
         self._workers = run.num_workers
         # Every batch has the same request: one None for each sample in the batch.
-        self._request = indices.request
+        self._request = indices.next_request()
         epoch, workers = indices.epoch, run.num_workers
-        self._handed_out, self._begins = epoch.begin_streams(workers, indices.unread)
-        self._asked = list(self._handed_out)
+        self._delivered, self._begins = epoch.begin_streams(workers, indices.unread)
+        self._requested = list(self._delivered)
         self._ends: list[int | None] = [None] * self._workers
 
     @property
@@ -273,12 +273,12 @@ class StreamDemand(Demand):
         return sum(map(self._ahead, self._open))
 
     def _ahead(self, worker: int) -> int:
-        return self._asked[worker] - self._handed_out[worker]
+        return self._requested[worker] - self._delivered[worker]
 
     @property
     def _open(self) -> list[int]:
         """Logical workers whose streams may have further batches to deliver."""
-        known = zip(self._ends, self._handed_out, strict=True)
+        known = zip(self._ends, self._delivered, strict=True)
         return [w for w, (end, done) in enumerate(known) if end is None or done < end]
 
     @property
@@ -289,7 +289,7 @@ class StreamDemand(Demand):
     @property
     def _following(self) -> list[int]:
         """Number of the next batch of each stream that may have one."""
-        return [self._handed_out[w] * self._workers + w for w in self._open]
+        return [self._delivered[w] * self._workers + w for w in self._open]
 
     def fill(self, send: Callable[[Chunk], None]) -> None:
         """Request as many batches of every logical worker as torch does."""
@@ -298,7 +298,7 @@ class StreamDemand(Demand):
             size = self._planner.size(remaining=None)
             self._ask(worker, min(size, most - self._ahead(worker)), send)
 
-    def ask_ahead(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
+    def prefetch_chunk(self, send: Callable[[Chunk], None], enough: Callable[[], bool]) -> bool:
         """Request one chunk more of one logical worker than torch would, if costs allow it."""
         del enough  # a request for a stream draws no indices
         size = self._planner.size(remaining=None)
@@ -319,16 +319,16 @@ class StreamDemand(Demand):
             The logical worker, or None if all streams have ended or none has the capacity.
         """
         may = (
-            (self._asked[w], w)
+            (self._requested[w], w)
             for w, end in enumerate(self._ends)
             if end is None and self._ahead(w) + size <= most
         )
         return min(may, default=(0, None))[1]
 
     def _ask(self, worker: int, size: int, send: Callable[[Chunk], None]) -> None:
-        first = self._asked[worker] * self._workers + worker
-        self._asked[worker] += size
-        self._planner.issued()
+        first = self._requested[worker] * self._workers + worker
+        self._requested[worker] += size
+        self._planner.count_sent()
         requests, begin = [self._request] * size, self._begins[worker]
         send(Chunk(self._run, 0, first, requests, [0] * size, stream=True, begin=begin))
 
@@ -341,7 +341,7 @@ class StreamDemand(Demand):
     def deliver(self, entry: Entry) -> None:
         """Record that a batch, or an error in its place, is delivered."""
         worker = entry.batch % self._workers
-        self._handed_out[worker] += 1
+        self._delivered[worker] += 1
         self._indices.epoch.deliver_stream(worker, entry.samples, entry.state)
         self.delivered += 1
 

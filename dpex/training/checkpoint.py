@@ -1,38 +1,41 @@
-"""Resume state: how far an epoch has been delivered, and how another process resumes it.
-
-The order of an epoch follows from the states of the generators at its start. A resume state holds
-those states and the number of delivered batches. To resume, dpex redraws the same order and skips
-the delivered batches. It redraws indices, but does not read the skipped samples of a map-style
-dataset. A stream without a state of its own is read again from its beginning.
-"""
+"""Progress of a loader and of its epochs, from which ``state_dict`` makes a resume state."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from dpex.training.index_source import IndexSource
+from dpex.training.resume_state import ResumeState
 from dpex.worker.rng_state import Draws
-from dpex.worker.stateful import StreamState
+from dpex.worker.stateful import StreamState, state_of
 
-if TYPE_CHECKING:
-    from dpex.training.index_iterator import Source
-
-__all__ = ["DrawnBatch", "EpochProgress", "Progress", "State"]
-
-_VERSION = 1
+__all__ = ["DrawnBatch", "EpochProgress", "Progress"]
 
 
 class Progress:
-    """Progress of a loader, from its first iteration to its last."""
+    """Progress of a loader, from its first iteration to its last.
 
-    def __init__(self) -> None:
+    Args:
+        pending: A loaded state that the next epoch uses.
+
+    Attributes:
+        fresh_stream: State of the dataset before dpex loaded one, in a list. Empty if dpex has
+            loaded no state into a dataset that the training process reads.
+        stream_at_end: State at the end of the last epoch of such a dataset.
+    """
+
+    def __init__(self, pending: ResumeState | None = None) -> None:
         self._epoch: EpochProgress | None = None
-        self._pending: State | None = None
+        self._pending = pending
+        self.fresh_stream: list[Any] = []
+        self.stream_at_end: StreamState | None = None
 
     @property
-    def pending(self) -> State | None:
+    def pending(self) -> ResumeState | None:
         """The loaded state that the next epoch uses, or None."""
         return self._pending
 
@@ -42,14 +45,14 @@ class Progress:
         return self._epoch
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Whether the next epoch resumes an epoch that was in progress."""
-        return self._pending is not None and self._pending.under_way
+        return self._pending is not None and self._pending.in_progress
 
     @property
     def seeded(self) -> bool:
         """Whether the next epoch's base_seed was drawn before the state was saved."""
-        return self.goes_on or (self._pending is not None and self._pending.base_seed is not None)
+        return self.resumes or (self._pending is not None and self._pending.base_seed is not None)
 
     def begin(self, epoch: EpochProgress) -> None:
         """Set the newest epoch, whose state ``state_dict`` returns."""
@@ -60,7 +63,20 @@ class Progress:
         if epoch is self._epoch:
             self._pending = None
 
-    def state_dict(self, source: Source, *, persistent_workers: bool) -> dict[str, Any]:
+    def note_fresh_stream(self, dataset: Any) -> None:
+        """Record a dataset's state before dpex loads the first state into it."""
+        self.fresh_stream = self.fresh_stream or [state_of(dataset)]
+
+    @contextlib.contextmanager
+    def rereading(self) -> Iterator[None]:
+        """Keep the loaded state in the block, though batches are delivered."""
+        pending = self._pending
+        try:
+            yield
+        finally:
+            self._pending = pending
+
+    def state_dict(self, source: IndexSource, *, persistent_workers: bool) -> dict[str, Any]:
         """Return the state of the newest epoch as strings, numbers, lists and dicts.
 
         Args:
@@ -69,12 +85,12 @@ class Progress:
                 base_seed.
         """
         if self._epoch is None and self._pending is not None:
-            return self._pending.plain()
+            return self._pending.to_dict()
         epoch = self._epoch
         if epoch is None or epoch.finished:
             stays = epoch if persistent_workers else None
-            state = State(
-                under_way=False,
+            state = ResumeState(
+                in_progress=False,
                 base_seed=stays.base_seed if stays else None,
                 iteration=epoch.iteration if epoch else -1,
                 length=source.length,
@@ -89,9 +105,9 @@ class Progress:
             # made at the start of the epoch.
             if source.in_process:
                 state = replace(state, dataset=source.dataset_state)
-        return state.plain()
+        return state.to_dict()
 
-    def load_state_dict(self, plain: Mapping[str, Any], source: Source) -> None:
+    def load_state_dict(self, plain: Mapping[str, Any], source: IndexSource) -> None:
         """Load the state from which the next epoch resumes.
 
         Args:
@@ -105,123 +121,19 @@ class Progress:
         self._epoch = None
         self._pending = None
         if plain:
-            state = State.from_plain(plain)
+            state = ResumeState.from_dict(plain)
             source.check(state)
             state = source.fitting(state)
             if state.dataset is not None:
+                if source.streams:
+                    self.note_fresh_stream(source.dataset)
                 source.dataset.load_state_dict(copy.deepcopy(state.dataset))
             self._pending = state
-            if not state.under_way:
+            if not state.in_progress:
                 source.load_sampler_states(state.samplers, between_epochs=True)
                 state.before_iter.give(source.generators)
             elif state.sampler_epoch is not None:
                 source.set_epoch(state.sampler_epoch)
-
-
-@dataclass(frozen=True)
-class State:
-    """The resume state that ``state_dict`` returns.
-
-    Attributes:
-        under_way: Whether an epoch is in progress; False between two epochs.
-        batches: Number of batches delivered before the first undelivered one.
-        samples: Number of samples in ``batches``.
-        ahead: Numbers of the batches delivered after the first undelivered one, with
-            ``in_order=False``.
-        base_seed: Base of the samples' seeds; None if the next epoch draws its own.
-        iteration: Number of earlier epochs with this base_seed.
-        offset: Number of samples that all ranks delivered before the number of ranks changed.
-        place: Position of the first sample after that change, as ``sample_seed`` counts positions.
-        batch_size: Number of samples in each batch of the sampler; None if it varies.
-        workers: Number of streams of an IterableDataset: ``num_workers``, or 1 if that is 0. None
-            for a map-style dataset.
-        world_size: Number of ranks that share the epoch; None without a DistributedSampler.
-        sampler_epoch: Epoch number that ``set_epoch`` set.
-        length: Length of the dataset, if it has one.
-        before_iter: Generator states before the sampler's iterator was created.
-        before_first: Generator states before the first batch was drawn from that iterator.
-        samplers: States of the samplers that have one, after the last of ``batches``.
-        streams: Number of delivered batches of each logical worker's stream, for an
-            IterableDataset.
-        stream_states: State of each logical worker's stream after these batches, if it has one.
-            Between two epochs: the states in which the streams of persistent workers ended.
-        dataset: State of the dataset in the training process, if it has one. Only for a map-style
-            dataset, or if the training process reads the dataset.
-    """
-
-    under_way: bool
-    before_iter: Draws
-    batches: int = 0
-    samples: int = 0
-    ahead: tuple[int, ...] = ()
-    base_seed: int | None = None
-    iteration: int = -1
-    offset: int = 0
-    place: int = 0
-    batch_size: int | None = None
-    workers: int | None = None
-    world_size: int | None = None
-    sampler_epoch: int | None = None
-    length: int | None = None
-    before_first: Draws | None = None
-    samplers: dict[str, Any] | None = None
-    streams: tuple[int, ...] | None = None
-    stream_states: tuple[StreamState | None, ...] | None = None
-    dataset: Any = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the state as strings, numbers, lists and dicts.
-
-        The states that samplers, datasets and iterators returned stay as they are.
-        """
-        return {
-            "version": _VERSION,
-            **vars(self),
-            "ahead": list(self.ahead),
-            "streams": None if self.streams is None else list(self.streams),
-            "stream_states": self.stream_states and [s and s.plain() for s in self.stream_states],
-            "before_iter": self.before_iter.plain(),
-            "before_first": self.before_first and self.before_first.plain(),
-            "samplers": copy.deepcopy(self.samplers),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> State:
-        """Rebuild a state from the result of ``plain``."""
-        # Accelerate adds keys that begin with an underscore.
-        rest = {name: value for name, value in plain.items() if not name.startswith("_")}
-        version = rest.pop("version", None)
-        if version != _VERSION:
-            raise ValueError(
-                f"load_state_dict got a state of version {version!r}, but this dpex reads version "
-                f"{_VERSION}. Pass a state that state_dict() of a DpexDataLoader returned. The "
-                f"keys of this state: {sorted(plain)}"
-            )
-        try:
-            first, streams = rest["before_first"], rest["stream_states"]
-            return cls(
-                **{
-                    **rest,
-                    "ahead": tuple(rest["ahead"]),
-                    "streams": None if rest["streams"] is None else tuple(rest["streams"]),
-                    "stream_states": streams
-                    and tuple(s and StreamState.from_plain(s) for s in streams),
-                    "before_iter": Draws.from_plain(rest["before_iter"]),
-                    "before_first": None if first is None else Draws.from_plain(first),
-                    "samplers": copy.deepcopy(rest["samplers"]),
-                    "dataset": copy.deepcopy(rest["dataset"]),
-                }
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"load_state_dict got a state that is damaged ({type(error).__name__}: {error}). "
-                "Pass the result of DpexDataLoader.state_dict() unchanged"
-            ) from error
-
-    @property
-    def global_samples(self) -> int:
-        """Number of samples that all ranks delivered, if each delivered as many as this rank."""
-        return self.offset + self.samples * (self.world_size or 1)
 
 
 @dataclass
@@ -230,7 +142,7 @@ class DrawnBatch:
 
     Attributes:
         number: Number of the batch in its epoch.
-        samples: Number of samples in the batch.
+        samples: Number of samples in the batch; 0 if it is unknown.
         end: Position in the epoch after its last sample.
         samplers: States of the samplers after the batch was drawn.
     """
@@ -241,52 +153,43 @@ class DrawnBatch:
     samplers: dict[str, Any] | None
 
 
-@dataclass
 class EpochProgress:
     """How far one epoch has been delivered.
 
-    Attributes:
+    Args:
         owner: Progress of the loader.
         begin: State of the epoch when this process started or resumed it.
+
+    Attributes:
         base_seed: Base of the samples' seeds, if they are seeded.
         iteration: Number of earlier epochs with this base_seed.
+        before_first: Generator states before the first batch of indices was drawn.
         finished: Whether the epoch has been delivered to its end.
+        samples_delivered: Number of samples delivered since the epoch was started or resumed.
     """
 
-    owner: Progress
-    begin: State
-    base_seed: int | None = None
-    iteration: int = 0
-    finished: bool = False
-    _batches: int = 0
-    _samples: int = 0
-    _samplers: dict[str, Any] | None = None
-    _drawn: dict[int, DrawnBatch] = field(default_factory=dict)
-    _done: dict[int, DrawnBatch] = field(default_factory=dict)
-    _ahead: set[int] = field(default_factory=set)
-    _count: int = 0
-    _delivered_samples: int = 0
-    _streams: list[int] | None = None
-    _stream_states: dict[int, bytes] = field(default_factory=dict)
-    _states_at_end: dict[int, bytes] = field(default_factory=dict)
-    _fetcher: Any = None
-
-    def __post_init__(self) -> None:
-        self._batches, self._samples = self.begin.batches, self.begin.samples
-        self._samplers = self.begin.samplers
-        self._ahead = set(self.begin.ahead)
-        self.base_seed, self.iteration = self.begin.base_seed, self.begin.iteration
-        self.before_first = self.begin.before_first
+    def __init__(self, owner: Progress, begin: ResumeState) -> None:
+        self.owner = owner
+        self.begin = begin
+        self.base_seed, self.iteration = begin.base_seed, begin.iteration
+        self.before_first = begin.before_first
+        self.finished = False
+        self.samples_delivered = 0
+        self._batches, self._samples = begin.batches, begin.samples
+        self._samplers = begin.samplers
+        self._drawn: dict[int, DrawnBatch] = {}
+        self._done: dict[int, DrawnBatch] = {}
+        self._ahead = set(begin.ahead)
+        self._count = 0
+        self._streams: list[int] | None = None
+        self._stream_states: dict[int, bytes] = {}
+        self._states_at_end: dict[int, bytes] = {}
+        self._fetcher: Any = None
 
     @property
     def batches(self) -> int:
         """Number of batches delivered before the first undelivered one."""
         return self._batches
-
-    @property
-    def samples(self) -> int:
-        """Number of samples delivered since the epoch was started or resumed."""
-        return self._delivered_samples
 
     @property
     def in_flight(self) -> int:
@@ -314,7 +217,7 @@ class EpochProgress:
             count: Index of the batch among those for which ``draw`` returned True.
         """
         drawn = self._drawn.pop(count)
-        self._delivered_samples += drawn.samples
+        self.samples_delivered += drawn.samples
         self._finish(drawn)
         self.owner.delivered_from(self)
 
@@ -360,7 +263,7 @@ class EpochProgress:
         assert self._streams is not None
         self._streams[worker] += 1
         self._batches += 1
-        self._delivered_samples += samples
+        self.samples_delivered += samples
         if state is not None:
             self._stream_states[worker] = state
         self.owner.delivered_from(self)
@@ -413,13 +316,17 @@ class EpochProgress:
     def finish(self) -> None:
         """Record that the epoch has been delivered to its end."""
         self.finished = True
+        if self.owner.fresh_stream and self._fetcher is not None:
+            state = StreamState.of(self._fetcher, self._batches)
+            ended = None if state is None else StreamState.unpacked(state).at_end_of_epoch()
+            self.owner.stream_at_end = ended
         self._fetcher = None
         self.owner.delivered_from(self)
 
-    def state(self, length: int | None) -> State:
+    def state(self, length: int | None) -> ResumeState:
         """Return the resume state of the epoch."""
-        return State(
-            under_way=True,
+        return ResumeState(
+            in_progress=True,
             batches=self._batches,
             samples=self._samples,
             ahead=tuple(sorted({*self._done, *self._ahead})),

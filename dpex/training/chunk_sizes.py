@@ -29,7 +29,7 @@ class ChunkPlanner:
 
     Attributes:
         free_cores: Number of free cores for the first tasks.
-        chunks_issued: Number of chunks sent in this iteration.
+        chunks_sent: Number of chunks sent in this iteration.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ChunkPlanner:
         self._batch_bytes = 0.0
         self._share = 1.0
         self._observed = False
-        self.chunks_issued = 0
+        self.chunks_sent = 0
 
     def begin(self, *, free_cores: int) -> None:
         """Start an iteration: keep the measured costs, and start with small chunks.
@@ -58,7 +58,7 @@ class ChunkPlanner:
             free_cores: Number of free cores for the first tasks.
         """
         self.free_cores = max(1, free_cores)
-        self.chunks_issued = 0
+        self.chunks_sent = 0
 
     def observe(self, *, batches: int, seconds: float, cpu_seconds: float, size_bytes: int) -> None:
         """Update the measured costs with some finished batches."""
@@ -110,7 +110,7 @@ class ChunkPlanner:
             open_chunks: Number of chunks that have a size and are not sent.
         """
         parallel, workers = self.parallel, self._num_workers
-        place = self.chunks_issued + open_chunks
+        place = self.chunks_sent + open_chunks
         # Sizes vary. With equal sizes all tasks would end, and be replaced, at the same time.
         spread = place * tuning.GOLDEN_SHARE % 1.0
         grown = tuning.CHUNK_GROWTH ** min(10, place // workers)
@@ -130,10 +130,10 @@ class ChunkPlanner:
         return max(1, min(sizes))
 
     @property
-    def settled(self) -> bool:
+    def past_first_chunks(self) -> bool:
         """Whether costs are known and every logical worker has had a chunk in this iteration."""
-        return self._observed and self.chunks_issued >= self._num_workers
+        return self._observed and self.chunks_sent >= self._num_workers
 
-    def issued(self) -> None:
+    def count_sent(self) -> None:
         """Count one chunk as sent."""
-        self.chunks_issued += 1
+        self.chunks_sent += 1

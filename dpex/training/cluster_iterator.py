@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpex import tuning
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.stats import Meter
-from dpex.training.batch_order import Demand, IndexDemand, StreamDemand
+from dpex.training.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.training.deferred_errors import reraise
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.worker.binding import Binding
@@ -117,13 +117,13 @@ class ClusterIter(BaseDataLoaderIter):
             base_seed=self._base_seed,
             epoch=self._epoch_number,
             num_workers=self._num_workers,
-            generation=self._version,
+            dataset_version=self._version,
             settings=self._settings,
         )
-        self._planner.begin(free_cores=self._session.free_cores)
+        self._planner.begin(free_cores=self._session.first_tasks())
         self._epoch = Epoch(
             run,
-            self._demand(run),
+            self._order(run),
             session=self._session,
             planner=self._planner,
             options=self._options,
@@ -134,10 +134,10 @@ class ClusterIter(BaseDataLoaderIter):
         # Read after drawing, because some samplers increment their epoch when they are iterated.
         self._epoch_drawn_for = self._sampler_epochs.now
 
-    def _demand(self, run: Run) -> Demand:
+    def _order(self, run: Run) -> BatchOrder:
         if self._dataset_kind == DatasetKind.Iterable:
-            return StreamDemand(self._sampler_iter, self._planner, run=run)
-        return IndexDemand(
+            return StreamOrder(self._sampler_iter, self._planner, run=run)
+        return IndexOrder(
             self._sampler_iter,
             self._planner,
             run=run,
@@ -177,7 +177,7 @@ class ClusterIter(BaseDataLoaderIter):
         over = self._epoch is None or not self._epoch.open
         if over or now - self._published_at > tuning.PUBLISH_S:
             self._published_at = now
-            stats = self.meter.stats(samples=self._epoch_progress.samples)
+            stats = self.meter.stats()
             if self._session.publish(stats, self.meter.published):
                 self.meter.published = stats
 
@@ -206,6 +206,7 @@ class ClusterIter(BaseDataLoaderIter):
         assert self._epoch is not None
         try:
             self._sampler_iter = iter(self._index_sampler)
+            self.meter.count_samples_of(self._epoch_progress)
             if not self._persistent_workers:
                 self._version = self._versions.new()
             self._begin()

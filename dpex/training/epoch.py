@@ -25,7 +25,7 @@ from dpex.wire.loss_causes import joined
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
     from dpex.pipeline.session import Session
-    from dpex.training.batch_order import Demand
+    from dpex.training.batch_order import BatchOrder
     from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.training.first_workers import FirstRun
     from dpex.training.starting_session import StartingSession
@@ -88,10 +88,10 @@ class StateNotes:
         if costs.late_changes and not self._versions.change_noted:
             self._versions.change_noted = True
             warn(
-                f"a batch (number {max(numbers)} or an earlier one) changed its worker's dataset "
-                "or collate_fn, but the first batches did not. Until then any process made any "
-                "batch, so the workers' state differs from torch's in this epoch. Pass a "
-                "worker_init_fn, which may do nothing: it keeps every logical worker in one "
+                f"a batch (number {max(numbers)} or an earlier one) changed its logical "
+                "worker's dataset or collate_fn, but the first batches did not. Until then any "
+                "process made any batch, so the workers' state differs from torch's in this epoch. "
+                "Pass a worker_init_fn, which may do nothing: it keeps every logical worker in one "
                 "process from the first batch on",
             )
 
@@ -99,13 +99,14 @@ class StateNotes:
 class Epoch:
     """One epoch: requests, sends, receives and delivers its batches.
 
-    Invariant: every batch that ``demand`` counts as in flight is in exactly one place. It is not
-    sent yet (``_unsent``), in flight (``_in_flight``), or ready (``_ready``). If that cannot be
-    kept, every further call raises the same ``BatchLostError``.
+    Invariant: every batch that ``order`` counts as in flight is in exactly one place. Its chunk is
+    not complete (in ``order``) or not sent (``_unsent``). Or it is in flight (``_in_flight``), or
+    ready (``_undelivered``). If that cannot be kept, every further call raises the same
+    ``BatchLostError``.
 
     Args:
         run: The run that the batches belong to.
-        demand: Requests for the batches.
+        order: Requests for the batches.
         session: The loader's job and pipelines on the cluster.
         planner: Planner of the chunk sizes.
         options: Options of the loader.
@@ -115,15 +116,15 @@ class Epoch:
     def __init__(
         self,
         run: Run,
-        demand: Demand,
+        order: BatchOrder,
         *,
         session: Session | StartingSession,
         planner: ChunkPlanner,
         options: EpochOptions,
         notes: StateNotes,
     ) -> None:
-        self._run_spec = run
-        self._demand = demand
+        self._run = run
+        self._order = order
         self._session = session
         self._planner = planner
         self._meter = Meter()
@@ -132,43 +133,50 @@ class Epoch:
         self._unsent: list[Chunk] = []
         self._flushed_at = 0.0
         self._in_flight = InFlight()
-        self._ready: dict[int, Entry] = {}
+        self._undelivered: dict[int, Entry] = {}
         self._losses_in_a_row = 0
         self._failure: KeptError | None = None
-        self._run: RemoteRun | FirstRun | None = None
+        self._remote_run: RemoteRun | FirstRun | None = None
         self._opening: Callable[[], RemoteRun | FirstRun] | None = self._open()
 
     @property
     def open(self) -> bool:
         """Whether the epoch can deliver batches: it has neither ended nor failed."""
-        return self._run is not None
+        return self._remote_run is not None
 
     @property
     def started(self) -> bool:
         """Whether a batch has been delivered."""
-        return bool(self._demand.delivered)
+        return bool(self._order.delivered)
 
     @property
     def batches_in_flight(self) -> int:
         """Number of batches that are requested but not delivered."""
-        return self._demand.in_flight
+        return self._order.in_flight
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the epoch, if there was one."""
+        """Raise the error that ended the epoch, if there was one.
+
+        Raises:
+            ClusterError: This process is a fork of the one that began the epoch.
+            DpexError: The epoch has failed.
+        """
+        self._session.check_process()
         if self._failure is not None:
             self._failure.reraise()
 
     def close(self) -> None:
         """End the run; its pipeline is free for another run."""
         self._opening = None
-        if self._run is not None:
-            self._run.end()
-            self._run = None
+        if self._remote_run is not None:
+            if not self._session.forked:
+                self._remote_run.end()
+            self._remote_run = None
 
     def _open(self) -> Callable[[], RemoteRun | FirstRun]:
         """Start a run, without waiting for it; ``_opened`` waits."""
         return self._session.open(
-            self._run_spec.key,
+            self._run.key,
             self._options.job,
             binding=self._options.binding,
             pin_device=(
@@ -179,17 +187,17 @@ class Epoch:
     def _opened(self) -> None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
-            self._run = opening()
+            self._remote_run = opening()
 
     # --- requests ---------------------------------------------------------------------------------
 
     def fill(self) -> None:
         """Draw and send as far ahead as torch does."""
         if not self._in_flight.draining:
-            self._demand.fill(self._take_chunk)
+            self._order.fill(self._take_chunk)
         self._flush()
 
-    def _ask_ahead(self, *, waiting: bool = False) -> bool:
+    def _prefetch_chunk(self, *, waiting: bool = False) -> bool:
         """Draw and send one chunk more than torch would, if costs allow it.
 
         Args:
@@ -204,12 +212,12 @@ class Epoch:
         def enough() -> bool:
             if waiting:
                 time.sleep(0)  # the thread that receives needs the GIL more
-                assert self._run is not None
-                return self._run.arrivals.wait(0, self._quiet_seen)
+                assert self._remote_run is not None
+                return self._remote_run.arrivals.wait(0, self._quiet_seen)
             return time.monotonic() >= stop_at
 
         draining = self._in_flight.draining
-        asked = not draining and self._demand.ask_ahead(self._take_chunk, enough)
+        asked = not draining and self._order.prefetch_chunk(self._take_chunk, enough)
         self._flush()
         return asked
 
@@ -238,10 +246,10 @@ class Epoch:
 
     def _send(self, message: Resend) -> None:
         """Send chunks in one message; an error of pickling replaces their batches."""
-        assert self._run is not None
-        chunks = self._in_flight.numbered(message.chunks, self._run_spec)
+        assert self._remote_run is not None
+        chunks = self._in_flight.numbered(message.chunks, self._run)
         try:
-            self._run.feed(
+            self._remote_run.feed(
                 chunks,
                 alone=message.alone,
                 parallel=self._planner.parallel,
@@ -268,6 +276,8 @@ class Epoch:
             RuntimeError: The next batch has not come within the loader's timeout.
             TooManySkippedError: The epoch has more than ``max_skipped`` skipped samples.
             BatchLostError: The pipeline stopped.
+            ClusterError: Ray does not start, or no node can make the batch.
+            Exception: The sampler raised it.
         """
         self._meter = meter
         first = not self.started
@@ -275,10 +285,9 @@ class Epoch:
             self.fill()
             entry = self._wait_for_batch()
             self.fill()
-            for _ in range(
-                0 if first else tuning.CHUNKS_PER_STEP
-            ):  # the loop waited for the first one
-                if not self._ask_ahead():
+            # The loop waited for the first batch, so nothing delays that one.
+            for _ in range(0 if first else tuning.CHUNKS_PER_STEP):
+                if not self._prefetch_chunk():
                     break
             if entry.left_out:
                 self._leave_out(entry)
@@ -313,20 +322,20 @@ class Epoch:
         note_at, note_s = began + tuning.SLOW_WAIT_S, tuning.SLOW_WAIT_S
         while True:
             self._collect()
-            batch = self._demand.choose(self._ready, in_order=self._options.in_order)
+            batch = self._order.choose(self._undelivered, in_order=self._options.in_order)
             if batch is not None:
-                entry = self._ready.pop(batch)
-                self._demand.deliver(entry)
+                entry = self._undelivered.pop(batch)
+                self._order.deliver(entry)
                 return entry
             if not self._in_flight:
                 self.fill()  # nothing is drawn while chunks may be lost: resume drawing
-            if self._demand.next_batch is None:
+            if self._order.next_batch is None:
                 self.close()
-                self._demand.finish()
+                self._order.finish()
                 raise StopIteration
             wait_s = tuning.SLOW_WAIT_S
-            assert self._run is not None
-            if deadline is not None and self._run.waits_for_ray:
+            assert self._remote_run is not None
+            if deadline is not None and self._remote_run.waits_for_ray:
                 deadline = time.monotonic() + timeout_s  # as if iter() had waited for Ray
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
@@ -339,23 +348,22 @@ class Epoch:
                 waits.warning("no batch for %.0f s. %s", waited_s, self._waiting_text())
                 self._session.name_dead_nodes()
                 self._session.check_still_possible(waited_s)
-            if self._in_flight and self._run.arrivals.ended:
+            if self._in_flight and self._remote_run.arrivals.ended:
                 self._replace_pipeline()
             prompt_s = min(wait_s, tuning.PROMPT_S)
-            if self._run.arrivals.wait(prompt_s, self._quiet_seen):
+            if self._remote_run.arrivals.wait(prompt_s, self._quiet_seen):
                 continue
-            if self._ask_ahead(waiting=True):
+            if self._prefetch_chunk(waiting=True):
                 continue  # the wait is used to draw further ahead
-            arrived = self._run.arrivals.wait(wait_s - prompt_s, self._quiet_seen)
-            if not arrived and self._run.forsaken(self._planner.batch_s):
-                # ``forsaken`` reports a node's death only once, so this loss need not count.
-                self._losses_in_a_row -= 1
-                self._replace_pipeline()
+            arrived = self._remote_run.arrivals.wait(wait_s - prompt_s, self._quiet_seen)
+            if not arrived and self._remote_run.lost_with_node(self._planner.batch_s):
+                # ``lost_with_node`` reports a node's death only once, so this loss need not count.
+                self._replace_pipeline(counts=False)
 
     def _waiting_text(self) -> str:
-        assert self._run is not None
+        assert self._remote_run is not None
         return self._session.waiting_text(
-            tasks=self._run.tasks_at_work(), in_flight=self._demand.in_flight
+            tasks=self._remote_run.tasks_at_work(), in_flight=self._order.in_flight
         )
 
     @property
@@ -369,15 +377,15 @@ class Epoch:
 
     def _collect(self) -> None:
         """Process the blocks and errors that have arrived."""
-        assert self._run is not None
-        arrivals = self._run.arrivals
+        assert self._remote_run is not None
+        arrivals = self._remote_run.arrivals
         # Read before the loop, so that the loop takes every block of the chunks that it counts.
         quiet_at = arrivals.quiet_at
         while (arrival := arrivals.take()) is not None:
             self._losses_in_a_row = 0
-            if arrival.block.run == self._run_spec.key:
+            if arrival.block.run == self._run.key:
                 self._take_block(arrival)
-                self._notes.note(arrival, self._run_spec.num_workers)  # may raise a warning
+                self._notes.note(arrival, self._run.num_workers)  # may raise a warning
         self._in_flight.note_losses(arrivals.take_losses())
         if self._in_flight.lost(quiet_at):
             self._resend_lost(self._recover)
@@ -390,9 +398,9 @@ class Epoch:
             return
         for entry in new:
             if entry.outcome == "end":
-                self._demand.end_stream(entry.batch, entry.state)
+                self._order.end_stream(entry.batch, entry.state)
             else:
-                self._ready[entry.batch] = entry
+                self._undelivered[entry.batch] = entry
         if block.costs.retries:
             self._session.name_dead_nodes()
         self._planner.observe(
@@ -416,6 +424,8 @@ class Epoch:
         try:
             resend(lost)
         except Exception as error:
+            if self._failure is not None:  # ``resend`` has failed the epoch
+                raise
             self._fail(error)
         except BaseException:  # an interrupt, after which these batches would be missing
             self.cancel(None)
@@ -434,7 +444,7 @@ class Epoch:
         self._meter.retries += plan.retries
         time.sleep(plan.wait_s)
         for batch in plan.ended:
-            self._demand.end_stream(batch)
+            self._order.end_stream(batch)
         for batch, error in plan.failed:
             self._fail_batch(batch, error)
         self._log(plan)
@@ -447,7 +457,7 @@ class Epoch:
             )
         elif plan.retries:
             logger.warning(
-                "%d batches were lost (%s). dpex recomputes each of them in a separate task",
+                "%d batches were lost (%s). dpex recomputes them in separate tasks",
                 plan.retries,
                 plan.reason,
             )
@@ -457,19 +467,22 @@ class Epoch:
             if message.chunks:
                 self._send(message)
 
-    def _replace_pipeline(self) -> None:
+    def _replace_pipeline(self, *, counts: bool = True) -> None:
         """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
+
+        Args:
+            counts: Whether this loss counts among those in a row.
 
         Raises:
             BatchLostError: The old pipeline ended without being lost, or the session has ended.
                 Or this is the third loss since a block arrived.
         """
-        assert self._run is not None
-        failure = self._run.failure()
-        self._in_flight.losses.extend(self._run.arrivals.take_losses())
-        self._losses_in_a_row += 1
+        assert self._remote_run is not None
+        failure = self._remote_run.failure()
+        self._in_flight.losses.extend(self._remote_run.arrivals.take_losses())
+        self._losses_in_a_row += counts
         if (
-            not self._run.lost
+            not self._remote_run.lost
             or not self._session.alive
             or self._losses_in_a_row == tuning.MOST_LOSSES
         ):
@@ -477,14 +490,15 @@ class Epoch:
         logger.warning(
             "the pipeline on the cluster was lost (%s). A new pipeline continues from batch %d",
             failure,
-            self._demand.next_batch,
+            self._order.next_batch,
         )
         self._resend_lost(self._send_to_new_pipeline)
 
     def _send_to_new_pipeline(self, lost: list[ChunkInFlight]) -> None:
         self.close()
-        self._run_spec = replace(self._run_spec, key=uuid.uuid4().hex)
+        self._run = replace(self._run, key=uuid.uuid4().hex)
         self._in_flight.begin_run()
+        self._meter.retries += sum(len(sent.missing) for sent in lost)
         self._opening = self._open()
         self._opened()
         for alone in (False, True):
@@ -495,7 +509,7 @@ class Epoch:
 
     def _fail_batch(self, batch: int, error: DpexError) -> None:
         """Deliver an error in place of a batch."""
-        self._ready[batch] = Entry(batch, KeptError(error), "error")
+        self._undelivered[batch] = Entry(batch, KeptError(error), "error")
 
     def _fail(self, cause: BaseException | None) -> NoReturn:
         """Raise now, and at every further ``next()``, because the pipeline stopped in mid-epoch."""
@@ -504,8 +518,8 @@ class Epoch:
     def cancel(self, cause: BaseException | None) -> DpexError:
         """End the run, and return the error that every further ``next()`` raises."""
         where = (
-            f"with {self._demand.in_flight} batches outstanding; the next one is "
-            f"{self._demand.next_batch}"
+            f"with {self._order.in_flight} batches outstanding; the next one is "
+            f"{self._order.next_batch}"
         )
         if self._session.alive:
             reason = joined(self._in_flight.losses) or str(cause or "no reason known")
@@ -521,7 +535,7 @@ class Epoch:
         return error
 
     def _timeout_text(self) -> str:
-        at, batch = "", self._demand.next_batch
+        at, batch = "", self._order.next_batch
         holder = self._in_flight.holding(batch)
         if holder is not None and batch is not None:
             at = f" waiting for batch {batch} ({described(holder.chunk, batch)})"

@@ -32,7 +32,7 @@ from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.pickling import dump_in_band
 from dpex.wire.segments import readable_segments
 from dpex.worker.binding import Binding
-from dpex.worker.first_worker import CANCEL, END, Assignment, Made
+from dpex.worker.first_worker import CANCEL, END, ChunkMessage, Made
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
@@ -62,7 +62,7 @@ class _SentChunk:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a first worker makes.
+    """The chunk that a first worker makes, and its queue.
 
     Attributes:
         queue: The queue that the chunk comes from.
@@ -80,21 +80,21 @@ class _FirstWorker:
 
     Attributes:
         connection: The connection to its process.
-        ready: Whether its process exists.
-        work: What it makes; None if it is idle.
+        has_process: Whether its process exists.
+        work: The chunk that its process makes; None if it is idle.
         cancelled_at: When the run of its chunk ended; infinite before.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.ready = False
+        self.has_process = False
         self.work: _Work | None = None
         self.cancelled_at = math.inf
         self._process: int | None = None
 
     def know_process(self, pid: int) -> None:
         """Open its process, so that no later process with the same id is taken for it."""
-        self.ready = True
+        self.has_process = True
         with contextlib.suppress(OSError):  # it has ended already
             self._process = os.pidfd_open(pid)
 
@@ -138,7 +138,7 @@ class FirstWorkers:
 
     Attributes:
         lock: Guards the first workers and the queues of their chunks.
-        hurry: Set if Ray must start at once.
+        start_now: Set if Ray must start at once.
         ending: Set when they get no more chunks.
         queues: The chunks of each run that has not ended.
     """
@@ -146,7 +146,7 @@ class FirstWorkers:
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.lock = threading.RLock()
         self._workers = [_FirstWorker(connection) for connection in connections]
-        self.hurry = threading.Event()
+        self.start_now = threading.Event()
         self.ending = threading.Event()
         self.queues: list[ChunkQueue] = []
         be_ready()
@@ -169,12 +169,12 @@ class FirstWorkers:
 
     def give(self, work: _Work) -> bool:
         """Give a chunk to an idle first worker, and return whether there is one."""
-        idle = next((w for w in self._workers if w.ready and w.work is None), None)
+        idle = next((w for w in self._workers if w.has_process and w.work is None), None)
         if idle is None or self.at_work >= work.queue.parallel or self.ending.is_set():
             return False
         idle.work = work
         binding = Binding.WATCHED if work.watched else Binding.RELEASED
-        given = Assignment(work.chunk.payload, binding, readable_segments())
+        given = ChunkMessage(work.chunk.payload, binding, readable_segments())
         idle.send(pickle.dumps(given))
         return True
 
@@ -212,15 +212,15 @@ class FirstWorkers:
         """Give no more chunks, and end each first worker as soon as it is idle."""
         with self.lock:
             self.ending.set()
-            self.hurry.set()
+            self.start_now.set()
             for worker in self._workers:
                 if worker.work is None:
                     worker.send(END)
 
     def _receive(self) -> None:
         while workers := {worker.connection: worker for worker in self._workers}:
-            for ready in wait(list(workers), tuning.END_S):
-                worker = workers[cast("Connection", ready)]
+            for has_process in wait(list(workers), tuning.END_S):
+                worker = workers[cast("Connection", has_process)]
                 try:
                     message = worker.connection.recv()
                 except Exception as error:  # most often EOFError: the process has ended
@@ -280,7 +280,7 @@ class ChunkQueue:
         pin_device: As for ``Decoder``.
 
     Attributes:
-        arrivals: What has arrived of the run.
+        arrivals: The blocks and losses that have arrived.
         remote: The run on the pipeline; None until the pipeline has its tasks.
         ended: Whether the run is cancelled.
         failure: The error with which the pipeline has refused the run or its chunks, if it has.
@@ -408,7 +408,7 @@ class ChunkQueue:
             self.arrivals.add(arrival)
 
     def made(self, work: _Work, report: Made) -> None:
-        """Record what a first worker reports of a chunk."""
+        """Record the end of a first worker's chunk."""
         if report in (Made.CHANGED, Made.UNFINISHED):
             self._workers.end()  # the pipeline has processes that keep state
         if self.ended:
@@ -464,7 +464,7 @@ class FirstRun:
 
     @property
     def arrivals(self) -> Arrivals:
-        """What has arrived of the iteration.
+        """The blocks and losses that have arrived.
 
         Raises:
             Exception: Ray has not started, or the pipeline has refused the run.
@@ -491,10 +491,10 @@ class FirstRun:
         """Whether batches do not come because Ray is starting."""
         return self.queue.waits_for_ray
 
-    def forsaken(self, batch_s: float) -> bool:
+    def lost_with_node(self, batch_s: float) -> bool:
         """Return whether the run waits in vain because a node died."""
         remote = self.queue.remote
-        return remote is not None and remote.forsaken(batch_s)
+        return remote is not None and remote.lost_with_node(batch_s)
 
     def tasks_at_work(self) -> int | None:
         """Return how many processes make batches now; None if that is unknown."""

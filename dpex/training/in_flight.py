@@ -19,28 +19,29 @@ def described(chunk: Chunk, batch: int) -> str:
     """Describe the samples of one batch of a chunk, for error messages."""
     if chunk.stream:
         workers = chunk.run.num_workers
-        return f"batch {batch // workers} of worker {batch % workers}'s stream"
+        return f"batch {batch // workers} of the stream of logical worker {batch % workers}"
     return f"dataset indices {chunk.batches[(batch - chunk.first_batch) // chunk.stride]!r}"
 
 
-def lost_error(chunk: Chunk, batch: int, reason: str, *, no_room: bool) -> BatchLostError:
+def lost_error(chunk: Chunk, batch: int, reason: str, *, store_full: bool) -> BatchLostError:
     """Return the error to raise in place of a batch that every attempt lost.
 
     Args:
         chunk: The chunk that holds the batch.
         batch: Number of the batch.
         reason: Text of the pipeline's reports.
-        no_room: Whether Ray had no room to store the batch; if it had, worker processes died.
+        store_full: Whether Ray had no space to store the batch. If False, worker processes died.
     """
     what = f"batch {batch} ({described(chunk, batch)})"
-    if no_room:
+    if store_full:
         return BatchLostError(
-            f"Ray has no room for {what}: its object store and its disk are full. Free disk space "
+            f"Ray has no space for {what}: its object store and its disk are full. Free disk space "
             f"on the nodes, or make batches smaller. Reason: {reason}"
         )
     return BatchLostError(
         f"DataLoader worker exited unexpectedly: every worker process that was given {what} died. "
-        "Read these samples in the main process. If that works, the workers probably lack memory: "
+        "Read these samples in the training process. If that works, the workers probably lack "
+        "memory: "
         f"lower num_workers, or set worker_options={{'memory': bytes}}. Reason: {reason}"
     )
 
@@ -121,7 +122,7 @@ class InFlight:
 
     Attributes:
         sent: Number of chunks sent in this run.
-        losses: What the pipeline has reported since all chunks last arrived.
+        losses: Losses that the pipeline has reported since all chunks last arrived.
         draining: Whether nothing new may be sent.
     """
 

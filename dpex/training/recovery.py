@@ -42,7 +42,6 @@ class Recovery:
         resends: Messages to send, in this order.
         failed: Batches that become an error, each with the error.
         ended: Streams that end with their failed batch, each as the number of its next batch.
-        retries: Number of batches that are resent because of this loss.
         blocks_only: Whether finished blocks were lost, and no worker process died over a batch.
         reason: The reasons that the pipeline reports.
         wait_s: Seconds to wait before the first message.
@@ -51,10 +50,14 @@ class Recovery:
     resends: list[Resend] = field(default_factory=list)
     failed: list[tuple[int, BatchLostError]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    retries: int = 0
     blocks_only: bool = False
     reason: str = ""
     wait_s: float = 0.0
+
+    @property
+    def retries(self) -> int:
+        """Number of batches that are resent because of this loss."""
+        return sum(len(chunk.batches) for message in self.resends for chunk in message.chunks)
 
 
 def recover(lost: Sequence[ChunkInFlight], losses: Sequence[Loss]) -> Recovery:
@@ -72,32 +75,30 @@ def recover(lost: Sequence[ChunkInFlight], losses: Sequence[Loss]) -> Recovery:
     if causes == {LossCause.BLOCK}:
         return Recovery(
             resends=[Resend(list(s.rest()), s.alone, s.tries) for s in joined_streams(lost)],
-            retries=sum(len(sent.missing) for sent in lost),
             blocks_only=True,
         )
     found = Recovery(reason=joined(losses) or "no reason known")
-    no_room = LossCause.NO_ROOM in causes
-    if no_room:
+    store_full = LossCause.STORE_FULL in causes
+    if store_full:
         # All finished blocks have been read, so Ray soon frees them. Then a single block fits where
         # several blocks did not.
-        found.wait_s = tuning.NO_ROOM_WAIT_S
-    most_tries = tuning.NO_ROOM_TRIES if no_room else tuning.STREAM_TRIES
+        found.wait_s = tuning.STORE_FULL_WAIT_S
+    most_tries = tuning.STORE_FULL_TRIES if store_full else tuning.STREAM_TRIES
     single: list[Chunk] = []
     for sent in joined_streams(lost):
         if not sent.alone:
             single.extend(sent.rest(most=1))
-        elif (sent.chunk.stream or no_room) and sent.tries < most_tries:
-            # The worker process that died may have been that of another stream.
-            found.resends.append(Resend(list(sent.rest()), True, sent.tries + 1, no_room))
+        elif (sent.chunk.stream or store_full) and sent.tries < most_tries:
+            # A batch of another stream may have killed the process.
+            found.resends.append(Resend(list(sent.rest()), True, sent.tries + 1, store_full))
         else:
             failed = sent.missing
             if sent.chunk.stream:  # the error of the first lost batch ends the stream
                 failed = {min(failed)}
                 found.ended.append(min(failed) + sent.chunk.stride)
             found.failed += [
-                (b, lost_error(sent.chunk, b, found.reason, no_room=no_room)) for b in failed
+                (b, lost_error(sent.chunk, b, found.reason, store_full=store_full)) for b in failed
             ]
-    found.retries = len(single)
     if single:
-        found.resends.insert(0, Resend(single, True, one_by_one=no_room))
+        found.resends.insert(0, Resend(single, True, one_by_one=store_full))
     return found

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex.log import warn
+from dpex.training.nested_samplers import nested_samplers
 
 __all__ = ["SamplerEpochs"]
 
@@ -35,9 +36,7 @@ class SamplerEpochs:
         """The loader's samplers, read at each use because frameworks replace them."""
         loader = self._loader()
         if loader is not None:
-            inner = getattr(loader.batch_sampler, "sampler", None)
-            found = (loader.sampler, loader.batch_sampler, inner)
-            self._known = [sampler for sampler in found if sampler is not None]
+            self._known = [*nested_samplers(loader.sampler), *nested_samplers(loader.batch_sampler)]
         return self._known
 
     @property

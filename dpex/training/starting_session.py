@@ -22,6 +22,7 @@ from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.launch import free_cores
+from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import release_later
 from dpex.errors import ClusterError
 from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
@@ -107,10 +108,11 @@ class _Iteration:
         return self.queue is not None and not self.queue.ended
 
 
-class StartingSession:
-    """The session of a loader, while a thread starts Ray and opens the ``Session`` itself.
+class StartingSession(OwnProcess):
+    """The session of a loader until a pipeline continues an iteration; then its ``Session``.
 
-    Until the pipeline has as many tasks as the iteration uses, first workers make the batches.
+    A thread starts Ray. Until the pipeline has as many tasks as an iteration uses, first workers
+    make the batches. If no iteration needs them by then, they wait for the next one.
 
     Args:
         connect: Function that starts Ray and returns the session.
@@ -126,6 +128,7 @@ class StartingSession:
         job_key: str,
         num_workers: int,
     ) -> None:
+        super().__init__()
         self._connect: Callable[[], Session] | None = connect
         self._job_key = job_key
         self._num_workers = num_workers
@@ -136,9 +139,13 @@ class StartingSession:
         self._lock = threading.RLock()
         self._iterations: deque[_Iteration] = deque()
         self._session: Session | None = None
+        # The session of a Ray that has started, while first workers wait for an iteration.
+        self._kept_session: Session | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._begun = False
+        # How often first workers have waited for an iteration after Ray's start.
+        self._waits = 0
         # Not the thread's own join(): on Python 3.11, an interrupted join() takes it for ended.
         self._over = threading.Event()
         # Whether a thread waits for the end of the start.
@@ -150,26 +157,29 @@ class StartingSession:
         """Start Ray now, and a pipeline for the first iteration."""
         run = uuid.uuid4().hex  # no iteration has this key
         self._iterations.append(_Iteration(run, job, binding, None, None))
-        self._workers.hurry.set()
+        self._workers.start_now.set()
         self.begin()
 
     def begin(self) -> None:
-        """Start Ray in a thread, if nothing has started it."""
+        """Start Ray in a thread, if nothing has started it, and hand the iterations over."""
         with self._lock:
             if self._begun:
                 return
-            # Ray imports it, and it registers functions for forks. If a fork of the main thread
-            # waited for that import, only the second of these functions would be called.
+            self._over.clear()
+            # Ray imports filelock, which registers functions to be called before and after a fork.
+            # If a fork waited here for that import, Python would call only those after the fork.
             with contextlib.suppress(ImportError):
                 importlib.import_module("filelock")
             # Python waits for the thread at exit, before it calls Ray's exit handlers.
-            BackgroundThread(target=self._start, name=_THREAD_NAME, daemon=False).start()
+            BackgroundThread(
+                target=self._start, args=(self._waits,), name=_THREAD_NAME, daemon=False
+            ).start()
             _starting.add(self)
 
     def wait(self) -> None:
         """Wait until Ray has started; call ``begin`` before."""
         self._awaited = True
-        self._workers.hurry.set()
+        self._workers.start_now.set()
         self._over.wait()
 
     @property
@@ -177,47 +187,69 @@ class StartingSession:
         """Whether the start has ended, with or without success."""
         return self._over.is_set()
 
-    def _start(self) -> None:
+    def _start(self, waits_before: int) -> None:
         with self._lock:
-            if self._begun:  # an interrupt of begin() has led to a second thread
+            if self._begun or waits_before != self._waits:  # begin() has started two threads
                 return
             self._begun = True
+        waits = False
         try:
-            self._workers.hurry.wait(tuning.HEAD_START_S)
+            self._workers.start_now.wait(tuning.HEAD_START_S)
             if not self._closed and not _is_exiting():
-                assert self._connect is not None
-                self._hand_over(self._connect())
+                session, self._kept_session = self._kept_session, None
+                if session is None:
+                    assert self._connect is not None
+                    session = self._connect()
+                waits = self._hand_over(session)
         except BaseException as error:
             logger.debug("Ray has not started", exc_info=True)
             self._error = error
         finally:
             self._connect = None  # it refers to the loader and its dataset
-            self._workers.end()
-            self._workers.wake()
-            _starting.discard(self)
-            self._over.set()
+            if not waits:
+                self._workers.end()
+                self._workers.wake()
+                self._note_over()
 
-    def _hand_over(self, session: Session) -> None:
-        """Open a pipeline for each iteration, and hand the iteration over to it."""
-        opened = False
+    def _note_over(self) -> None:
+        _starting.discard(self)
+        self._over.set()
+
+    def _hand_over(self, session: Session) -> bool:
+        """Open a pipeline for each iteration, and hand the iteration over to it.
+
+        Returns:
+            Whether first workers wait for the next iteration, which then calls ``begin`` again.
+        """
+        opened = continued = False
         while True:
             with self._lock:
                 if self._closed:
                     session.close()
                 if self._closed or not self._iterations:
-                    self._session = session
-                    return
+                    waits = self._has_first_workers and not (
+                        continued or self._awaited or self._closed
+                    )
+                    if waits:
+                        self._kept_session, self._begun = session, False
+                        self._waits += 1
+                        self._note_over()
+                    else:
+                        self._session = session
+                    return waits
                 iteration = self._iterations.popleft()
                 if not iteration.live and (opened or self._iterations):
                     continue  # else the next iteration needs a pipeline
             opened = True
             try:
-                self._begin_on_pipeline(session, iteration)
+                continued = self._begin_on_pipeline(session, iteration) or continued
             except Exception as error:
+                continued = True
                 if iteration.queue is not None:
                     iteration.queue.fail(error)
 
-    def _begin_on_pipeline(self, session: Session, iteration: _Iteration) -> None:
+    def _begin_on_pipeline(self, session: Session, iteration: _Iteration) -> bool:
+        """Open a pipeline for an iteration, and return whether it continues the iteration."""
         queue = iteration.queue if iteration.live else None
         remote = session.open(
             iteration.run,
@@ -230,13 +262,15 @@ class StartingSession:
         deadline = time.monotonic() + tuning.FIRST_TASKS_S
         while time.monotonic() < deadline:
             tasks = 1 if queue is None or self._awaited else queue.tasks_needed
-            if remote.has_tasks(tasks, tuning.LOOK_S):
+            if remote.start_tasks_and_wait(tasks, tuning.LOOK_S):
                 break
             if self._closed or _is_exiting():
                 queue = None
                 break
-        if queue is None or not queue.attach(remote):
-            remote.end()
+        if queue is not None and queue.attach(remote):
+            return True
+        remote.end()
+        return False
 
     def _stored(self, session: Session, job: UnstoredJob) -> StoredJob:
         return session.store(job.pickle_job, job.later, inherited_key=self._job_key or None)
@@ -252,12 +286,17 @@ class StartingSession:
             raise ClusterError("the loader was closed while Ray was starting")
 
     def started(self) -> Session:
-        """Wait until Ray has started, and return the session."""
+        """Wait until Ray has started, and return the session; first workers make no more chunks."""
+        self._awaited = True  # so that no first workers wait for an iteration
         self.begin()
         self.wait()
         self._check()
         assert self._session is not None
         return self._session
+
+    @property
+    def _connected(self) -> Session | None:
+        return self._session or self._kept_session
 
     @property
     def _has_first_workers(self) -> bool:
@@ -297,39 +336,39 @@ class StartingSession:
         first_run = FirstRun(queue, self.begin, self._raise_error)
         return lambda: first_run
 
-    @property
     def claims_cpus(self) -> bool:
-        """Whether Ray's CPUs limit the tasks. It waits for Ray, unless a local Ray starts."""
-        return not self._has_first_workers and self.started().claims_cpus
+        """Return whether Ray's CPUs limit the tasks; wait for Ray, unless a local Ray starts."""
+        return not self._has_first_workers and self.started().claims_cpus()
 
     @property
     def alive(self) -> bool:
         """Whether the session is open, and its Ray starts or is this process's Ray."""
-        if self._closed or self._error is not None:
+        if self.forked or self._closed or self._error is not None:
             return False
-        return self._session is None or self._session.alive
+        session = self._connected
+        return session is None or session.alive
 
     @property
     def warned_of_size(self) -> bool:
         """Whether any session has warned that its dataset is large."""
         return self._session is not None and self._session.warned_of_size
 
-    @property
-    def free_cores(self) -> int:
-        """Number of tasks to begin with; see ``Session.free_cores``."""
-        return free_cores() if self._session is None else self._session.free_cores
+    def first_tasks(self) -> int:
+        """Return the number of tasks to begin with; see ``Session.first_tasks``."""
+        return free_cores() if self._session is None else self._session.first_tasks()
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
         """Publish the increase of an epoch's statistics, if Ray has started."""
-        return self._session is not None and self._session.publish(stats, before)
+        session = self._connected
+        return session is not None and session.publish(stats, before)
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
         """Return a text that says why a batch is late; see ``wait_text``."""
         if self._session is not None:
             return self._session.waiting_text(tasks=tasks, in_flight=in_flight)
         return (
-            f"{in_flight} batches are requested. A local Ray is starting. Meanwhile {tasks} "
-            "processes make batches"
+            f"{in_flight} batches are requested. A local Ray is starting. Number of processes that "
+            f"make batches meanwhile: {'unknown' if tasks is None else tasks}"
         )
 
     def name_dead_nodes(self) -> None:
@@ -344,8 +383,10 @@ class StartingSession:
 
     def close(self) -> None:
         """Close the pipelines, and end the first workers; Ray's start continues."""
+        if self.forked:
+            return
         with self._lock:
             self._closed = True
-            if self._session is not None:
-                self._session.close()
+            if (session := self._connected) is not None:
+                session.close()
         self._workers.close()

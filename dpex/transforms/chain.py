@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ class Chain:
     """A sequence of transforms.
 
     As in torchvision's datasets, a sample is a tuple or a list whose first item is the input. Any
-    other sample is the input itself.
+    other sample is the input itself, and remains so if a transform such as ``FiveCrop`` returns a
+    tuple. If ``joint``, the items of such a tuple are the arguments of the next transform.
 
     Args:
         transforms: Transforms, called in order. Each gets the input, or, if ``joint``, all items
@@ -31,6 +33,9 @@ class Chain:
         joint: Whether the transforms get all items and return all items.
         target_transform: Gets the second item, after the other transforms, as in torchvision's
             datasets.
+
+    Attributes:
+        continues: Whether another chain continues with the samples.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Chain:
         self.transforms = tuple(transforms)
         self.joint = joint
         self.target_transform = target_transform
+        self.continues = False
         self._keywords_only = tuple(map(_takes_keywords_only, self.transforms))
 
     def __bool__(self) -> bool:
@@ -58,6 +64,10 @@ class Chain:
             spent("transform_s", started)
 
     def _apply(self, sample: Any) -> Any:
+        alone = isinstance(sample, LoneInput)
+        sample = sample.value if alone else sample
+        # Invariant: the sample that enters the first chain decides, not the result of a transform.
+        several = not alone and isinstance(sample, tuple | list) and bool(sample)
         for transform, keywords_only in zip(self.transforms, self._keywords_only, strict=True):
             # All copies of a transform start with the same generator state, in torch's workers too.
             if hasattr(transform, "set_random_seed"):
@@ -73,14 +83,27 @@ class Chain:
                         "sample. For a transform of the first item alone, use transform="
                     )
                     raise
-            elif isinstance(sample, tuple | list) and sample:
+            elif several and not self.joint:
                 sample = _like(sample, [_call(transform, sample[0], keywords_only), *sample[1:]])
             else:
                 sample = _call(transform, sample, keywords_only)
         if self.target_transform is not None:
             first, second, *rest = sample
             sample = _like(sample, [first, self.target_transform(second), *rest])
+        if self.continues and isinstance(sample, tuple | list) and not (several or self.joint):
+            return LoneInput(sample)
         return sample
+
+
+@dataclass(frozen=True)
+class LoneInput:
+    """An input without other items, on its way to the next chain.
+
+    Attributes:
+        value: The input: a tuple or a list.
+    """
+
+    value: Any
 
 
 def _call(transform: Callable[..., Any], value: Any, keywords_only: bool) -> Any:

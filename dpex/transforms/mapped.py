@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -95,6 +96,8 @@ class MappedDataset(Dataset[Any]):
             )
         self.source = source
         self.parts: list[Part] = list(_parts(_listed(together if joint else transform), joint))
+        for part, later in pairwise(self.parts):
+            part.chain.continues = not later.batched
         self.parts[0].chain.target_transform = target_transform
 
     def __len__(self) -> int:

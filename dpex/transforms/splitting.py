@@ -83,7 +83,9 @@ def flattened(transform: Any) -> list[Callable[..., Any]]:
         inner: Any = transform.transforms
     elif type(transform) is torch.nn.Sequential:
         inner = transform.children()
-    elif isinstance(transform, Iterable) and not callable(transform):
+    elif isinstance(transform, Iterable) and not (
+        callable(transform) or isinstance(transform, str)
+    ):
         inner = transform
     elif callable(transform):
         return [transform]

@@ -14,7 +14,7 @@ class LossCause(enum.Enum):
 
     TASK = "a task failed, most often because its worker process died"
     BLOCK = "a finished block was lost with its worker process or node"
-    NO_ROOM = "a block found no room: the object store and its disk are full"
+    STORE_FULL = "Ray could not store a block: the object store and its disk are full"
 
 
 @dataclass(frozen=True)

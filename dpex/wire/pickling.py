@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import importlib
 import inspect
 import io
 import pickle
@@ -29,6 +30,7 @@ from dpex.errors import SerializationError
 from dpex.log import warn
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
+from dpex.wire.shared_views import SharedViews
 
 __all__ = [
     "Pickled",
@@ -126,6 +128,27 @@ def _rebuild_memmap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(np.memmap)
 
 
+def _reduce_memory_view(view: memoryview) -> Any:
+    """Reduce a memory view to one of a copy; cloudpickle would return its bytes."""
+    data = view.tobytes() if view.readonly else bytearray(view.tobytes())
+    layout: str | np.dtype[Any] = view.format
+    try:
+        _rebuild_view(data, layout, view.shape)
+    except ValueError:  # the format is not that of one native character
+        layout = np.asarray(view).dtype
+    return _rebuild_view, (data, layout, view.shape)
+
+
+def _rebuild_view(
+    data: bytes | bytearray, layout: str | np.dtype[Any], shape: tuple[int, ...] | None
+) -> memoryview:
+    """Return a memory view of flat bytes, with a format and a shape."""
+    if isinstance(layout, np.dtype):
+        return memoryview(cast(Any, np.frombuffer(data, layout).reshape(cast(Any, shape))))
+    view = memoryview(data)
+    return view.cast(cast(Any, layout), cast(Any, shape)) if data else view
+
+
 def _rebuild_image(pixels: Any, *state: Any) -> Any:
     """Return a PIL image from the pixels and the state that PIL pickles."""
     from PIL import Image  # this process may not have imported PIL yet
@@ -185,6 +208,7 @@ class _Buffers:
         self.reduced_by_us = False
         # Kind and buffer of the last tensor or image, until the pickler passes the buffer on.
         self.expected: tuple[str, pickle.PickleBuffer] | None = None
+        self.views = SharedViews()
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Keep a large buffer out of band, or return True to leave a small one in the stream."""
@@ -202,17 +226,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, with the bytes of plain CPU tensors and PIL images out of band."""
 
     def __init__(
-        self, file: io.BytesIO, buffers: _Buffers, mappings: Mappings | None = None
+        self,
+        file: io.BytesIO,
+        buffers: _Buffers,
+        mappings: Mappings | None = None,
+        views: SharedViews | None = None,
     ) -> None:
         self._buffers = buffers
         self._mappings = mappings
+        self._views = views
         super().__init__(file, protocol=5, buffer_callback=buffers.take)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce the objects that dpex pickles in a special way; leave all others to cloudpickle.
 
-        These objects are strided CPU tensors (not subclasses), mapped memory, caches and locks,
-        read-only arrays of batches, object references, PIL images and code.
+        These objects are strided CPU tensors (not subclasses), arrays in shared memory, mapped
+        memory, caches and locks, and read-only arrays of batches. Further ones are object
+        references, PIL images, memory views, open text files, modules of torch, and code.
         """
         if self._mappings is not None:
             reduced = self._mappings.reduce(obj) or reduce(obj)
@@ -224,6 +254,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_code(obj)
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return self._reduce_tensor(obj)
+        if kind is np.ndarray and self._mappings is not None and not obj.dtype.hasobject:
+            return self._reduce_view(obj)
         if kind is np.memmap:
             return _rebuild_memmap, (obj.view(np.ndarray),)
         if self._mappings is None and kind is np.ndarray and not obj.flags.writeable:
@@ -236,15 +268,35 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _object_ref, (len(self._buffers.object_refs) - 1, obj.hex())
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
             return self._reduce_image(obj)
+        if kind is memoryview:  # cloudpickle would return its bytes
+            return _reduce_memory_view(obj)
+        if kind is io.TextIOWrapper and obj not in (sys.stdout, sys.stderr):
+            # cloudpickle would return the file's text as of now, all of it in memory.
+            raise TypeError(f"cannot pickle the open file {getattr(obj, 'name', obj)!r}")
+        if kind is not ModuleType and isinstance(obj, ModuleType):
+            # Such as torch.backends.cudnn, which code refers to as soon as it names it.
+            name = next((n for n, module in list(sys.modules.items()) if module is obj), None)
+            if name not in (None, "__main__", "__mp_main__"):
+                return importlib.import_module, (name,)
         if self._mappings is not None:
             self._buffers.kinds.add(kind)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
+            return _with_qualname(obj, reduced)
+        return reduced
 
     def _reduce_code(self, code: CodeType) -> Any:
         build, parts = self.dispatch_table[CodeType](code)
         # Since 3.1.3 cloudpickle omits the file name, without which tracebacks show no source
         # lines. Like cloudpickle, copy the string: string interning must not change the pickle.
         return _rebuild_code, (build, parts, "".join(code.co_filename))
+
+    def _reduce_view(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> Any:
+        """Reduce an array or a tensor in memory that others share; leave others to pickle."""
+        if self._views is not None:
+            return self._views.reduce(obj) or NotImplemented
+        self._buffers.views.note(obj)
+        return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -254,6 +306,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "a non-leaf tensor that requires grad cannot leave its process: autograd does "
                 "not cross processes. Call detach() on it first"
             )
+        if self._mappings is not None:
+            view = self._reduce_view(tensor)
+            if view is not NotImplemented:
+                return view
         data = tensor.detach()
         # Pickle the elements that expand() repeats only once.
         repeats = [step == 0 for step in data.stride()]
@@ -281,6 +337,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         view = pickle.PickleBuffer(pixels)
         self._buffers.expected = ("image", view)
         return _rebuild_image, (view, *state)
+
+
+def _with_qualname(kind: type, reduced: Any) -> Any:
+    """Add the qualified name, which cloudpickle omits, to the reduction of a class by value."""
+    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):
+        attributes = reduced[2][0]
+        if isinstance(attributes, dict):
+            # As for the file name of code: string interning must not change the pickle.
+            attributes["__qualname__"] = "".join(kind.__qualname__)
+    return reduced
 
 
 def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename: str) -> CodeType:
@@ -350,9 +416,12 @@ def _dump(
         # multiprocessing gives the script this name in a process that it spawns. Other processes
         # have no module of this name.
         cloudpickle.register_pickle_by_value(script)
-    file = io.BytesIO()
-    buffers = _Buffers(out_of_band_bytes)
+    file, buffers = io.BytesIO(), _Buffers(out_of_band_bytes)
     _Pickler(file, buffers, mappings).dump(obj)
+    if mappings is not None and buffers.views.find():
+        views, file, buffers = buffers.views, io.BytesIO(), _Buffers(out_of_band_bytes)
+        mappings.copied.clear()
+        _Pickler(file, buffers, mappings, views).dump(obj)
     if file.tell() >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     slots = buffers.slots

@@ -5,7 +5,7 @@ block holds only the segment's place, and the batch in the training process is t
 So the tensor is copied neither to the object store nor from there.
 
 A segment is an anonymous file (``memfd_create``) of the worker process, which both processes map.
-It takes no room in ``/dev/shm``. However the processes end, the kernel frees it as soon as no
+It takes no space in ``/dev/shm``. However the processes end, the kernel frees it as soon as no
 process maps it any more. Its first page holds four numbers, each written by one of the two:
 
 - use, by the worker process: how many batches it has put into the segment;

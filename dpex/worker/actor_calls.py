@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from dpex import tuning
+from dpex.recent import Recent
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack
 from dpex.worker.binding import Binding
@@ -94,7 +95,7 @@ def loss_of(error: BaseException) -> Loss:
             # An error of a task has the error in the worker process as its ``cause``.
             links += [link.__cause__, link.__context__, getattr(link, "cause", None)]
     full = any(isinstance(link, ray.exceptions.OutOfDiskError) for link in found)
-    cause = LossCause.NO_ROOM if full else LossCause.TASK
+    cause = LossCause.STORE_FULL if full else LossCause.TASK
     return Loss(cause, f"{type(error).__name__}: {error}")
 
 
@@ -244,7 +245,7 @@ class Arrived:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, deque[int]] = {}
+        self._numbers: Recent[str, deque[int]] = Recent(tuning.MAX_SENDERS)
 
     def add(self, message: tuple[str, int]) -> bool:
         """Record a message, and return whether it is new.
@@ -253,11 +254,11 @@ class Arrived:
             message: The sender and number of the message.
         """
         sender, number = message
-        if sender not in self._numbers:
-            self._numbers[sender] = deque(maxlen=4 * tuning.MOST_UNANSWERED)
-        if number in self._numbers[sender]:
+        numbers = self._numbers.get(sender) or deque(maxlen=4 * tuning.MOST_UNANSWERED)
+        self._numbers[sender] = numbers
+        if number in numbers:
             return False
-        self._numbers[sender].append(number)
+        numbers.append(number)
         return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import Subset
@@ -21,16 +21,18 @@ def reads_batches(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def read_at_once(dataset: Any, indices: list[Any]) -> Sequence[Any]:
+def read_at_once(dataset: Any, indices: list[Any]) -> Collection[Any]:
     """Return the samples that a dataset's ``__getitems__`` reads for a list of indices.
 
     Raises:
-        TypeError: ``__getitems__`` did not return a sequence with one sample for each index.
+        TypeError: ``__getitems__`` did not return a list, or another sized iterable, with one
+            sample for each index.
     """
-    samples = dataset.__getitems__(indices)
-    if not isinstance(samples, Sequence) or len(samples) != len(indices):
+    samples: Collection[Any] = dataset.__getitems__(indices)
+    several = isinstance(samples, Sized) and not isinstance(samples, Mapping)
+    if not several or len(samples) != len(indices):
         got = type(samples).__name__
-        if isinstance(samples, Sequence):
+        if several:
             got += f" of {len(samples)}"
         raise TypeError(
             f"__getitems__ of {type(dataset).__name__} must return a list of {len(indices)} "

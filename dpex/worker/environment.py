@@ -46,7 +46,7 @@ def remember(*, ray_follows: bool = False) -> None:
     """
     global _cores, _inherited, _ray_follows
     before = _inherited if _ray_follows else []
-    _inherited, _ray_follows = [*before, dict(os.environ)], ray_follows
+    _inherited, _ray_follows = [*before, _copied()], ray_follows
     with contextlib.suppress(AttributeError):  # macOS
         _cores = frozenset(os.sched_getaffinity(0))
 
@@ -61,7 +61,9 @@ def changes() -> Changes:
     """Return the changes since ``remember`` was called, or no changes without a record."""
     if not _inherited:
         return (), None, frozenset()
-    # Nobody knows yet what Ray's processes will inherit, so they get all variables.
+    if _ray_starts:
+        _note_environment()
+    # What Ray's processes will inherit is still unknown, so they get all variables.
     bases = [{}, *_inherited] if _ray_follows else _inherited
     found = set(chain.from_iterable(map(differences, bases)))
     if _ray_starts:
@@ -71,13 +73,26 @@ def changes() -> Changes:
 
 @contextlib.contextmanager
 def while_ray_starts() -> Iterator[None]:
-    """Leave variables that are set only for the start of Ray out of ``changes`` in the context."""
+    """Record changes of the environment in the context, which Ray's processes may inherit.
+
+    Variables that are set only for the start of Ray are no changes.
+    """
     global _ray_starts
     _ray_starts = True
     try:
         yield
     finally:
         _ray_starts = False
+        _note_environment()
+
+
+def _note_environment() -> None:
+    """Record that Ray's processes may inherit the present environment."""
+    before = _inherited[-1]
+    own = {name: value for name, value in _copied().items() if name not in _SET_FOR_RAY}
+    own |= {name: before[name] for name in _SET_FOR_RAY & before.keys()}
+    if own != before:
+        _inherited.append(own)
 
 
 def differences(other: Mapping[str, str]) -> tuple[tuple[str, str | None], ...]:
@@ -100,6 +115,12 @@ def take_over(changes: Changes) -> None:
     for name in {*variables, *_original}:
         _original.setdefault(name, os.environ.get(name))
         _set(name, variables[name] if name in variables else _original[name])
+
+
+def _copied() -> dict[str, str]:
+    """Return the present environment, although other threads may change it."""
+    found = ((name, os.environ.get(name)) for name in list(os.environ))
+    return {name: value for name, value in found if value is not None}
 
 
 def _set(name: str, value: str | None) -> None:

@@ -23,7 +23,7 @@ from dpex.worker.inherited_job import inherited_job
 from dpex.worker.logical_worker import Cancelled
 from dpex.worker.map_style import Chunk, Job, fetch_chunk
 
-__all__ = ["Assignment", "CANCEL", "END", "Made", "make_chunks"]
+__all__ = ["CANCEL", "ChunkMessage", "END", "Made", "make_chunks"]
 
 CANCEL = b""
 """Message to a first worker: the chunk that it has is no longer wanted."""
@@ -36,7 +36,7 @@ _PIPELINE = "first workers"
 
 
 @dataclass(frozen=True)
-class Assignment:
+class ChunkMessage:
     """A chunk for a first worker.
 
     Attributes:
@@ -82,9 +82,9 @@ def make_chunks(connection: Connection, job_key: str) -> None:
                 _make_chunk(connection, pickle.loads(message), job_key)
 
 
-def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None:
-    chunk: Chunk = pickle.loads(given.payload)
-    segments = OWN_SEGMENTS.serve(_PIPELINE, chunk.run.key, given.reader)
+def _make_chunk(connection: Connection, message: ChunkMessage, job_key: str) -> None:
+    chunk: Chunk = pickle.loads(message.payload)
+    segments = OWN_SEGMENTS.serve(_PIPELINE, chunk.run.key, message.reader)
     writer = BlockWriter(chunk.run.key, chunk.number, segments=segments)
     looks: list[bool] = []
     unfinished = False
@@ -102,11 +102,11 @@ def _make_chunk(connection: Connection, given: Assignment, job_key: str) -> None
         read_job,
         f"pid {os.getpid()}",
         _cancelled(connection),
-        binding=given.binding,
+        binding=message.binding,
         seen_unchanged=looks.append,
     )
     for entry, costs in batches:
-        changed = given.binding is Binding.WATCHED and bool(looks) and not looks[-1]
+        changed = message.binding is Binding.WATCHED and bool(looks) and not looks[-1]
         if changed or "ray" in sys.modules:  # here Ray has no answer for a sample that asks it
             unfinished = True
             break

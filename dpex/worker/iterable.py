@@ -184,7 +184,7 @@ def stream_chunk(
     run = chunk.run
     worker_id = chunk.worker
     settle_process(run)
-    slot = (run.loader, run.generation, worker_id)
+    slot = (run.loader, run.dataset_version, worker_id)
     epoch = (run.epoch, run.base_seed)
     stream = _stream_in(slot)
     if stream is not None and not (stream.epoch == epoch and stream.comes_to(chunk)):
@@ -203,7 +203,9 @@ def stream_chunk(
                     entry = _read(number, stream, run, request, cancelled, costs)
                 except Cancelled:
                     return
-                except (Exception, SystemExit):
+                except KeyboardInterrupt:  # Ray has cancelled the task
+                    raise
+                except BaseException:
                     if stream is None:
                         stream = _NeverBegun(epoch)
                         keep_copy(slot, Copy(None, "", Habits(), stream=stream))
@@ -246,9 +248,9 @@ def _read_up_to(place: int, stream: _Stream, request: Any, cancelled: Callable[[
             raise Cancelled
         try:
             stream.read(request)
-        except StopIteration:
+        except (StopIteration, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit):  # the error was delivered in place of this batch
+        except BaseException:  # the error was delivered in place of this batch
             continue
 
 

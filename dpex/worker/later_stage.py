@@ -94,7 +94,7 @@ def apply_stage(
                 settle_process(run)
                 worker_id = entry.batch % run.num_workers
                 at.value = came.indices
-                slot = (f"{run.loader}/{stage}", 0 if kept else run.generation, SHARED)
+                slot = (f"{run.loader}/{stage}", 0 if kept else run.dataset_version, SHARED)
                 copy = copy_of(slot, read_job)
                 show_worker(worker_id, run, None)
                 key = stage_key(stream_key(run.base_seed, run.epoch), stage)
@@ -114,7 +114,9 @@ def apply_stage(
                 done = Entry(entry.batch, encode(None), "nothing", left_out + failures.samples)
             except Cancelled:
                 return
-            except (Exception, SystemExit):
+            except KeyboardInterrupt:  # Ray has cancelled the task
+                raise
+            except BaseException:
                 place_of_error = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
                 error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
                 done = Entry(entry.batch, error, "error")

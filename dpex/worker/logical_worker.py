@@ -55,7 +55,7 @@ class Run:
         base_seed: The number that torch draws to seed its workers.
         epoch: Number of earlier iterations with this base_seed.
         num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
-        generation: Number of the dataset version that it reads. Every iteration reads a new
+        dataset_version: Number of the dataset version that it reads. Every iteration reads a new
             version unless workers are persistent.
         settings: Settings of the training process, which the worker processes apply.
     """
@@ -65,7 +65,7 @@ class Run:
     base_seed: int
     epoch: int
     num_workers: int
-    generation: int
+    dataset_version: int
     settings: Settings
 
 
@@ -181,12 +181,21 @@ def _exit_text(code: object) -> str:
     return text + "Raise an exception instead"
 
 
+def _base_text(error: BaseException | None) -> str:
+    return (
+        f"code in a worker process raised {type(error).__name__}({error}), as the traceback shows. "
+        "It is no Exception. Raise an Exception instead"
+    )
+
+
 def wrap_error(where: str) -> Pickled:
     """Pickle the exception being handled, wrapped as torch wraps it, with its origin ``where``."""
     kind, error, traceback = sys.exc_info()
     assert kind is not None
-    if isinstance(error, SystemExit):
-        kind, error = RuntimeError, RuntimeError(_exit_text(error.code))
+    if not isinstance(error, Exception):
+        # The training process must not exit, or cancel what it does, because a sample did.
+        text = _exit_text(error.code) if isinstance(error, SystemExit) else _base_text(error)
+        kind, error = RuntimeError, RuntimeError(text)
     wrapper = ExceptionWrapper((kind, error, traceback), where=where)
     try:
         return dump(wrapper, "error")

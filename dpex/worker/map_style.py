@@ -159,7 +159,7 @@ def fetch_chunk(
     key = stream_key(run.base_seed, run.epoch)
     worker_id = chunk.worker
     if restarted:
-        forget_copy((run.loader, run.generation, worker_id))
+        forget_copy((run.loader, run.dataset_version, worker_id))
     for batch, indices, position in zip(chunk.numbers, chunk.batches, chunk.positions, strict=True):
         at = At("indices", indices)
         last = batch == chunk.numbers[-1]
@@ -180,7 +180,9 @@ def fetch_chunk(
                 entry = Entry(batch, encode(None), "nothing", failures.samples)
             except Cancelled:
                 return
-            except (Exception, SystemExit):
+            except KeyboardInterrupt:  # Ray has cancelled the task
+                raise
+            except BaseException:
                 place_of_error = f"dataset {at}, batch {batch}, {where}"
                 error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
                 entry = Entry(batch, error, "error")
@@ -192,7 +194,7 @@ def fetch_chunk(
             seen_unchanged(unchanged)
             if not unchanged:
                 # The copy has changed: from here on it serves this logical worker and no other.
-                keep_copy((run.loader, run.generation, worker_id), copy)
+                keep_copy((run.loader, run.dataset_version, worker_id), copy)
                 costs.late_changes += binding is Binding.RELEASED
                 binding = Binding.ALWAYS
         yield entry, costs
@@ -238,7 +240,7 @@ class _BetweenSamples:
 def _enter_worker(
     worker_id: int, run: Run, read_job: Callable[[], Job], binding: Binding, *, restarted: bool
 ) -> Copy[Job]:
-    slot = (run.loader, run.generation, worker_id if binding.bound else SHARED)
+    slot = (run.loader, run.dataset_version, worker_id if binding.bound else SHARED)
     hand_over(slot, watched=binding is Binding.WATCHED)
     copy = copy_of(slot, read_job)
     job = copy.job
@@ -254,7 +256,9 @@ def _enter_worker(
             show_worker(worker_id, run, job.dataset)
             try:
                 initialise(worker_id, run.base_seed, job.worker_init_fn, copy.generators)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 copy.init_error, copy.init_traceback = error, error.__traceback__
                 raise
     show_worker(worker_id, run, job.dataset, owns_generator=copy.generators.owns_torchs)

@@ -62,7 +62,7 @@ class Draws:
             self.give(own)
             yield
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the states as strings and numbers."""
         _, keys, place, has_gauss, gauss = self.numpys
         version, words, next_gauss = self.pythons
@@ -74,8 +74,8 @@ class Draws:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Draws:
-        """Return the states from the result of ``plain``."""
+    def from_dict(cls, plain: Mapping[str, Any]) -> Draws:
+        """Return the states from the result of ``to_dict``."""
         keys, place, has_gauss, gauss = plain["numpy"]
         version, words, next_gauss = plain["python"]
         return cls(

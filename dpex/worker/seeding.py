@@ -120,17 +120,17 @@ def seeds_offered(key: int, position: int) -> Iterator[None]:
 
 
 def begin_sample(place: int, depth: int) -> None:
-    """Seed the generators for a sample inside ``seeds_offered``; elsewhere do nothing.
+    """Seed the generators for a sample inside ``seeds_offered``, but not inside ``own_seeds_are``.
 
     Args:
         place: The sample's place in the batch.
         depth: Nesting depth of the dataset that calls; each depth has different seeds.
     """
-    if _seed_place is not None:
+    if _seed_place is not None and not _own_seeds:
         _seed_place(place, depth)
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnSeeds:
     """The seed of generators that belong to transforms.
 
@@ -143,26 +143,27 @@ class OwnSeeds:
     asked: bool = False
 
 
-_own_seeds: OwnSeeds | None = None
+# A list, because threads may enter and leave ``own_seeds_are`` in any order.
+_own_seeds: list[OwnSeeds] = []
 
 
 def own_seed() -> int:
     """Return a 32-bit seed for a transform's own generator, drawn from torch's generator."""
-    if _own_seeds is None:
-        return int(torch.randint(1 << 32, ()))
-    _own_seeds.asked = True
-    return _own_seeds.seed
+    for seeds in _own_seeds[-1:]:
+        seeds.asked = True
+        return seeds.seed
+    return int(torch.randint(1 << 32, ()))
 
 
 @contextlib.contextmanager
 def own_seeds_are(seed: int) -> Iterator[OwnSeeds]:
     """Make ``own_seed`` return ``seed`` and draw nothing, for samples kept for all epochs."""
-    global _own_seeds
-    before, _own_seeds = _own_seeds, OwnSeeds(seed)
+    seeds = OwnSeeds(seed)
+    _own_seeds.append(seeds)
     try:
-        yield _own_seeds
+        yield seeds
     finally:
-        _own_seeds = before
+        _own_seeds.remove(seeds)
 
 
 @contextlib.contextmanager

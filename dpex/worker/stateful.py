@@ -128,13 +128,13 @@ class StreamState:
         state: StreamState = pickle.loads(packed)
         return state
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return a dict of strings and numbers, with the states of dataset and iterator."""
         own = {"dataset": copy.deepcopy(self.dataset), "iterator": copy.deepcopy(self.iterator)}
-        return {**vars(self), **own, "generators": self.generators.plain()}
+        return {**vars(self), **own, "generators": self.generators.to_dict()}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> StreamState:
-        """Return the state from the result of ``plain``."""
+    def from_dict(cls, plain: Mapping[str, Any]) -> StreamState:
+        """Return the state from the result of ``to_dict``."""
         rest = copy.deepcopy(dict(plain))
-        return cls(**{**rest, "generators": Draws.from_plain(plain["generators"])})
+        return cls(**{**rest, "generators": Draws.from_dict(plain["generators"])})

@@ -48,7 +48,7 @@ __all__ = [
 
 def lease_block() -> pa.Table:
     """Return the source block of a task; the task gets its work from the pipeline actor."""
-    return pa.table({"turn": [0]})
+    return pa.table({"lease": [0]})
 
 
 def start_tasks(_: pa.Table, *, actor_name: str, pipeline_key: str) -> Iterator[pa.Table]:

@@ -40,6 +40,8 @@ HEAD = {"RAY_AUTH_MODE": "disabled", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 PROGRAM = PROGRAMS / "client_program.py"
 # Ray's client tries for half a minute.
 LOST_SECONDS = 60
+# Three attempts, and the imports of the driver.
+JOIN_SECONDS = 200
 HELPER = "def double(number):\n    return 2 * number\n"
 
 
@@ -68,6 +70,14 @@ def start_server(place: Path, *, elsewhere: int = 0, **variables: str) -> str:
 
     wait_until(listens, 30, "Ray Client server")
     return f"ray://127.0.0.1:{port}"
+
+
+def join(driver: Driver, server: str) -> dict[str, Any]:
+    """Connect a driver to the server, and return the connection."""
+    driver.send("connect", head_address=server)
+    connection: dict[str, Any] = driver.receive(JOIN_SECONDS)
+    assert connection["kind"] == "client"
+    return connection
 
 
 @pytest.fixture(scope="module")
@@ -126,29 +136,37 @@ def test_a_pipeline_actor_that_dies_changes_nothing(report: dict[str, Any]) -> N
     assert report["survived"] == report["expected"]
 
 
-# Python runs this code when it starts. It aborts the server's first process for a client.
-FIRST_DIES = """
-import os, sys
-if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["DEATHS"]):
-    open(os.environ["DEATHS"], "x").close()
-    os.abort()
+# Python runs this code when it starts. It stops the server's first process for a client.
+FIRST_FAILS = """
+import os, signal, sys
+if "--mode=specific-server" in sys.orig_argv and not os.path.exists(os.environ["FAILED"]):
+    open(os.environ["FAILED"], "x").close()
+    os.kill(os.getpid(), int(os.environ["SIGNAL"]))
 """
 
 
 @pytest.mark.long
-def test_a_server_that_fails_once_is_asked_again() -> None:
+@pytest.mark.parametrize(
+    ("signal_number", "server_waits_s"), [(signal.SIGABRT, 10), (signal.SIGSTOP, 1000)]
+)
+def test_a_server_that_fails_once_is_asked_again(
+    signal_number: signal.Signals, server_waits_s: int
+) -> None:
     with workplace() as head, workplace() as laptop:
-        (head / "sitecustomize.py").write_text(FIRST_DIES)
-        deaths = head / "deaths"
+        (head / "sitecustomize.py").write_text(FIRST_FAILS)
+        failed = head / "failed"
         server = start_server(
             head,
             PYTHONPATH=os.pathsep.join([str(head), str(ROOT)]),
-            DEATHS=str(deaths),
-            RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="10",
+            FAILED=str(failed),
+            SIGNAL=str(int(signal_number)),
+            RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S=str(server_waits_s),
         )
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")
-        assert driver.ask("connect", head_address=server)["kind"] == "client"
-        assert deaths.exists()
+        join(driver, server)
+        assert failed.exists()
+        assert driver.ask("task", module="dpex")[1].endswith("dpex/__init__.py")
+        assert len([line for line in driver.ask("logged") if "asks it again" in line]) == 1
         assert driver.end() == 0
 
 
@@ -192,7 +210,7 @@ def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> Non
             stranger.send("connect", head_address=server)
         for hint, stranger in strangers.items():
             with pytest.raises(DriverError, match=hint):
-                stranger.receive(seconds=90)
+                stranger.receive(JOIN_SECONDS)
             assert stranger.end() == 0
         training = TrainingProcess(laptop, server, token)
         training.go()
@@ -206,11 +224,9 @@ def test_a_server_with_tokens_is_reached_with_its_token_and_not_without() -> Non
 def test_another_server_than_the_connected_one_is_refused(server: str) -> None:
     with workplace() as laptop:
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")
-        connection = driver.ask("connect", head_address=server)
-        assert connection["kind"] == "client"
-        assert not connection["single_host"]
+        assert not join(driver, server)["single_host"]
         for same in ("auto", "cluster", server):
-            assert driver.ask("connect", head_address=same)["kind"] == "client"
+            join(driver, same)
         with pytest.raises(DriverError, match=rf"ClusterError: .*ray://other:10001.*{server}"):
             driver.ask("connect", head_address="ray://other:10001")
         assert driver.end() == 0
@@ -221,7 +237,7 @@ def test_a_connection_that_the_program_made_is_used(server: str) -> None:
         driver = Driver(laptop, RAY_AUTH_MODE="disabled")
         driver.ask("init", address=server, runtime_env={"py_modules": [str(ROOT / "dpex")]})
         for head_address in ("cluster", "auto"):
-            assert driver.ask("connect", head_address=head_address)["kind"] == "client"
+            join(driver, head_address)
         assert driver.end() == 0
 
 

@@ -50,9 +50,14 @@ def test_a_limit_counts_wherever_it_is_set(kernel: Path, limited: str) -> None:
     assert limits.usable_cores() == 1
 
 
-def test_older_kernels_limit_memory_elsewhere(kernel: Path) -> None:
+def test_older_kernels_have_their_limits_elsewhere(kernel: Path) -> None:
     write(kernel / "groups/memory/memory.limit_in_bytes", GIB)
     assert limits.usable_memory() == GIB
+    write(kernel / "groups/cpu/cpu.cfs_quota_us", "-1\n")
+    write(kernel / "groups/cpu/cpu.cfs_period_us", "100000\n")
+    assert limits.usable_cores() == len(os.sched_getaffinity(0))
+    write(kernel / "groups/cpu/cpu.cfs_quota_us", "50000\n")
+    assert limits.usable_cores() == 1
 
 
 def test_what_cannot_be_read_does_not_matter(kernel: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import importlib
 import json
 import logging
@@ -15,7 +17,9 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from cluster_programs import (
     wait_until,
     workplace,
 )
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
@@ -42,6 +46,7 @@ from dpex import DpexDataLoader
 from dpex.datasets import cached, node_memory, sample_store
 from dpex.datasets.code_behind import code_behind
 from dpex.datasets.fingerprint import fingerprint
+from dpex.datasets.sameness import same
 from dpex.datasets.sample_store import SampleStore
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire.pickling import dump
@@ -205,6 +210,64 @@ def test_one_with_a_generator_of_its_own_that_it_need_not_is_kept(tmp_path: Path
     assert torch.equal(*drawn), "what is behind the cache draws the same"
 
 
+class OnlyAtOnce(Dataset[float]):
+    """A dataset without ``__getitem__``, which torch's loader reads with ``__getitems__``."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        return [float(index) for index in indices]
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_dataset_may_define_getitems_alone(tmp_path: Path, assert_same: Same) -> None:
+    dataset = cached(MappedDataset(OnlyAtOnce(), abs), at=tmp_path / "cache")
+    ours: Any = DpexDataLoader(dataset, 3, num_workers=1, **OURS)
+    for loader in (ours, ours, DataLoader(dataset, 3)):
+        assert_same(list(loader), list(DataLoader(OnlyAtOnce(), 3)))
+
+
+class Sleeping:
+    """Samples that are made so slowly that threads make them at the same time."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.005)
+        return index
+
+
+class Pooled:
+    """A dataset that reads its sources in threads."""
+
+    def __init__(self, *sources: Any) -> None:
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> list[int]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda source: source[index], self.sources))
+
+    def __getitems__(self, indices: list[int]) -> list[list[int]]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda i: [source[i] for source in self.sources], indices))
+
+
+@pytest.mark.parametrize(("in_a_cache", "stored"), [(False, 64), (True, 32)])
+def test_threads_may_read_it(in_a_cache: bool, stored: int, tmp_path: Path) -> None:
+    place = {"at": tmp_path / "cache"}
+    sources = [cached(Sleeping(), version=version, **place) for version in "ab"]
+    dataset: Any = cached(Pooled(*sources), **place) if in_a_cache else Pooled(*sources)
+    for _ in range(3):
+        [batch] = DataLoader(dataset, 32, collate_fn=list)
+        assert batch == [[index, index] for index in range(32)]
+    assert sources[0].info().samples >= stored
+
+
 @pytest.mark.parametrize(
     ("answer", "got"),
     [(lambda indices: [1] * (len(indices) - 1), "list of 2"), (lambda _: {"a": 1}, "dict")],
@@ -222,6 +285,65 @@ def test_less_than_was_asked_for_is_an_error_and_no_end(
     ):
         with pytest.raises(TypeError, match=f"must return a list of 3 samples, .* got {got}$"):
             list(DataLoader(dataset, 3))
+
+
+# --- comparison of samples ------------------------------------------------------------------------
+
+
+class Split(enum.Enum):
+    TRAIN = "train"
+    TEST = "test"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    image: torch.Tensor
+    label: int
+
+
+class Node:
+    """A node of a tree that also knows its parent."""
+
+    def __init__(self, value: float, parent: Node | None = None) -> None:
+        self.value = value
+        self.parent = parent
+        self.children = [] if parent else [Node(value, self)]
+
+
+class Frame:
+    """A table whose ``==`` returns no bool, as that of pandas' ``DataFrame``."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = np.array(values)
+
+    def __eq__(self, other: object) -> Any:
+        return self.values == other.values if isinstance(other, Frame) else NotImplemented
+
+
+def ragged(*lengths: int) -> Any:
+    rows = np.empty(len(lengths), object)
+    rows[:] = [np.arange(length) for length in lengths]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("make", "make_other"),
+    [
+        (lambda: Split.TRAIN, lambda: Split.TEST),
+        (lambda: Slotted(torch.ones(2), 1), lambda: Slotted(torch.zeros(2), 1)),
+        (lambda: Node(1), lambda: Node(2)),
+        (lambda: ragged(3, 5), lambda: ragged(3, 6)),
+        (lambda: Frame(1, float("nan")), lambda: Frame(2, float("nan"))),
+        (lambda: float("nan"), lambda: 3.0),
+        (lambda: deque([np.arange(2)]), lambda: deque([np.arange(3)])),
+    ],
+    ids=["enum", "slots", "cycle", "ragged", "frame", "nan", "deque"],
+)
+def test_samples_of_any_kind_are_compared(
+    make: Callable[[], Any], make_other: Callable[[], Any]
+) -> None:
+    assert same([make()], [make()])
+    assert not same([make()], [make_other()])
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -466,6 +588,26 @@ def test_a_later_job_finds_pictures_of_a_store(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "pictures"), str(tmp_path / "cache")]
     hits = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)]
     assert hits == [b"0\n", b"1\n"]
+
+
+def test_a_later_job_finds_samples_of_a_class_of_the_script(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from dpex.datasets import cached, on_node\n"
+        "class Data:\n"
+        "    def __init__(self, number): self.number = number\n"
+        "    def __len__(self): return 2\n"
+        "    def __getitem__(self, index): return index + self.number\n"
+        "dataset = cached(on_node(Data, int(sys.argv[1])), at=sys.argv[2])\n"
+        "assert dataset[1] == 1 + int(sys.argv[1])\n"
+        "print(dataset.info().hits)\n"
+    )
+    hits = []
+    for number in ("5", "5", "6"):
+        command = [sys.executable, str(program), number, str(tmp_path / "cache")]
+        hits.append(int(subprocess.run(command, capture_output=True, check=True).stdout))
+    assert hits == [0, 1, 0]
 
 
 @pytest.mark.extended
@@ -735,6 +877,13 @@ def test_bad_input_is_told_at_once(
         make()
 
 
+class Halves:
+    """A dataset whose indices need not be integers."""
+
+    def __getitem__(self, index: Any) -> float:
+        return float(index)
+
+
 def test_indices_of_any_kind(tmp_path: Path) -> None:
     dataset = cached({"a": 1, (2, 3): 4, 7: 5, 1 << 80: 6}, at=tmp_path / "cache")
     for _ in range(2):
@@ -746,3 +895,6 @@ def test_indices_of_any_kind(tmp_path: Path) -> None:
             assert rows[index].shape == ()
         assert rows[torch.tensor([3])].shape == (1,)
     assert rows.info().misses == 2
+    rounds = cached(Halves(), at=tmp_path / "cache")
+    for index in (torch.tensor(0), torch.tensor(0.5), np.array(0.25), np.array(0)):
+        assert rounds[index] == float(index)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import pickle
 import re
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from torchvision import transforms as v1
 from dpex import DpexDataLoader, NodeDataError
 from dpex.datasets import on_node
 from dpex.transforms import MappedDataset
+from dpex.wire.pickling import dump
 
 OURS = {"distribute_mode": True, "head_address": "local"}
 
@@ -117,10 +123,78 @@ def test_a_class_may_have_parameters_that_are_called_as_on_nodes_are() -> None:
         on_node(functools.partial(Long, length=7), length=9)[0]
 
 
+def test_every_call_builds_a_new_dataset(tmp_path: Path) -> None:
+    class Files:
+        def __init__(self, folder: Path) -> None:
+            self.names = sorted(file.name for file in folder.iterdir())
+
+        def __len__(self) -> int:
+            return len(self.names)
+
+        def __getitem__(self, index: int) -> str:
+            return self.names[index]
+
+    (tmp_path / "a").touch()
+    one = on_node(Files, tmp_path)
+    (tmp_path / "b").touch()
+    two = on_node(Files, tmp_path)
+    copy = pickle.loads(dump(two, "dataset").head)
+    assert [list(dataset) for dataset in (one, two)] == [["a"], ["a", "b"]]
+    assert copy.built is two.built
+    assert dump(two, "dataset").digest == dump(copy, "dataset").digest
+    built = weakref.ref(two.built)
+    del two, copy
+    assert built() is None
+
+
+class Slow(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.1)
+
+
+def test_threads_share_a_dataset_that_is_built_once() -> None:
+    dataset = on_node(Slow, length=40)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(dataset.__getitem__, range(40))) == [(n, 1) for n in range(40)]
+
+
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent() -> None:
+    parent = os.getpid()
+    building, forked = threading.Event(), threading.Event()
+
+    def make() -> range:
+        if os.getpid() == parent:
+            building.set()
+            forked.wait(60)
+        return range(4)
+
+    dataset = on_node(make, length=4)
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(dataset.__getitem__, 3)
+        building.wait(60)
+        loader = DataLoader(dataset, num_workers=1, multiprocessing_context="fork", timeout=20)
+        try:
+            assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+        finally:
+            forked.set()
+        assert here.result() == 3
+
+
 def test_a_length_that_is_given_builds_nothing_here() -> None:
     before = Counted.built
     assert len(on_node(Counted, 123, length=40)) == 40
     assert Counted.built == before
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_dataset_without_a_length_may_be_given_one() -> None:
+    dataset = on_node(Unsized, length=3)
+    assert [int(batch) for batch in DataLoader(dataset)] == [0, 1, 2]
 
 
 def test_a_batch_is_read_at_once_where_the_dataset_can() -> None:

@@ -550,6 +550,16 @@ def test_hidden_files_are_no_rows_and_a_broken_one_is_named(tmp_path: Path) -> N
     assert caught.value.__notes__ == [f"{tmp_path}/worse.parquet was being read"]
 
 
+def test_only_an_integer_is_the_number_of_a_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [0, 1, 2]}), tmp_path / "rows.parquet")
+    rows = Parquet(tmp_path / "rows.parquet")
+    for index in (1, -2, np.int64(1), torch.tensor(1)):
+        assert rows[index] == {"a": 1}
+    for index in (1.7, np.float32(1), "1"):
+        with pytest.raises(TypeError):
+            rows[index]
+
+
 def test_lists_with_nulls_keep_their_numbers(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[2**60 + 1, None], [7]]}), tmp_path / "rows.parquet")
     first, second = Parquet(tmp_path).__getitems__([0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -10,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
@@ -163,6 +171,24 @@ def test_a_sample_that_is_skipped_is_counted() -> None:
     costs = measure(loader, budget_s=BUDGET_S)
     assert costs.skipped == 1
     assert costs.samples < 40
+
+
+def test_a_batch_without_samples_is_not_collated() -> None:
+    loader = DpexDataLoader(
+        Numbers(broken=True), batch_size=1, num_workers=2, distribute_mode=True, on_error="skip"
+    )
+    assert measure(loader, budget_s=BUDGET_S).skipped == 1
+
+
+class Endless(Sampler[int]):
+    """A sampler without an end, whose ``len()`` raises."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.repeat(0)
+
+
+def test_a_sampler_needs_no_length() -> None:
+    assert measured(Numbers(), sampler=Endless()).samples > 0
 
 
 def test_an_empty_loader_has_no_sample() -> None:

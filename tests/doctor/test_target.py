@@ -110,6 +110,11 @@ class Stream(IterableDataset[int]):
         return iter(())
 
 
+class Endless(Stream):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class OwnLoader(DataLoader[int]):
     def __iter__(self) -> Any:
         return iter(())
@@ -122,3 +127,7 @@ def test_what_the_trial_leaves_out_is_said() -> None:
         "OwnLoader's own __iter__"
     )
     assert fact.value["length"] is None
+
+
+def test_a_length_that_raises_is_unknown() -> None:
+    assert describe_loader(DataLoader(Endless()), "module:function").value["length"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -152,6 +153,13 @@ def test_what_accelerate_makes_a_plain_loader_of_is_warned_of_once(
         accelerator.prepare(make_loader())
 
 
+@pytest.mark.usefixtures("accelerator")
+def test_a_reader_of_all_attributes_is_not_warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ("_is_accelerate_prepared", False) in inspect.getmembers(make_loader())
+
+
 def test_a_loader_whose_indices_are_divided_already_is_warned_of(
     accelerator: accelerate.Accelerator,
 ) -> None:
@@ -273,6 +281,19 @@ def test_what_cannot_be_distributed_is_refused(accelerator: accelerate.Accelerat
     with pytest.raises(TypeError, match="prepared, got DpexDataLoader"):
         distribute(make_loader(), distribute_mode=True)
     prepared = accelerator.prepare(DataLoader(Points(), num_workers=2))
+    with pytest.raises(TypeError, match="distribute_mod"):
+        distribute(prepared, distribute_mod=True)
+
+
+def test_options_replace_those_of_a_prepared_loader(accelerator: accelerate.Accelerator) -> None:
+    prepared = prepare(accelerator, make_loader(shuffle=True))
+    inner = prepared.base_dataloader
+    assert distribute(prepared) is prepared
+    assert prepared.base_dataloader is inner
+    assert distribute(prepared, prefetch_bytes=7, num_workers=3) is prepared
+    remade = prepared.base_dataloader
+    assert own_options(remade) == {**own_options(inner), "prefetch_bytes": 7}
+    assert (remade.num_workers, remade.batch_sampler) == (3, inner.batch_sampler)
     with pytest.raises(TypeError, match="distribute_mod"):
         distribute(prepared, distribute_mod=True)
 

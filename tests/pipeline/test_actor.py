@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -128,6 +129,35 @@ def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
         assert await take(actor) == Reply(quiet_at=2)
         await actor.release("pipeline", "first")
         assert await last is None
+
+    play(scenario)
+
+
+def test_a_job_that_could_not_be_stored_is_stored_at_the_next_call(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = SPEC.job_key, SimpleNamespace(pickled=b"job")
+    monkeypatch.setitem(actor_module.inheritance, *inherited)
+    stored: list[bytes] = []
+
+    def store(pickled: bytes) -> bytes:
+        stored.append(pickled)
+        if len(stored) == 1:
+            raise OSError("full")
+        return pickled
+
+    monkeypatch.setattr(actor_module, "store_job", store)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        with pytest.raises(OSError, match="full"):
+            await actor.stored_job(SPEC.job_key)
+        for _ in range(2):
+            assert await actor.stored_job(SPEC.job_key) == [b"job"]
+        assert len(stored) == 2
+        await actor.close("pipeline")
+        with pytest.raises(LookupError, match="closed"):
+            await actor.stored_job(SPEC.job_key)
 
     play(scenario)
 

@@ -11,7 +11,7 @@ from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, Claim, PipelineBegins, RemotePipelines
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
 from dpex.worker.logical_worker import Run
 from dpex.worker.training_settings import Settings
 
@@ -26,7 +26,7 @@ def pipelines_of(actor: FakePipelineActor) -> RemotePipelines:
     return RemotePipelines(fake, nodes)
 
 
-def names(actor: FakePipelineActor, *pipelines: PipelineBegins) -> list[tuple[str, int]]:
+def names(actor: FakePipelineActor, *pipelines: PipelineStart) -> list[tuple[str, int]]:
     """Return the actor's calls, each with the number of its pipeline, and forget them."""
     keys = [begins.pipeline.key for begins in pipelines]
     calls = [(method, keys.index(key)) for method, key, *_ in actor.calls]
@@ -37,13 +37,13 @@ def names(actor: FakePipelineActor, *pipelines: PipelineBegins) -> list[tuple[st
 def test_an_idle_pipeline_serves_the_next_run() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    first = pipelines.begin(RUN, SPEC, claim)
+    token = RunToken()
+    first = pipelines.begin(RUN, SPEC, token)
     assert pipelines.begun(first)
     for _ in range(2):
-        del claim
-        claim = Claim()
-        again = pipelines.begin(RUN, SPEC, claim)
+        del token
+        token = RunToken()
+        again = pipelines.begin(RUN, SPEC, token)
         assert pipelines.begun(again)
         assert again.pipeline is first.pipeline
     assert names(actor, first) == [("open", 0), ("begin", 0), ("begin", 0)]
@@ -52,42 +52,42 @@ def test_an_idle_pipeline_serves_the_next_run() -> None:
 def test_a_pipeline_serves_one_run_at_a_time() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claims = [Claim(), Claim()]
-    first, second = (pipelines.begin(RUN, SPEC, claim) for claim in claims)
+    tokens = [RunToken(), RunToken()]
+    first, second = (pipelines.begin(RUN, SPEC, token) for token in tokens)
     assert names(actor, first, second) == [("open", 0), ("open", 1)]
 
 
 def test_a_pipeline_of_another_job_is_closed() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    first = pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    second = pipelines.begin(RUN, replace(SPEC, job_key="another"), claim)
+    token = RunToken()
+    first = pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    second = pipelines.begin(RUN, replace(SPEC, job_key="another"), token)
     assert names(actor, first, second) == [("open", 0), ("close", 0), ("open", 1)]
 
 
 def test_a_pipeline_that_lost_a_node_serves_no_further_run() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    first = pipelines.begin(RUN, SPEC, claim)
-    claim.forsake_pipeline()
-    del claim
-    claim = Claim()
-    second = pipelines.begin(RUN, SPEC, claim)
+    token = RunToken()
+    first = pipelines.begin(RUN, SPEC, token)
+    token.abandon_pipeline()
+    del token
+    token = RunToken()
+    second = pipelines.begin(RUN, SPEC, token)
     assert names(actor, first, second) == [("open", 0), ("close", 0), ("open", 1)]
 
 
 def test_one_of_two_idle_pipelines_is_closed() -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claims = [Claim(), Claim()]
-    first, second = (pipelines.begin(RUN, SPEC, claim) for claim in claims)
-    claims.clear()
-    claim = Claim()
-    assert pipelines.begin(RUN, SPEC, claim).pipeline is first.pipeline
+    tokens = [RunToken(), RunToken()]
+    first, second = (pipelines.begin(RUN, SPEC, token) for token in tokens)
+    tokens.clear()
+    token = RunToken()
+    assert pipelines.begin(RUN, SPEC, token).pipeline is first.pipeline
     assert names(actor, first, second)[2:] == [("begin", 0), ("close", 1)]
 
 
@@ -95,12 +95,12 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     """It is broken, or still works for a cancelled run."""
     actor = FakePipelineActor(begin=False)
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    first = pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
-    second = pipelines.new(RUN, SPEC, claim)
+    token = RunToken()
+    first = pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    assert not pipelines.begun(pipelines.begin(RUN, SPEC, token))
+    second = pipelines.new(RUN, SPEC, token)
     assert names(actor, first, second) == [
         ("open", 0),
         ("begin", 0),
@@ -127,11 +127,11 @@ def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
     answers: dict[str, Any], lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipelines = pipelines_of(FakePipelineActor(**answers))
-    claim = Claim()
-    pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    assert not pipelines.begun(pipelines.begin(RUN, SPEC, claim))
+    token = RunToken()
+    pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    assert not pipelines.begun(pipelines.begin(RUN, SPEC, token))
     assert ("persistent workers of the last epoch are lost" in caplog.text) == lost
 
 
@@ -139,12 +139,12 @@ def test_a_new_pipeline_of_an_inherited_job_is_used_if_it_opens() -> None:
     for opens in (True, False):
         actor = FakePipelineActor(open=opens)
         pipelines = pipelines_of(actor)
-        claim = Claim()
-        first = pipelines.begin(RUN, replace(SPEC, job=[]), claim)
+        token = RunToken()
+        first = pipelines.begin(RUN, replace(SPEC, job=[]), token)
         assert pipelines.begun(first) is opens
-        del claim
-        claim = Claim()
-        second = pipelines.begin(RUN, replace(SPEC, job=[]), claim)
+        del token
+        token = RunToken()
+        second = pipelines.begin(RUN, replace(SPEC, job=[]), token)
         assert (second.pipeline is first.pipeline) is opens
         expected = [("begin", 0)] if opens else [("close", 0), ("open", 1)]
         assert names(actor, first, second) == [("open", 0), *expected]
@@ -154,25 +154,25 @@ def test_a_pipeline_whose_answer_was_not_awaited_is_closed() -> None:
     """After an interrupt, the pipeline may begin the run late."""
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    first = pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    second = pipelines.begin(RUN, SPEC, claim)
+    token = RunToken()
+    first = pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    second = pipelines.begin(RUN, SPEC, token)
     assert names(actor, first, second) == [("open", 0), ("begin", 0), ("close", 0), ("open", 1)]
 
 
 def test_a_dead_actor_is_an_error_for_the_session() -> None:
     actor = FakePipelineActor(begin=ActorDiedError)
     pipelines = pipelines_of(actor)
-    claim = Claim()
-    pipelines.begin(RUN, SPEC, claim)
-    del claim
-    claim = Claim()
-    begins = pipelines.begin(RUN, SPEC, claim)
+    token = RunToken()
+    pipelines.begin(RUN, SPEC, token)
+    del token
+    token = RunToken()
+    begins = pipelines.begin(RUN, SPEC, token)
     with pytest.raises(ACTOR_LOST):
         pipelines.begun(begins)
 
@@ -181,8 +181,8 @@ def test_a_dead_actor_is_an_error_for_the_session() -> None:
 def test_close_closes_all_pipelines_of_a_live_actor(alive: bool) -> None:
     actor = FakePipelineActor()
     pipelines = pipelines_of(actor)
-    claims = [Claim(), Claim()]
-    begun = [pipelines.begin(RUN, SPEC, claim) for claim in claims]
+    tokens = [RunToken(), RunToken()]
+    begun = [pipelines.begin(RUN, SPEC, token) for token in tokens]
     names(actor, *begun)
     actor.connected = alive
     for _ in range(2):

@@ -53,7 +53,7 @@ class Made:
         self.nodes = FakeNodes()
         self.actor = SimpleNamespace(lost=False)
         self.cancelled = 0
-        self.forsaken = False
+        self.lost_with_node = False
         monkeypatch.setattr("dpex.wire.receiver.Receiver", lambda *_, **__: self.receiver)
         given: Any = self
         self.run = RemoteRun(
@@ -71,8 +71,8 @@ class Made:
     def cancel(self) -> None:
         self.cancelled += 1
 
-    def forsake_pipeline(self) -> None:
-        self.forsaken = True
+    def abandon_pipeline(self) -> None:
+        self.lost_with_node = True
 
 
 @pytest.fixture
@@ -83,32 +83,32 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 def test_a_run_is_given_up_if_nothing_comes_after_a_node_s_death(made: Made) -> None:
     made.nodes.died_at = 110.0
     made.now = 110.0 + tuning.NODE_REPLACED_S + BATCH_S - 1
-    assert not made.run.forsaken(BATCH_S)
+    assert not made.run.lost_with_node(BATCH_S)
     made.now += 2
-    assert not made.forsaken
-    assert made.run.forsaken(BATCH_S)
+    assert not made.lost_with_node
+    assert made.run.lost_with_node(BATCH_S)
     assert isinstance(made.run.failure(), NodeDiedError)
     assert made.run.lost
-    assert made.forsaken, "the pipeline serves no further run"
+    assert made.lost_with_node, "the pipeline serves no further run"
 
 
 def test_a_block_after_a_node_s_death_shows_that_the_run_continues(made: Made) -> None:
     made.nodes.died_at = 110.0
     made.run.arrivals.arrived_at = made.now = 110.0 + tuning.NODE_REPLACED_S
     made.now += tuning.NODE_REPLACED_S
-    assert not made.run.forsaken(BATCH_S)
+    assert not made.run.lost_with_node(BATCH_S)
     assert made.run.failure() is None
 
 
 def test_a_death_before_the_run_does_not_matter(made: Made) -> None:
     made.nodes.died_at = 99.0
     made.now = 1000.0
-    assert not made.run.forsaken(BATCH_S)
+    assert not made.run.lost_with_node(BATCH_S)
 
 
 def test_no_pipeline_replaces_this_process_s_node(made: Made) -> None:
     made.nodes.error = ClusterError("the node has died")
-    assert made.run.forsaken(BATCH_S)
+    assert made.run.lost_with_node(BATCH_S)
     assert made.run.failure() is made.nodes.error
     assert not made.run.lost
 

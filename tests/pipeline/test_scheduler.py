@@ -67,13 +67,13 @@ def test_who_asks_first_gets_the_first_chunk() -> None:
         feed(scheduler, b"0", b"1")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
-        assert scheduler.at_work
+        assert scheduler.has_work
         waiting = [
             asyncio.ensure_future(scheduler.next_chunk("b", 1, 1)),
             asyncio.ensure_future(scheduler.next_chunk("a", 1, 1)),
         ]
         await asyncio.sleep(0)
-        assert not scheduler.at_work
+        assert not scheduler.has_work
         feed(scheduler, b"2", b"3")
         assert [payload_of(answer) for answer in await asyncio.gather(*waiting)] == [b"2", b"3"]
 
@@ -112,7 +112,7 @@ def test_a_task_is_not_begun_for_ever() -> None:
         with pytest.raises(DeadlyChunkError, match="died 4 times in a row"):
             await scheduler.next_chunk("a", 0, 0)
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
-        assert scheduler.at_work
+        assert scheduler.has_work
         assert await waits(scheduler, "b", 1, 0)
         assert scheduler.quiet_at == 3
 
@@ -225,7 +225,7 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
 def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.parallel = 1
-        prepared = asyncio.ensure_future(scheduler.has_tasks(3))
+        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
         await asyncio.sleep(0)
         assert await start_tasks(scheduler) == 2, "the pipeline starts with one"
         assert await start_tasks(scheduler) == 0
@@ -248,7 +248,7 @@ def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
     end: Callable[[Scheduler], None],
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        prepared = asyncio.ensure_future(scheduler.has_tasks(3))
+        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
         await asyncio.sleep(0)
         end(scheduler)
         await asyncio.wait_for(prepared, SECONDS)
@@ -258,7 +258,7 @@ def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
 
 def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespace) -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        prepared = asyncio.ensure_future(scheduler.has_tasks(1))
+        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(1))
         asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
         await asyncio.wait_for(prepared, SECONDS)
         scheduler.begin(in_run=False)
@@ -272,11 +272,11 @@ def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespa
 def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.parallel = 1
-        waiting = asyncio.ensure_future(scheduler.has_tasks(7))
+        waiting = asyncio.ensure_future(scheduler.start_tasks_and_wait(7))
         await asyncio.sleep(0)
         assert await start_tasks(scheduler) == 7
         asking = [asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in "abc"]
-        await scheduler.has_tasks(3)
+        await scheduler.start_tasks_and_wait(3)
         scheduler.parallel = 3
         feed(scheduler, b"0", b"1", b"2")
         assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
@@ -311,12 +311,12 @@ def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None
         feed(scheduler, b"0")
         assert scheduler.quiet_at == 0
         await scheduler.next_chunk("a", 0, 0, "process")
-        assert scheduler.at_work
+        assert scheduler.has_work
         # The task asks for its next chunk before its second block is delivered.
         scheduler.delivered("a", "process")
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 2, "process"))
         await asyncio.sleep(0)
-        assert not scheduler.at_work
+        assert not scheduler.has_work
         assert scheduler.quiet_at == 0
         scheduler.delivered("a", "another process")
         assert scheduler.quiet_at == 0
@@ -381,9 +381,9 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
         await asyncio.sleep(0)
         scheduler.begin(in_run=False)
         scheduler.delivered("a", "process")  # the block before the last one
-        assert scheduler.at_work
+        assert scheduler.has_work
         end(scheduler)
-        assert not scheduler.at_work
+        assert not scheduler.has_work
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
         assert payload_of(await waiting) == b"1"
@@ -401,7 +401,7 @@ def test_the_end_of_the_last_sample_may_overtake_the_request(
         end(scheduler)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "process", early=True))
         await asyncio.sleep(0)
-        assert not scheduler.at_work
+        assert not scheduler.has_work
         scheduler.close()
         assert await waiting is None
 
@@ -416,7 +416,7 @@ def test_a_process_that_dies_after_an_early_request_makes_no_sample() -> None:
         assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
         scheduler.finish("a", "first", 1)
         assert await waits(scheduler, "a", 1, 1, "second")
-        assert not scheduler.at_work
+        assert not scheduler.has_work
 
     play(scenario)
 
@@ -495,17 +495,17 @@ def test_a_task_too_many_ends() -> None:
 def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, *[b"chunk"] * 9)
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         assert await start_tasks(scheduler) == 0
         assert not scheduler.waits
-        scheduler.note_others(OtherJobs(wait=False, room=0))
+        scheduler.note_others(OtherJobs(wait=False, may_wait=0))
         assert await start_tasks(scheduler) == 1
         assert scheduler.waits
         assert await start_tasks(scheduler) == 0
         await scheduler.next_chunk("a", 0, 0)
         assert not scheduler.waits
         assert await start_tasks(scheduler) == 0  # the job has a task
-        scheduler.note_others(OtherJobs(wait=True, room=2))  # some CPUs are free
+        scheduler.note_others(OtherJobs(wait=True, may_wait=2))  # some CPUs are free
         assert await start_tasks(scheduler) == 2
         assert await start_tasks(scheduler) == 0
         scheduler.note_others(None)
@@ -530,10 +530,10 @@ def test_a_task_lease_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, *[b"chunk"] * 9)
-        scheduler.note_others(OtherJobs(wait=False, room=1))
+        scheduler.note_others(OtherJobs(wait=False, may_wait=1))
         await scheduler.next_chunk("a", 0, 0)
         assert await scheduler.next_chunk("a", 1, 1) is not None
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         assert await scheduler.next_chunk("a", 2, 2) is None
         assert await scheduler.next_chunk("b", 0, 0) is not None  # every lease gets a chunk
 
@@ -553,7 +553,7 @@ def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
     clock: SimpleNamespace,
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         for worker in (0, 0, 0, 1):
             scheduler.feed(b"chunk", alone=False, worker=worker)
         assert await start_tasks(scheduler) == 2
@@ -561,18 +561,18 @@ def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
 
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         clock.now += 4
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         await asyncio.sleep(0)
         assert not second.done()
-        scheduler.note_others(OtherJobs(wait=False, room=0))
+        scheduler.note_others(OtherJobs(wait=False, may_wait=0))
         assert await second is not None
 
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
         clock.now += 6  # longer than one period without chunks
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         assert await third is not None
 
     play(scenario, **BOUND)
@@ -593,7 +593,7 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_task_lease(
         times[:] = [100.0]
         scheduler.feed(b"chunk", alone=False, worker=0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         for looks in range(1, 6):  # number of looks at the clock before the period begins
@@ -616,10 +616,10 @@ def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamesp
         for _ in range(4):
             scheduler.feed(b"chunk", alone=False, worker=0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
-        scheduler.note_others(OtherJobs(wait=True, room=1))  # a CPU is free
+        scheduler.note_others(OtherJobs(wait=True, may_wait=1))  # a CPU is free
         assert await scheduler.next_chunk("a", 1, 1) is not None
         clock.now += 11  # the other job's task cannot use the free CPU
-        scheduler.note_others(OtherJobs(wait=True, room=1))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=1))
         third = asyncio.ensure_future(scheduler.next_chunk("a", 2, 2))
         await asyncio.sleep(0)
         assert not third.done()
@@ -633,7 +633,7 @@ def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.feed(b"chunk", alone=False, worker=0)
         scheduler.feed(b"chunk", alone=False, worker=0)
-        scheduler.note_others(OtherJobs(wait=True, room=0))
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         assert await scheduler.next_chunk("a", 0, 0) is not None
         assert await scheduler.next_chunk("a", 1, 1) is not None
 
@@ -664,14 +664,14 @@ def test_pipeline_actors_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -
             return (await notes.others(name, waits))[0]
 
         assert await ask("a", waits=True) is None
-        assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
+        assert await ask("b", waits=False) == OtherJobs(wait=True, may_wait=0)
         # The jobs share the lower of the last two counts of free CPUs.
-        assert await ask("a", waits=True) == OtherJobs(wait=False, room=4)
+        assert await ask("a", waits=True) == OtherJobs(wait=False, may_wait=4)
         free = 0.5
-        assert await ask("b", waits=False) == OtherJobs(wait=True, room=0)
-        assert await ask("a", waits=False) == OtherJobs(wait=False, room=0)
+        assert await ask("b", waits=False) == OtherJobs(wait=True, may_wait=0)
+        assert await ask("a", waits=False) == OtherJobs(wait=False, may_wait=0)
         monkeypatch.setattr(tuning, "CALM_S", 0.0)
-        assert await ask("a", waits=False) == OtherJobs(wait=False, room=1)
+        assert await ask("a", waits=False) == OtherJobs(wait=False, may_wait=1)
         monkeypatch.setattr(tuning, "GONE_S", 1e-9)
         monkeypatch.setattr(tuning, "GONE_PAUSES", 0)
         assert await ask("b", waits=False) is None  # "a" no longer reports

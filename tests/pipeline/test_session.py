@@ -61,7 +61,7 @@ class FakeRay:
         free: As ``ray.available_resources()`` returns them.
         starts_nodes: Whether an autoscaler starts nodes.
         actors: The pipeline actors. Each starts when the one before it is lost.
-        bequeathed: Whether forks of the fork server inherit the job.
+        is_inherited: Whether forks of the fork server inherit the job.
         next_opens: For each actor, its answer to ``open``. True if there is no entry.
         environments: The runtime environment of each call for a pipeline actor.
         stored: Contents of the jobs in the object store, in order.
@@ -80,7 +80,7 @@ class FakeRay:
         self.starts_nodes = False
         self.actors: list[FakePipelineActor] = []
         self.environments: list[Any] = []
-        self.bequeathed = False
+        self.is_inherited = False
         self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
@@ -114,7 +114,7 @@ class FakeRay:
         }.items():
             patch.setattr(session_module, name, value)
         patch.setattr(connect, "cluster_size", self.size)
-        patch.setattr(forkserver, "bequeathed", self.inherits)
+        patch.setattr(forkserver, "is_inherited", self.inherits)
         patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
         patch.setattr(module_settings, "inherited", lambda: frozenset({"mine", "torch"}))
         patch.setattr(Session, "warned_of_size", False)
@@ -128,7 +128,7 @@ class FakeRay:
 
     def inherits(self, job_key: str, job_id: str) -> bool:
         assert job_id == "01000000"
-        return self.bequeathed
+        return self.is_inherited
 
     def store(self, pickled: Pickled) -> Ref:
         ref = Ref(pickled.head)
@@ -325,7 +325,7 @@ def test_a_module_that_has_no_value_is_an_error_that_names_changed_ones(
 
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_job_that_worker_processes_inherit_is_not_stored(inherits: bool, ray: FakeRay) -> None:
-    ray.bequeathed, ray.next_opens = True, [inherits]
+    ray.is_inherited, ray.next_opens = True, [inherits]
     session = ray.session()
     session.store(Job())
     assert ray.stored == []
@@ -338,7 +338,7 @@ def test_a_job_that_worker_processes_inherit_is_not_stored(inherits: bool, ray: 
 
 
 def test_worker_processes_of_a_cluster_inherit_nothing(ray: FakeRay) -> None:
-    ray.bequeathed = True
+    ray.is_inherited = True
     ray.session(ONE_HOST).store(Job())
     assert ray.stored == [b"job"]
 
@@ -351,7 +351,7 @@ def test_a_job_that_the_fork_server_lacks_is_stored_at_once(ray: FakeRay) -> Non
 
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_new_actor_says_whether_worker_processes_inherit(inherits: bool, ray: FakeRay) -> None:
-    ray.bequeathed, ray.next_opens = True, [ActorDiedError, inherits]
+    ray.is_inherited, ray.next_opens = True, [ActorDiedError, inherits]
     session = ray.session()
     session.store(Job())
     open_run(session)
@@ -362,7 +362,7 @@ def test_a_new_actor_says_whether_worker_processes_inherit(inherits: bool, ray: 
 
 def test_a_job_that_has_changed_is_not_stored_late(ray: FakeRay) -> None:
     """A sampler may have written to the dataset before the fork server's death is known."""
-    ray.bequeathed, ray.next_opens = True, [False]
+    ray.is_inherited, ray.next_opens = True, [False]
     session = ray.session()
     data = np.zeros(8, np.uint8)
     job = session.store(lambda _: Pickled(b"head", [data]))
@@ -375,7 +375,7 @@ def test_a_job_that_has_changed_is_not_stored_late(ray: FakeRay) -> None:
 
 
 def test_a_begin_ends_though_the_loader_is_closed_meanwhile(ray: FakeRay) -> None:
-    ray.bequeathed, ray.next_opens = True, [False]
+    ray.is_inherited, ray.next_opens = True, [False]
     session = ray.session()
     job = session.store(Job())
     begin = session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)
@@ -387,7 +387,7 @@ def test_a_begin_ends_though_the_loader_is_closed_meanwhile(ray: FakeRay) -> Non
 
 
 def test_a_second_actor_that_dies_at_once_ends_the_wait(ray: FakeRay) -> None:
-    ray.bequeathed, ray.next_opens = True, [ActorDiedError, ActorDiedError]
+    ray.is_inherited, ray.next_opens = True, [ActorDiedError, ActorDiedError]
     session = ray.session()
     session.store(Job())
     with pytest.raises(ActorDiedError):
@@ -712,7 +712,7 @@ def test_a_lost_actor_is_replaced(
     lose: Callable[[FakePipelineActor], None], inherits: bool | None, ray: FakeRay
 ) -> None:
     """A job that worker processes inherited may have to be stored: the fork server may be dead."""
-    ray.bequeathed, ray.next_opens = inherits is not None, [True, inherits is not False]
+    ray.is_inherited, ray.next_opens = inherits is not None, [True, inherits is not False]
     session = ray.session(LOCAL)
     stage = Stage(double), Job(b"stage")
     session.store(Job(), [stage])
@@ -744,14 +744,14 @@ def test_a_lost_actor_is_replaced(
 
 
 def test_free_cores_are_this_process_s_or_the_cluster_s(ray: FakeRay) -> None:
-    assert ray.session().free_cores == 6
+    assert ray.session().first_tasks() == 6
     for free, num_cpus, tasks in ((8.0, None, 8), (7.0, 2, 3), (0.5, 1, 1), (3.0, 0, 3)):
         options = None if num_cpus is None else {"num_cpus": num_cpus}
         session = ray.session(CLUSTER, worker_options=options)
         ray.free = {"CPU": free}
-        assert session.free_cores == tasks
+        assert session.first_tasks() == tasks
     ray.free = {}
-    assert ray.session(CLUSTER).free_cores == 1
+    assert ray.session(CLUSTER).first_tasks() == 1
 
 
 def test_the_text_of_a_wait_on_a_local_ray(ray: FakeRay) -> None:
@@ -799,7 +799,22 @@ def test_the_text_of_a_wait_survives_a_ray_that_does_not_answer(
 
     monkeypatch.setattr(session_module, "cluster_size", fail)
     text = session.waiting_text(tasks=None, in_flight=2)
-    assert text == "Ray, 2 batches in flight. It does not say what its CPUs do: no head"
+    assert text == "Ray, 2 batches in flight. Ray does not report its CPUs: no head"
+
+
+def test_the_text_of_a_wait_does_not_wait_for_a_head_that_is_gone(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = ray.session(CLUSTER, worker_options=TAPE)
+    answers = threading.Event()
+    monkeypatch.setattr(session_module, "cluster_size", answers.wait)
+    monkeypatch.setattr(tuning, "HEAD_ANSWER_S", 0.05)
+    try:
+        text = session.waiting_text(tasks=None, in_flight=2)
+        assert text.endswith("Ray does not report its CPUs: no answer within 0.05 s")
+        session.check_still_possible(tuning.NODE_JOINS_S)
+    finally:
+        answers.set()
 
 
 def test_the_death_of_this_process_s_node_is_no_error_of_a_log_line(ray: FakeRay) -> None:

@@ -101,9 +101,9 @@ def test_who_waits_learns_of_each_change(change: str) -> None:
         if change == "repeat":
             give(lease, b"0")
             lease.ask(1, early=False)
-        waiting = asyncio.ensure_future(lease.answered(30))
+        waiting = asyncio.ensure_future(lease.wait_for_answer(30))
         await asyncio.sleep(0)
-        assert not await lease.answered(0.001)
+        assert not await lease.wait_for_answer(0.001)
         if change == "give":
             give(lease, b"1")
         elif change == "end":

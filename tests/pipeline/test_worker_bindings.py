@@ -30,20 +30,20 @@ def test_a_bound_worker_s_chunks_fit_its_own_lease_alone() -> None:
     made, a, b = bindings()
     give(made, a, 0)
     assert made.taken() == {0}
-    assert made.homeless(chunks(1, 0, 1)) == [1]
-    assert made.place_for(a, chunks(1, 0)) == 1
-    assert made.place_for(b, chunks(0, 1)) == 1
-    assert made.place_for(b, chunks(0, 0)) is None
+    assert made.without_process(chunks(1, 0, 1)) == [1]
+    assert made.chunk_index_for(a, chunks(1, 0)) == 1
+    assert made.chunk_index_for(b, chunks(0, 1)) == 1
+    assert made.chunk_index_for(b, chunks(0, 0)) is None
     a.end()
     assert made.taken() == set()
-    assert made.place_for(b, chunks(0)) == 0
+    assert made.chunk_index_for(b, chunks(0)) == 0
 
 
 def test_released_workers_chunks_fit_any_lease() -> None:
     made, a, b = bindings(binding=Binding.RELEASED)
     give(made, a, 0)
-    assert made.place_for(b, chunks(0)) == 0
-    assert made.homeless(chunks(0, 1)) == []
+    assert made.chunk_index_for(b, chunks(0)) == 0
+    assert made.without_process(chunks(0, 1)) == []
 
 
 def test_watched_workers_are_released_when_each_first_batch_changed_nothing() -> None:
@@ -75,7 +75,7 @@ def test_a_chunk_that_was_watched_stays_so_until_it_reports() -> None:
     assert made.of(b) is Binding.WATCHED
     made.note_asked(b)
     assert made.of(b) is Binding.RELEASED
-    assert made.place_for(a, chunks(1)) == 0
+    assert made.chunk_index_for(a, chunks(1)) == 0
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -87,7 +87,7 @@ def test_an_iteration_starts_with_new_workers_unless_they_are_persistent(persist
     assert made.holds_state(a, in_run=False) is persistent
     made.begin(in_run=True)
     assert made.taken() == ({0} if persistent else set())
-    assert made.outlive_iterations is persistent
+    assert made.keeps_state is persistent
 
 
 def test_a_worker_that_had_another_process_is_restarted() -> None:

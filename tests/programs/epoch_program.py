@@ -6,7 +6,7 @@ After each batch, it prints the batch's number and the nodes that made it. Then 
 After "go", or when its standard input ends, it no longer waits.
 
 At the end, it writes to ``out`` every sample's batch, index, digest of the drawn numbers, and node.
-It also writes how long it waited for each batch (``waits``).
+It also writes when it asked for each batch, and when it had it (``waits``, by ``time.monotonic``).
 
 If a batch exceeds the ``timeout``, it writes the error to ``out``, and fails. With a
 ``checkpoint``, it saves its state after each batch, and resumes from an existing checkpoint. With a
@@ -195,7 +195,7 @@ def main() -> None:
     stepping = True
     asked = time.monotonic()
     for number, (indices, draws, nodes) in enumerate(told_of_timeouts(loader, Path(given["out"]))):
-        waits.append(time.monotonic() - asked)
+        waits.append((asked, time.monotonic()))
         batch = samples[-1][0] + 1 if samples else 0
         digests = [xxhash.xxh3_128_hexdigest(row.data) for row in draws]
         rows = zip(indices.tolist(), digests, nodes, strict=True)

@@ -27,7 +27,7 @@ class FakePipelineActor:
         self.name = name
         self.lost = False
         self.connected = True
-        self.driver = ("10.0.0.5:6379", "01000000")
+        self.ray_job = ("10.0.0.5:6379", "01000000")
         self.answers: dict[str, Any] = {
             "begin": True,
             "open": True,
@@ -77,7 +77,7 @@ class FakeNodes:
         self.waits = 0
         self.error: Exception | None = None
 
-    def answered(self, ref: Callable[[], Any], reason: str = "") -> Any:
+    def wait_for_answer(self, ref: Callable[[], Any], reason: str = "") -> Any:
         self.waits += 1
         return ref()
 

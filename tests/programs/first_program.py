@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cluster_programs import wait_until
 from cluster_programs.output import take_stdout
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
@@ -195,9 +197,9 @@ def drawn_alike() -> Any:
     return first == rows(loader)
 
 
-def handed_over() -> Any:
+def handed_over(loader: DpexDataLoader[Any] | None = None) -> Any:
     """Read one epoch that begins on first workers and ends on Ray."""
-    loader = loader_of(Tells(4000))
+    loader = loader or loader_of(Tells(4000))
     by_ray = []
     got = []
     for index, has_ray in loader:
@@ -378,7 +380,8 @@ def closed() -> Any:
     first = next(batches)[0].tolist()
     loader.close()
     try:
-        next(batches)
+        while True:  # batches that had arrived before are delivered
+            next(batches)
     except BatchLostError as error:
         text = str(error)
     return [first, text, rows(loader)[-1][0]]
@@ -427,6 +430,96 @@ def warmed_up_by_first_workers() -> Any:
     loader.warm_up()
     indices, by_ray = (torch.cat(column).tolist() for column in zip(*loader, strict=True))
     return [indices == list(range(64)), any(by_ray)]
+
+
+def forked() -> Any:
+    """Use loaders and their iterators in a fork, and then in this process."""
+    loaders = [loader_of(Tells(400), persistent_workers=persistent) for persistent in (False, True)]
+    iterators = [iter(loader) for loader in loaders]
+    for batches in iterators:
+        next(batches)
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        errors = []
+        for loader, batches in zip(loaders, iterators, strict=True):
+            for use in (lambda it=batches: next(it), lambda of=loader: iter(of)):
+                try:
+                    use()
+                except Exception as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+            loader.close()
+        os.write(write_end, json.dumps(errors).encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as errors_of_fork:
+        errors = json.load(errors_of_fork)
+    left = [joined(index.tolist() for index, _ in batches) for batches in iterators]
+    return [errors, left == [list(range(4, 400))] * 2]
+
+
+def forked_by_a_thread() -> Any:
+    """Use a loader in a process that a thread forks while Ray is starting."""
+    from dpex.cluster.local import launch
+
+    init_ray, starting, go_on = launch.init_ray, threading.Event(), threading.Event()
+
+    def init_later(*arguments: Any, **options: Any) -> Any:
+        starting.set()
+        assert go_on.wait(TIMEOUT_SECONDS)
+        return init_ray(*arguments, **options)
+
+    launch.init_ray = init_later
+    loader = loader_of(Tells(400))
+    batches = iter(loader)
+    next(batches)
+    assert starting.wait(TIMEOUT_SECONDS)
+    errors: Any = multiprocessing.get_context("fork").SimpleQueue()
+
+    def use() -> None:
+        try:
+            next(iter(loader_of(Tells())))
+        except Exception as error:
+            errors.put(f"{type(error).__name__}: {error}")
+
+    def fork() -> None:
+        process = multiprocessing.get_context("fork").Process(target=use)
+        process.start()
+        process.join()
+
+    forks = threading.Thread(target=fork)
+    forks.start()
+    forks.join()
+    go_on.set()
+    left = joined(index.tolist() for index, _ in batches)
+    return [errors.get(), left == list(range(4, 400))]
+
+
+def undisturbed() -> Any:
+    """Compare this process's generators and ``print`` after epochs with those before."""
+    random.seed(7)
+    np.random.seed(7)
+    drawn, drawn_by_numpy = random.Random(7).random(), np.random.RandomState(7).rand()
+    loader = loader_of(Draws())
+    rows(loader)
+    wait_for_ray(loader)
+    rows(loader)
+    from ray.experimental import tqdm_ray
+
+    tqdm_ray.instance()  # as at the first line that a worker process prints
+    return [random.random() == drawn, np.random.rand() == drawn_by_numpy, print.__module__]
+
+
+def warmed_up_long_before() -> Any:
+    """Read one batch, and then an epoch, of a loader whose Ray has started before."""
+    loader = loader_of(Tells(4000))
+    loader.warm_up()
+    session = loader._warmed
+    assert session is not None
+    wait_until(lambda: session.over, TIMEOUT_SECONDS, "the start of Ray")
+    index, by_ray = next(iter(loader))
+    gc.collect()
+    wait_until(lambda: session.over, TIMEOUT_SECONDS, "the pipeline of the dropped iteration")
+    return [[*index.tolist()] == [0, 1, 2, 3], any(by_ray), *handed_over(loader)]
 
 
 def warmed_up_in_vain() -> Any:

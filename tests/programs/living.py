@@ -131,7 +131,7 @@ class KillsPipelineActor(Plain):
         import ray
 
         for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["name"].startswith("dpex-host-"):
+            if actor["name"].startswith("dpex-pipeline-"):
                 ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
         return super().__getitem__(index)
 

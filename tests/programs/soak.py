@@ -31,7 +31,13 @@ from cluster_programs.clusters import (
     spilled,
 )
 from cluster_programs.links import network
-from cluster_programs.training_process import LENGTH, SMALL_STORE, TrainingProcess, drawn
+from cluster_programs.training_process import (
+    LENGTH,
+    SMALL_STORE,
+    TrainingProcess,
+    drawn,
+    longest_wait,
+)
 
 STOPPED_S = 20
 # The training process stops for this time, so the object stores fill up.
@@ -145,9 +151,7 @@ def stop_training_process(seconds: float) -> Disturb:
 
     def disturb(_: Cluster, training: TrainingProcess, __: random.Random) -> None:
         training.go()
-        training.process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        training.process.send_signal(signal.SIGCONT)
+        training.suspend(seconds)
 
     return disturb
 
@@ -345,7 +349,7 @@ def run(fault: Fault, seed: int) -> Outcome:
         found = training.finish(300)
         marks = [Path(value[-1]) for name, value in given.items() if name in MARKING]
         assert all(mark.exists() for mark in marks), "nothing befell it"
-        assert not fault.spills or spilled(place), "the object stores had room for everything"
+        assert not fault.spills or spilled(place), "the object stores had space for everything"
     wanted, got = drawn(expected), drawn(found)
     indices = [index for _, index, _ in got]
     return Outcome(
@@ -355,8 +359,7 @@ def run(fault: Fault, seed: int) -> Outcome:
         len({index for _, index, _ in wanted} - set(indices)),
         len(indices) - len(set(indices)),
         sum(a != b for a, b in zip(wanted, got, strict=False)),
-        # The wait for the first batch includes the start of all processes.
-        max(0.0, max(found["waits"][1:]) - max(expected["waits"][1:])),
+        max(0.0, longest_wait(found, training.suspended) - longest_wait(expected)),
     )
 
 

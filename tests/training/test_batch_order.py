@@ -7,7 +7,7 @@ from typing import Any
 
 import chunks
 
-from dpex.training.batch_order import IndexDemand, StreamDemand
+from dpex.training.batch_order import IndexOrder, StreamOrder
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.wire.block_format import Entry
 from dpex.worker.map_style import Chunk
@@ -19,12 +19,14 @@ RUN = replace(chunks.RUN, num_workers=WORKERS)
 class Streams:
     """The indices of streams that start at their first batch."""
 
-    request = (None, None)
     unread = None
 
     def __init__(self) -> None:
         self.epoch = self
         self.states: list[tuple[int, bytes | None]] = []
+
+    def next_request(self) -> tuple[None, None]:
+        return None, None
 
     def begin_streams(self, workers: int, _: None) -> tuple[list[int], list[None]]:
         return [0] * workers, [None] * workers
@@ -41,21 +43,21 @@ def test_each_stream_stays_in_order_if_batches_may_come_in_any_order() -> None:
     streams: Any = Streams()
     planner = ChunkPlanner(num_workers=WORKERS, prefetch_factor=4, prefetch_bytes=0)
     planner.begin(free_cores=WORKERS)
-    demand = StreamDemand(streams, planner, run=RUN)
-    demand.fill(lambda _: None)
-    demand.end_stream(6)
+    order = StreamOrder(streams, planner, run=RUN)
+    order.fill(lambda _: None)
+    order.end_stream(6)
     entries = {batch: Entry(batch, None, state=str(batch).encode()) for batch in (2, 4)}
-    assert demand.choose(entries, in_order=False) is None
+    assert order.choose(entries, in_order=False) is None
     entries |= {batch: Entry(batch, None, state=str(batch).encode()) for batch in (1, 3)}
     found = []
-    while (batch := demand.choose(entries, in_order=False)) is not None:
+    while (batch := order.choose(entries, in_order=False)) is not None:
         found.append(batch)
-        demand.deliver(entries.pop(batch))
+        order.deliver(entries.pop(batch))
     assert found == [1, 3]
     assert streams.states == [(1, b"1"), (1, b"3")]
     entries[0] = Entry(0, None)
-    assert demand.choose(entries, in_order=True) == 0
-    assert demand.choose(entries, in_order=False) == 0
+    assert order.choose(entries, in_order=True) == 0
+    assert order.choose(entries, in_order=False) == 0
 
 
 class Indices:
@@ -78,10 +80,10 @@ def test_chunks_of_one_round_differ_so_that_tasks_do_not_end_together() -> None:
     planner.observe(batches=1, seconds=0.001, cpu_seconds=0.001, size_bytes=1)
     run = replace(chunks.RUN, num_workers=workers)
     indices: Any = Indices()
-    demand = IndexDemand(indices, planner, run=run, length=None, patient=True)
+    order = IndexOrder(indices, planner, run=run, length=None, patient=True)
     sent: list[Chunk] = []
-    demand.fill(sent.append)
-    while demand.ask_ahead(sent.append, lambda: False):
+    order.fill(sent.append)
+    while order.prefetch_chunk(sent.append, lambda: False):
         pass
     lengths: dict[int, list[int]] = {}
     for chunk in sent:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import os
+import pickle
 import random
+import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch
 from cluster_programs import PROGRAMS, environment, spawn, workplace
 from samplers import LENGTH, SAMPLERS
 from samples import seed_everything
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -199,9 +205,9 @@ def test_batches_in_flight_do_not_count() -> None:
             assert loader.state_dict()["batches"] == number
             next(iterator)
         assert loader.state_dict()["samples"] == LENGTH
-        assert loader.state_dict()["under_way"]
+        assert loader.state_dict()["in_progress"]
         assert next(iterator, None) is None
-        assert not loader.state_dict()["under_way"]
+        assert not loader.state_dict()["in_progress"]
 
 
 def test_any_order_gives_every_sample_once() -> None:
@@ -290,6 +296,34 @@ class Stuck(Drawing):
         return index
 
 
+class Dying(IterableDataset[int]):
+    """A stream whose second worker dies if a file exists."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        for number in range(8):
+            if info.id == 1 and self.mark.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield 8 * info.id + number
+
+
+def test_a_worker_that_dies_over_batches_delivered_before_is_an_error(tmp_path: Path) -> None:
+    dataset = Dying(tmp_path / "mark")
+    loader = DpexDataLoader(dataset, batch_size=2, num_workers=2, distribute_mode=False)
+    delivered = [batch.tolist() for batch in itertools.islice(loader, 4)]
+    assert delivered == [[0, 1], [8, 9], [2, 3], [10, 11]]
+    state = loader.state_dict()
+    dataset.mark.touch()
+    resumed = DpexDataLoader(dataset, batch_size=2, num_workers=2, distribute_mode=False)
+    resumed.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        iter(resumed)
+
+
 # --- torchdata's protocol -------------------------------------------------------------------------
 
 
@@ -331,3 +365,127 @@ def test_a_killed_training_process_resumes_where_its_last_state_was_saved(mode: 
         for kill_at in (1, 8, 5):  # each run counts its batches from 0
             run("killed", kill_at)
         assert run("killed", -1) == whole
+
+
+def indices_of(loader: Any, most: int | None = None) -> list[list[int]]:
+    return [content(batch, draws=False) for batch in itertools.islice(loader, most)]
+
+
+@pytest.mark.parametrize("kind", ["generator", "epoch", "own sampler"])
+def test_samplers_below_a_framework_s_sampler_resume(kind: str) -> None:
+    """The sampler that shuffles may be several samplers below the one that the loader has."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    overrides = pytest.importorskip("lightning.fabric.utilities.distributed")
+
+    def loader() -> DpexDataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        if kind == "epoch":
+            sampler = data_loader.SeedableRandomSampler(DATASET, generator=generator, data_seed=7)
+        else:
+            sampler = RandomSampler(DATASET, generator=generator)
+        if kind == "own sampler":
+            sampler = overrides.DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)
+            return DpexDataLoader(DATASET, 3, sampler=sampler)
+        shard = data_loader.BatchSamplerShard(BatchSampler(sampler, 3, False), 2, 0)
+        return DpexDataLoader(DATASET, batch_sampler=shard)
+
+    first, second = loader(), loader()
+    indices_of(first)
+    iterator = iter(first)
+    indices_of(iterator, 1)
+    second.load_state_dict(first.state_dict())
+    assert indices_of(second) == indices_of(iterator)
+
+
+def test_accelerate_s_shards_of_another_number_of_ranks_are_refused() -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def loader(ranks: int) -> DpexDataLoader[Any]:
+        sampler = BatchSampler(RandomSampler(DATASET), 3, False)
+        return DpexDataLoader(
+            DATASET, batch_sampler=data_loader.BatchSamplerShard(sampler, ranks, 0)
+        )
+
+    first = loader(2)
+    indices_of(first, 1)
+    with pytest.raises(ValueError, match=r"saved with world size 2, and this loader has .* 3"):
+        loader(3).load_state_dict(first.state_dict())
+
+
+class Stops(IterableDataset[int]):
+    """A stream without a state, which an interrupt stops once."""
+
+    interrupted = False
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(12):
+            if self.interrupted and number == 4:
+                self.interrupted = False
+                raise KeyboardInterrupt
+            yield number
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaded_state_stays_until_a_batch_is_delivered(workers: int) -> None:
+    def batches(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    first, second = (DpexDataLoader(Stops(), 3, num_workers=workers) for _ in range(2))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    if not workers:
+        second.dataset.interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            iter(second)
+    iter(second)
+    assert batches(second) == batches(iterator)
+    if not workers:
+        assert second.stats().samples == 6, "batches that are read again do not count"
+    assert second.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_torch_s_persistent_workers_resume_between_epochs(own: bool) -> None:
+    def loader(seed: int) -> DpexDataLoader[Any]:
+        generator = torch.Generator().manual_seed(seed) if own else None
+        return DpexDataLoader(
+            DATASET, 3, True, num_workers=2, persistent_workers=True, generator=generator
+        )
+
+    first, second = loader(5), loader(99)
+    indices_of(first)
+    state, states = first.state_dict(), global_states()
+    expected = [indices_of(first) for _ in range(2)]
+    second.load_state_dict(state)
+    restore(states)
+    assert [indices_of(second) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_a_loader_has_its_loaded_state(make: Any) -> None:
+    first, second = (DpexDataLoader(DATASET, 3) for _ in range(2))
+    iterator = iter(first)
+    indices_of(iterator, 1)
+    second.load_state_dict(first.state_dict())
+    assert indices_of(make(second)) == indices_of(second) == indices_of(iterator)
+
+
+class Wraps(DpexDataLoader[Any]):
+    """A loader that changes its batches in its own iterator, as loaders of graphs do."""
+
+    def _get_iterator(self) -> Any:
+        return map(torch.neg, super()._get_iterator())
+
+
+def test_a_subclass_may_return_its_own_iterator() -> None:
+    numbers = list(range(8))
+    loader, second = Wraps(numbers, 4), Wraps(Stops(), 3)
+    assert [batch.tolist() for batch in loader] == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    assert loader.stats().batches == 2
+    next(iter(second))
+    third = Wraps(Stops(), 3)
+    third.load_state_dict(second.state_dict())
+    assert next(iter(third)).tolist() == [-3, -4, -5]

@@ -25,7 +25,7 @@ def sizes(p: ChunkPlanner, count: int, remaining: int | None = None) -> list[int
     found = []
     for _ in range(count):
         found.append(p.size(remaining=remaining))
-        p.issued()
+        p.count_sent()
     return found
 
 
@@ -48,29 +48,29 @@ def test_chunks_begin_with_one_batch_and_grow_with_every_round_of_tasks() -> Non
 
 def test_a_chunk_is_settled_once_every_task_has_had_two() -> None:
     p = planner()
-    assert not p.settled
+    assert not p.past_first_chunks
     sizes(p, 10)
-    assert not p.settled  # no costs are known
+    assert not p.past_first_chunks  # no costs are known
     observe(p, ms=10, kilobytes=1)
-    assert p.settled
+    assert p.past_first_chunks
     p.begin(free_cores=2)
-    assert not p.settled
+    assert not p.past_first_chunks
 
 
 def test_chunks_are_longer_where_many_tasks_run() -> None:
     p = planner(num_workers=60, prefetch_bytes=1 << 40)
     observe(p, ms=1000, kilobytes=1, share=0.01)
-    settled = sizes(p, 1000)[200:]
-    assert 2.9 <= sum(settled) / len(settled) <= 3.1
+    past_first_chunks = sizes(p, 1000)[200:]
+    assert 2.9 <= sum(past_first_chunks) / len(past_first_chunks) <= 3.1
 
 
 def test_chunks_are_a_second_of_work_and_no_two_in_a_row_the_same() -> None:
     p = planner(prefetch_bytes=1 << 40)
     observe(p, ms=10, kilobytes=1)
-    settled = sizes(p, 200)[10:]
-    assert 75 <= min(settled) < 80 < 120 < max(settled) <= 125
-    assert 98 <= sum(settled) / len(settled) <= 102
-    assert all(a != b for a, b in itertools.pairwise(settled))
+    past_first_chunks = sizes(p, 200)[10:]
+    assert 75 <= min(past_first_chunks) < 80 < 120 < max(past_first_chunks) <= 125
+    assert 98 <= sum(past_first_chunks) / len(past_first_chunks) <= 102
+    assert all(a != b for a, b in itertools.pairwise(past_first_chunks))
 
 
 def test_a_slow_batch_is_a_chunk_of_its_own() -> None:
@@ -111,8 +111,8 @@ def test_chunks_that_the_window_limits_differ() -> None:
     p = planner(num_workers=32, free_cores=32)
     observe(p, ms=1, kilobytes=1)
     limit = p.window // (3 * 32)
-    settled = sizes(p, 200)[70:]
-    assert set(settled) == set(range(limit - 3, limit + 1))
+    past_first_chunks = sizes(p, 200)[70:]
+    assert set(past_first_chunks) == set(range(limit - 3, limit + 1))
 
 
 def test_chunks_shrink_towards_the_end() -> None:

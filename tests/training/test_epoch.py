@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dpex import tuning
+from dpex.cluster.own_process import OwnProcess
 from dpex.errors import BatchLostError, SerializationError, TooManySkippedError
 from dpex.pipeline.session import StoredJob
 from dpex.stats import Meter
-from dpex.training.batch_order import IndexDemand
+from dpex.training.batch_order import IndexOrder
 from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
@@ -108,7 +109,7 @@ class FakeRun:
     def failure(self) -> None:
         return None
 
-    def forsaken(self, _: float) -> bool:
+    def lost_with_node(self, _: float) -> bool:
         return False
 
     def tasks_at_work(self) -> int:
@@ -118,13 +119,14 @@ class FakeRun:
         self.closed = True
 
 
-class Pipeline:
+class Pipeline(OwnProcess):
     """A session whose chunks get the fate that one function returns."""
 
     alive = True
     at_work = False
 
     def __init__(self, fate: Callable[[Chunk, bool], Fate], late: int | None) -> None:
+        super().__init__()
         self.fate = fate
         self.late = late
         self.messages: list[tuple[str, list[list[int]], bool]] = []
@@ -167,7 +169,7 @@ class Reader:
         self.meter = Meter()
         self.epoch = Epoch(
             RUN,
-            IndexDemand(self.indices, planner, run=RUN, length=length, patient=True),
+            IndexOrder(self.indices, planner, run=RUN, length=length, patient=True),
             session=self.pipeline,
             planner=planner,
             options=EpochOptions(

@@ -19,7 +19,7 @@ from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.pickling import dump
 from dpex.wire.timings import Costs
 from dpex.worker.binding import Binding
-from dpex.worker.first_worker import CANCEL, END, Assignment, Made
+from dpex.worker.first_worker import CANCEL, END, ChunkMessage, Made
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
@@ -49,7 +49,7 @@ class Process:
 
     def given(self) -> tuple[Chunk, Binding]:
         """Return the next chunk that it gets, and how its logical worker is bound."""
-        given: Assignment = pickle.loads(self.message())
+        given: ChunkMessage = pickle.loads(self.message())
         chunk: Chunk = pickle.loads(given.payload)
         return chunk, given.binding
 

@@ -116,6 +116,24 @@ def test_the_training_process_may_fork_while_ray_starts() -> None:
     assert "Exception" not in errors
 
 
+def test_a_fork_cannot_use_the_loaders_of_its_parent_and_does_not_disturb_them() -> None:
+    errors, complete = outcome_of("forked")[0]
+    assert len(errors) == 4
+    for error in errors:
+        assert error.startswith("ClusterError: this process was forked from one connected to Ray")
+    assert complete
+
+
+def test_a_fork_by_a_thread_while_ray_is_starting_gets_an_error() -> None:
+    error, complete = outcome_of("forked_by_a_thread")[0]
+    assert error.startswith("ClusterError: this process was forked from one connected to Ray")
+    assert complete
+
+
+def test_ray_s_start_leaves_generators_and_print_as_they_were() -> None:
+    assert outcome_of("undisturbed")[0] == [True, True, "builtins"]
+
+
 def test_the_error_of_ray_s_start_is_raised_by_next_and_iter() -> None:
     errors, _ = outcome_of("no_ray")
     assert errors == ["ClusterError: a local Ray did not start: no memory"] * 3
@@ -164,6 +182,13 @@ def test_warm_up_starts_what_the_next_iter_needs() -> None:
         assert complete
         assert all_by_ray
     assert outcome_of("warmed_up_by_first_workers")[0] == [True, False]
+
+
+def test_first_workers_wait_for_an_iteration_that_comes_after_ray_s_start() -> None:
+    first, first_by_ray, *epoch = outcome_of("warmed_up_long_before")[0]
+    assert first
+    assert not first_by_ray
+    assert epoch == [True, False, True]
 
 
 def test_iter_raises_the_error_of_a_warm_up_that_failed() -> None:

@@ -21,7 +21,8 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from dpex.training.checkpoint import Progress
-from dpex.training.index_iterator import IndexIterator, Indices, Source
+from dpex.training.index_iterator import IndexIterator, IndexSampler
+from dpex.training.index_source import IndexSource
 from dpex.worker.seeding import generators_kept
 
 EPOCHS = 3
@@ -60,7 +61,7 @@ class Reader:
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         batched = loader.batch_sampler is not None
         self.sampler: Any = loader.sampler
-        self.source = Source(
+        self.source = IndexSource(
             loader.batch_sampler if batched else loader.sampler,
             batched,
             loader.generator,
@@ -71,11 +72,11 @@ class Reader:
         self._ahead = ahead
 
     def iterator(self) -> IndexIterator:
-        return iter(Indices(self.source, self.progress))
+        return iter(IndexSampler(self.source, self.progress))
 
     def epoch(self) -> Iterator[Any]:
         """Draw the first batches, and return an iterator that delivers them all in order."""
-        keeping = generators_kept() if self.progress.goes_on else contextlib.nullcontext()
+        keeping = generators_kept() if self.progress.resumes else contextlib.nullcontext()
         drawing = self.iterator()
         with keeping:  # torch draws the workers' seed between the iterator and its first batch
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
@@ -156,7 +157,7 @@ def test_an_interrupted_run_resumes_as_if_it_had_not_been(kind: str, ahead: int)
         torch.set_rng_state(generators[0])
         np.random.set_state(generators[1])
         random.setstate(generators[2])
-        if state["under_way"]:
+        if state["in_progress"]:
             got[-1] += epoch_of(second, epoch)
         got += [list(epoch_of(second, number)) for number in range(epoch + 1, EPOCHS)]
         assert got == whole, f"interrupted in epoch {epoch} after {batches} batches"
@@ -197,9 +198,9 @@ def test_only_delivered_batches_count() -> None:
         assert reader.state()["batches"] == number
         next(epoch)
     assert reader.state()["samples"] == LENGTH
-    assert reader.state()["under_way"]
+    assert reader.state()["in_progress"]
     assert next(epoch, None) is None
-    assert not reader.state()["under_way"]
+    assert not reader.state()["in_progress"]
 
 
 def test_the_state_is_that_of_the_newest_epoch() -> None:
@@ -318,7 +319,7 @@ def test_a_resumed_stream_is_read_from_its_beginning() -> None:
     state = interrupted(2, dataset=Stream(), batch_size=4)
     iterator = resumed(state, dataset=Stream(), batch_size=4).iterator()
     assert iterator.unread == 2
-    assert iterator.request == [None] * 4
+    assert iterator.next_request() == [None] * 4
 
 
 def test_states_of_other_workers_streams_are_left_out() -> None:

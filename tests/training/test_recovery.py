@@ -53,10 +53,12 @@ def test_a_stream_stays_whole_and_gets_a_second_try() -> None:
     lost = [sent(0, 0, 2, stream=True), sent(1, 6, 2, stream=True)]
     first = recover(lost, [loss("died")])
     assert resent(first) == [([[0, 3, 6, 9]], True, 1)]
+    assert first.retries == 4
     second = recover([sent(2, 0, 4, tries=1, stream=True)], [loss("died")])
     assert resent(second) == [([[0, 3, 6, 9]], True, 2)]
+    assert second.retries == 4
     third = recover([sent(3, 0, 4, tries=2, stream=True)], [loss("died")])
-    assert resent(third) == []
+    assert (resent(third), third.retries) == ([], 0)
     assert [batch for batch, _ in third.failed] == [0]
     assert third.ended == [3]
 
@@ -70,14 +72,14 @@ def test_lost_blocks_are_resent_as_they_were() -> None:
 
 
 def test_a_full_store_gets_time_and_more_tries_one_at_a_time() -> None:
-    losses = [loss("no room", LossCause.NO_ROOM), loss("died")]
+    losses = [loss("full", LossCause.STORE_FULL), loss("died")]
     plan = recover([sent(0, 0, 2), sent(1, 1, 1, tries=5)], losses)
     assert plan.wait_s > 0
     assert resent(plan) == [([[0], [3]], True, 1), ([[1]], True, 6)]
     assert all(message.one_by_one for message in plan.resends)
     [(batch, error)] = recover([sent(0, 0, 1, tries=6)], losses).failed
     assert batch == 0
-    assert str(error).startswith("Ray has no room for batch 0 (dataset indices [0])")
+    assert str(error).startswith("Ray has no space for batch 0 (dataset indices [0])")
 
 
 @pytest.mark.parametrize("causes", [[], *([cause] for cause in LossCause), list(LossCause)])
@@ -93,3 +95,4 @@ def test_every_missing_batch_is_resent_or_fails_once(
     failed = [batch for batch, _ in plan.failed]
     after_the_end = [b for b in missing for end in plan.ended if b >= end and (b - end) % 3 == 0]
     assert sorted([*again, *failed, *after_the_end]) == missing
+    assert plan.retries == len(again)

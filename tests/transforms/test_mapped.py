@@ -131,6 +131,35 @@ def test_a_chain_gets_the_input_and_leaves_the_rest(
         assert_same(dataset[index], expected)
 
 
+def stacked(crops: Any) -> torch.Tensor:
+    return torch.stack([v1.functional.to_tensor(crop) for crop in crops])
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize("source", [Pictures(), Alone()], ids=["with targets", "alone"])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [v1.FiveCrop(4), stacked, halve],
+        [v1.FiveCrop(4), Stage(stacked), halve],
+        [Stage(v1.FiveCrop(4)), Stage(list), Stage(stacked), Stage(halve)],
+        [v1.FiveCrop(4), Stage(stacked), halve, Stage(flip, batched=True), flip],
+    ],
+    ids=["no stage", "one stage", "three stages", "batched stage"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1, "distribute_mode": True, "head_address": "local"}],
+    ids=["here", "distributed"],
+)
+def test_a_transform_that_returns_a_tuple(
+    options: dict[str, Any], chain: Any, source: Any, assert_same: Same
+) -> None:
+    composed = MappedDataset(source, v1.Compose([v1.FiveCrop(4), stacked, halve]))
+    ours: Any = DpexDataLoader(MappedDataset(source, chain), 5, **options)
+    assert_same(list(ours), list(DataLoader(composed, 5)))
+
+
 def test_targets_have_transforms_of_their_own() -> None:
     dataset = MappedDataset(Pictures(), v1.ToTensor(), target_transform=lambda label: label + 10)
     assert [dataset[index][1] for index in range(4)] == [10, 11, 12, 10]
@@ -304,6 +333,18 @@ def test_bad_input_is_told_at_once(
         make()
 
 
+class Tensors(Pictures):
+    """Numbers that are read in whole batches, each batch as one tensor."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
+def test_a_whole_batch_may_be_a_tensor(assert_same: Same) -> None:
+    loader = DataLoader(MappedDataset(Tensors(), lambda number: number + 1), 20)
+    assert_same(list(loader), [torch.arange(1, 21)])
+
+
 # --- split ----------------------------------------------------------------------------------------
 
 
@@ -329,6 +370,8 @@ def test_split_where_it_is_told_to() -> None:
         split_deterministic(chain, at=4)
     with pytest.raises(TypeError, match="must be callable, got 5"):
         split_deterministic([halve, 5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="must be callable, got 'Resize'"):
+        split_deterministic("Resize")  # type: ignore[arg-type]
 
 
 def test_a_class_of_ones_own_may_draw() -> None:

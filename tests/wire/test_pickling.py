@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
 import copyreg
 import functools
 import gc
@@ -14,9 +16,10 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +246,76 @@ copyreg.pickle(Registered, lambda obj: (Plain, (obj.part,)))
 )
 def test_an_object_is_plain_if_no_code_of_others_reduces_it(obj: object, plain: bool) -> None:
     assert dump(obj, "job", Readers(same_host=True)).plain is plain
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+def test_a_class_that_travels_by_value_keeps_its_qualified_name() -> None:
+    class Local:
+        pass
+
+    with by_value_of_this_module():
+        for kind in (Outer, Outer.Inner, Local):
+            assert load(dump(kind(), "dataset")).__class__.__qualname__ == kind.__qualname__
+
+
+@contextlib.contextmanager
+def by_value_of_this_module() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_an_open_text_file_is_refused(tmp_path: Path) -> None:
+    says = r"dataset\.file .*open file .*lines\.txt"
+    with (
+        (tmp_path / "lines.txt").open("w+") as file,
+        pytest.raises(SerializationError, match=says),
+    ):
+        dump(types.SimpleNamespace(file=file), "dataset")
+
+
+def test_the_standard_streams_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    assert load(dump([sys.stdout], "dataset")) == [sys.__stdout__]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview(array.array("i", range(1000, 1012))),
+        memoryview(np.arange(6.0).reshape(2, 3)),
+        memoryview(np.arange(12)[::2]),
+        memoryview(np.zeros(2, "c16")),
+        memoryview(np.arange(3, dtype=">i4")),
+        memoryview(np.zeros(2, [("a", "i4"), ("b", "f8")])),
+        memoryview(bytearray(b"writable")),
+        memoryview(b"readonly"),
+        memoryview(b""),
+    ],
+    ids=lambda view: f"{view.format}{list(view.shape)}",
+)
+def test_a_memory_view_keeps_its_format_and_shape(view: memoryview) -> None:
+    found = load(dump([view], "dataset"))[0]
+    assert found.tobytes() == view.tobytes()
+    assert (found.format, found.shape, found.readonly) == (view.format, view.shape, view.readonly)
+
+
+def test_code_may_name_any_module_of_torch() -> None:
+    """Some modules of torch have classes of their own, and cloudpickle finds them in code."""
+    names = {"torch": torch, "__name__": "__main__"}
+    exec(
+        "def settings():\n"
+        "    torch.backends.cuda.matmul\n"
+        "    torch.ops.aten\n"
+        "    return torch.backends.cudnn, torch.backends.mkldnn, torch.ops\n",
+        names,
+    )
+    settings = names["settings"]
+    assert load(dump(settings, "worker_init_fn"))() == settings()
+    assert load(dump([torch.backends.cudnn], "dataset")) == [torch.backends.cudnn]

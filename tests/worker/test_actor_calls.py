@@ -135,27 +135,27 @@ def test_a_fork_has_a_name_of_its_own() -> None:
 
 
 class TestLossOf:
-    full = ray.exceptions.OutOfDiskError("no room")
+    full = ray.exceptions.OutOfDiskError("full")
 
     def test_the_object_store_itself_is_full(self) -> None:
         loss = loss_of(self.full)
-        assert loss.cause is LossCause.NO_ROOM
+        assert loss.cause is LossCause.STORE_FULL
         assert loss.text.startswith("OutOfDiskError: ")
 
     @pytest.mark.parametrize("dual", [False, True])
     def test_a_task_found_it_full(self, dual: bool) -> None:
         error = ray.exceptions.RayTaskError("make_batches", "its traceback", self.full)
-        assert loss_of(error.as_instanceof_cause() if dual else error).cause is LossCause.NO_ROOM
+        assert loss_of(error.as_instanceof_cause() if dual else error).cause is LossCause.STORE_FULL
 
     def test_an_error_was_raised_from_it(self) -> None:
         error = ray.exceptions.RaySystemError("the execution failed")
         error.__cause__ = self.full
-        assert loss_of(error).cause is LossCause.NO_ROOM
+        assert loss_of(error).cause is LossCause.STORE_FULL
 
     def test_any_link_may_lead_to_it(self) -> None:
         error = ray.exceptions.RayTaskError("make_batches", "its traceback", self.full)
         error.__cause__ = RuntimeError("another")
-        assert loss_of(error).cause is LossCause.NO_ROOM
+        assert loss_of(error).cause is LossCause.STORE_FULL
 
     def test_links_may_be_circular_or_no_errors(self) -> None:
         error: Any = RuntimeError("circular")

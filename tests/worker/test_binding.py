@@ -211,7 +211,8 @@ def test_state_that_first_changes_at_a_later_sample_is_warned_of_once() -> None:
         samples = [sample for batch in loader for sample in batch]
         list(loader)
     # The import of Ray causes other warnings.
-    told = [warning for warning in caught if "changed its worker's dataset" in str(warning.message)]
+    changed = "changed its logical worker's dataset"
+    told = [warning for warning in caught if changed in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]
     assert [index for index, _ in samples] == list(range(4_000))
 

@@ -37,3 +37,17 @@ def test_the_differences_are_those_of_the_user_s_variables(monkeypatch: pytest.M
     monkeypatch.setenv("RAY_OWN", "1")
     monkeypatch.delenv("PATH")
     assert environment.differences(other) == (("OWN", "a=b"), ("PATH", None))
+
+
+def test_what_ray_s_processes_may_have_inherited_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_inherited", [])
+    environment.remember()
+    with environment.while_ray_starts():
+        monkeypatch.setenv("SET_AT_ITER", "1")
+        monkeypatch.setenv("PYTHONHASHSEED", "0")  # by dpex, for Ray
+        assert environment.changes()[0] == (("SET_AT_ITER", "1"),)
+        monkeypatch.delenv("SET_AT_ITER")
+        monkeypatch.setenv("SET_AT_END", "2")
+        monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.delenv("SET_AT_END")
+    assert environment.changes()[0] == (("SET_AT_END", None), ("SET_AT_ITER", None))

@@ -373,17 +373,12 @@ def memory_of_the_cluster() -> float:
     return float(ray.cluster_resources()["memory"])
 
 
-def test_no_prefetching() -> None:
-    with DpexDataLoader(Shard(), 2, num_workers=2, prefetch_factor=0, **OURS) as loader:
-        assert len(list(loader)) == 6
-
-
 @pytest.mark.extended
 def test_a_stream_that_always_kills_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     loader = DpexDataLoader(Deadly(marks, 1000), 2, num_workers=2, **OURS)
     iterator, seen = iter(loader), []
-    with pytest.raises(BatchLostError, match="batch 3 of worker 0's stream"):
+    with pytest.raises(BatchLostError, match="batch 3 of the stream of logical worker 0"):
         seen.extend(iterator)
     assert len(list(iterator)) == 3  # batches of the other logical worker
 
@@ -428,7 +423,7 @@ def test_a_stream_resumes_where_it_was(dataset: Any, second: str) -> None:
         with DpexDataLoader(dataset, **arguments, **(OURS if second == "dpex" else {})) as loader:
             loader.load_state_dict(state)
             assert before + list(map(str, loader)) == whole, place
-            assert not loader.state_dict()["under_way"]
+            assert not loader.state_dict()["in_progress"]
 
 
 @pytest.mark.parametrize("ours", [{}, OURS], ids=["torch", "dpex"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import sys
 from typing import Any
@@ -66,7 +67,7 @@ def make_run(**changes: Any) -> Run:
         "base_seed": 7,
         "epoch": 0,
         "num_workers": 3,
-        "generation": 0,
+        "dataset_version": 0,
         "settings": Settings(".", torch.float32),
     }
     return Run(**{**values, **changes})
@@ -158,7 +159,7 @@ def test_default_collate_does_not_use_shared_memory() -> None:
 
 
 def test_copies_live_as_long_as_their_dataset_version() -> None:
-    first, second = (make_run(num_workers=1, generation=generation) for generation in range(2))
+    first, second = (make_run(num_workers=1, dataset_version=version) for version in range(2))
     assert read(Counts(), [[0], [0]], run=first, **BOUND) == [[(1, None)], [(2, None)]]
     assert read(Counts(), [[0]], run=first, **BOUND) == [[(3, None)]]
     assert read(Counts(), [[0]], run=second, **BOUND) == [[(1, None)]]
@@ -327,6 +328,25 @@ def test_sys_exit_in_a_sample_is_an_error_and_not_the_end_of_the_worker() -> Non
         exits.reraise()
     with pytest.raises(RuntimeError, match=r"(?s)in parse_args.*sys\.exit\(2\).* is argparse"):
         parses.reraise()
+
+
+class Stop(BaseException):
+    """An exception that is no ``Exception``."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("a"), GeneratorExit("a"), Stop("a")])
+def test_an_exception_that_is_no_exception_ends_only_its_batch(error: BaseException) -> None:
+    class Raises:
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise error
+            return index
+
+    name = type(error).__name__
+    failed, whole = read(Raises(), [[3], [0]])
+    with pytest.raises(RuntimeError, match=rf"(?s)in __getitem__.* raised {name}\(a\).*instead"):
+        failed.reraise()
+    assert whole == [0]
 
 
 def test_a_batch_that_cannot_be_pickled_names_its_part() -> None:

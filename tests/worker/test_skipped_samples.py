@@ -88,7 +88,7 @@ def test_the_others_come_in_their_batches(source: str, caplog: pytest.LogCapture
         ]
         assert loader.stats().skipped == len(BAD)
         assert (loader.stats().batches, loader.stats().samples) == (5, LENGTH)
-        assert loader.state_dict()["under_way"] is False
+        assert loader.state_dict()["in_progress"] is False
     named = [record.args[0] for record in caplog.records if "left out" in record.message]
     assert sorted(named) == sorted(BAD)
     [line] = [record.message for record in caplog.records if "sample 17" in record.message]

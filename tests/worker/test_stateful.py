@@ -122,7 +122,7 @@ def test_a_stream_begins_where_its_state_says(kind: Any, place: int, tmp_path: P
     with loader("after") as third:
         third.load_state_dict(state)
         assert before + batches_of(third) == whole
-        assert not third.state_dict()["under_way"]
+        assert not third.state_dict()["in_progress"]
     assert read(tmp_path / "after") == sorted(set(range(LENGTH)) - indices_in(before))
 
 
@@ -138,13 +138,15 @@ def test_states_follow_what_was_handed_out_not_what_was_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", [0, 3])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "persistent"), [(2, False), (2, True), (0, False)])
 def test_epochs_after_a_resumed_epoch_are_whole(
-    persistent: bool, place: int, tmp_path: Path
+    workers: int, persistent: bool, place: int, tmp_path: Path
 ) -> None:
     def loader(part: str) -> DpexDataLoader[Any]:
         dataset = KeepsItsBeginning(tmp_path / part)
-        return DpexDataLoader(dataset, 2, num_workers=2, persistent_workers=persistent, **OURS)
+        return DpexDataLoader(
+            dataset, 2, num_workers=workers, persistent_workers=persistent, **OURS
+        )
 
     with loader("before") as first:
         batches_of(first)

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_JOB",
     "address",
-    "bequeathed",
     "can_fork_now",
     "fork_parent",
     "forked_from_here",
+    "is_inherited",
     "record_job",
     "serve",
     "show_script_arguments",
@@ -238,7 +238,7 @@ def forked_from_here() -> bool:
     return _pid is not None
 
 
-def bequeathed(job_key: str, job_id: str) -> bool:
+def is_inherited(job_key: str, job_id: str) -> bool:
     """Return whether worker processes should inherit a job; they do not if the server has died.
 
     Args:

@@ -256,7 +256,7 @@ def _not_started(error: Exception, directory: str) -> ClusterError:
     if len(directory) > _MOST_CHARACTERS:
         text += (
             f". RAY_TMPDIR={directory!r} has {len(directory)} characters, but Ray's socket paths "
-            f"have room for {_MOST_CHARACTERS}. Set a shorter RAY_TMPDIR"
+            f"have space for {_MOST_CHARACTERS}. Set a shorter RAY_TMPDIR"
         )
     elif not os.access(directory, os.W_OK):
         text += f". RAY_TMPDIR={directory!r} is not a writable directory"
@@ -306,7 +306,11 @@ def init_ray(
     import ray
 
     from dpex.compat.local_ray import on_loopback
+    from dpex.compat.random_draws import draw_elsewhere
 
+    draw_elsewhere()
+    # Ray would replace the program's print() when a worker process first prints.
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
     # Other machines must not reach a local Ray.
     ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
 

@@ -122,9 +122,9 @@ def test_the_id_of_a_server_is_kept_until_a_job_has_had_it(monkeypatch: pytest.M
 def test_only_the_job_of_a_server_gets_forks_that_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "_job_id", "02000000")
     monkeypatch.setattr(forkserver, "_bequeathed", "digest")
-    assert forkserver.bequeathed("digest", "02000000")
-    assert not forkserver.bequeathed("another", "02000000")
-    assert not forkserver.bequeathed("digest", "03000000")
+    assert forkserver.is_inherited("digest", "02000000")
+    assert not forkserver.is_inherited("another", "02000000")
+    assert not forkserver.is_inherited("digest", "03000000")
 
 
 @pytest.mark.parametrize("public_only", ["0", "1"])

@@ -642,6 +642,37 @@ def test_the_files_of_local_rays_go_after_their_processes(place: Path) -> None:
     assert lives.returncode == 0
 
 
+DIRECTORIES_PROGRAM = """
+import sys
+from dpex.cluster.local.directory import delete_ended, make_directory
+made = []
+for _ in range(40):
+    made.append(make_directory())
+    delete_ended()
+print(*(directory.name for directory in made), flush=True)
+sys.stdin.read()
+assert all((directory / "lock").exists() for directory in made)
+"""
+
+
+def test_local_rays_that_start_at_once_have_directories_of_their_own(place: Path) -> None:
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    program = [sys.executable, "-c", DIRECTORIES_PROGRAM]
+    for _ in range(2):  # the second time, all numbers are those of ended processes
+        starting = [spawn(program, place, env=environment(place), **streams) for _ in range(4)]
+        names: list[str] = []
+        for process in starting:
+            assert process.stdout is not None
+            names += process.stdout.readline().split()
+        assert len(set(names)) == 160
+        for process in starting:
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+    left = {path.name for path in (place / f"dpex-{os.getuid()}").iterdir()}
+    assert not [name for name in left if name.startswith("ended-")]
+    assert left >= set(names)
+
+
 def test_ranks_without_a_home_share_a_token(place: Path) -> None:
     variables = {"HOME": "/proc/nowhere", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [

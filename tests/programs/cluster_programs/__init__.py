@@ -219,10 +219,14 @@ class Driver:
         self.process.stdin.flush()
 
     def receive(self, seconds: float = 100) -> Any:
+        """Return the next result; a driver that gives none prints its threads' stacks."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(seconds), f"the driver did not answer within {seconds} s"
+            if not selector.select(seconds):
+                self.process.send_signal(signal.SIGABRT)
+                self.process.wait()
+                raise AssertionError(f"the driver did not answer within {seconds} s")
         line = self.process.stdout.readline()
         assert line, f"the driver ended with {self.process.wait()}"
         reply = json.loads(line)

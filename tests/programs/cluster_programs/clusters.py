@@ -19,7 +19,7 @@ from cluster_programs.links import Network
 
 # Memory beyond the current use at which the nodes of ``little_memory`` kill worker processes.
 SPARE_BYTES = 2 << 30
-# Four tasks may store a batch of 38 MB at once, but the store has room for only two.
+# Four tasks may store a batch of 38 MB at once, but the store has space for only two.
 SMALL_STORE_NODE = ("--object-store-memory=80000000", "--num-cpus=4")
 # Options of the head's node, which is the training process's node too.
 _HEAD = ("--head", "--num-cpus=0", "--include-dashboard=false")

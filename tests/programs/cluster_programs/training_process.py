@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import selectors
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +32,14 @@ class TrainingProcess:
 
     Attributes:
         options: The further options.
+        suspended: From when until when it was suspended, by ``time.monotonic``.
     """
 
     def __init__(
         self, place: Path, address: str, variables: Mapping[str, str] | None = None, **options: Any
     ) -> None:
         self.options = options
+        self.suspended = (0.0, 0.0)
         self._out = place / f"epoch-{uuid.uuid4().hex}.json"
         given = {"address": address, "out": str(self._out), "length": LENGTH}
         self.process = spawn(
@@ -73,6 +77,14 @@ class TrainingProcess:
         number, *nodes = line.split()
         return int(number), nodes
 
+    def suspend(self, seconds: float) -> None:
+        """Suspend the process for some seconds."""
+        since = time.monotonic()
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
+        self.suspended = (since, time.monotonic())
+
     def go(self) -> None:
         """Continue to the end of the epoch."""
         self._say("go")
@@ -101,6 +113,18 @@ Drawn = tuple[int, int, str]
 def drawn(result: dict[str, Any]) -> list[Drawn]:
     """Return the parts of every sample, in order, that must not depend on its node."""
     return [(batch, index, draw) for batch, index, draw, _ in result["samples"]]
+
+
+def longest_wait(result: dict[str, Any], suspended: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Return the longest wait for a batch, in seconds, without the time of a suspension.
+
+    The wait for the first batch does not count: it includes the start of all processes.
+    """
+    since, until = suspended
+    return max(
+        got - asked - max(0.0, min(got, until) - max(asked, since))
+        for asked, got in result["waits"][1:]
+    )
 
 
 def nodes_in(result: dict[str, Any]) -> set[str]:

@@ -1,0 +1,219 @@
+"""Arrays and tensors of one dataset that share memory, as an array and its slices do.
+
+A pickle of each by itself would give each its own memory. A sample that writes to one of them would
+then not see its write in the others, as it does in a fork.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+__all__ = ["SharedViews"]
+
+# Memory starts at a multiple of this many bytes from the start of its allocation, so that elements
+# of every dtype stay aligned.
+_ALIGNMENT = 64
+# Limits for the exact comparison of objects whose spans overlap, of which each pair is compared.
+_MOST_COMPARED = 16
+_MOST_WORK = 1000
+
+Span = tuple[int, int]
+"""The first address of an object's elements, and the address behind the last one."""
+
+
+def _span(obj: np.ndarray[Any, Any] | torch.Tensor) -> Span | None:
+    """Return the span of an array or a tensor; None if it has no elements."""
+    if isinstance(obj, torch.Tensor):
+        first, item, dense = obj.data_ptr(), obj.element_size(), obj.is_contiguous()
+    else:
+        first, item = obj.__array_interface__["data"][0], obj.itemsize
+        dense = obj.flags.c_contiguous
+    if not obj.nbytes:
+        return None
+    if dense:
+        return first, first + obj.nbytes
+    if isinstance(obj, torch.Tensor):
+        strides = [step * item for step in obj.stride()]
+    else:
+        strides = list(obj.strides)
+    reach = [(length - 1) * step for length, step in zip(obj.shape, strides, strict=True)]
+    return first + sum(min(0, r) for r in reach), first + sum(max(0, r) for r in reach) + item
+
+
+def _whole(obj: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """Return the whole memory that an object is a view of, as bytes; None if it is not writable."""
+    if isinstance(obj, torch.Tensor):
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj.untyped_storage())
+        return whole.numpy()
+    while isinstance(obj.base, np.ndarray):
+        obj = obj.base
+    obj = np.asarray(obj)  # no memmap
+    dense = obj.flags.c_contiguous or obj.flags.f_contiguous
+    if not dense or not obj.flags.writeable or obj.dtype.hasobject:
+        return None
+    return obj.ravel(order="K").view(np.uint8)
+
+
+def _overlap(objects: list[Any], span_bytes: int) -> bool:
+    """Return whether objects with adjoining spans have elements in common.
+
+    Columns of a matrix have not, although their spans overlap.
+    """
+    if span_bytes <= sum(obj.nbytes for obj in objects):
+        return True
+    if len(objects) > _MOST_COMPARED:
+        return False
+    try:
+        return any(
+            np.shares_memory(_layout(one), _layout(other), max_work=cast(Any, _MOST_WORK))
+            for one, other in itertools.combinations(objects, 2)
+        )
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Layout:
+    """The address and strides of an object, for numpy."""
+
+    def __init__(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> None:
+        if isinstance(obj, torch.Tensor):
+            item, address = obj.element_size(), obj.data_ptr()
+            strides = tuple(step * item for step in obj.stride())
+        else:
+            item, address, strides = obj.itemsize, obj.__array_interface__["data"][0], obj.strides
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{item}",
+            "data": (address, False),
+            "shape": tuple(obj.shape),
+            "strides": strides,
+        }
+
+
+def _layout(obj: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any]:
+    return np.asarray(_Layout(obj))
+
+
+@dataclass
+class _Memory:
+    """Memory that several objects share.
+
+    Attributes:
+        first: The first address of an object in it.
+        end: The address behind the last object.
+        content: Its bytes, from an aligned address on.
+        address: The address of ``content``.
+    """
+
+    first: int
+    end: int
+    content: np.ndarray[Any, Any]
+    address: int
+
+
+class SharedViews:
+    """The arrays and tensors of one object that share memory.
+
+    The object is pickled twice if some of them do: ``note`` gets each of them the first time, and
+    ``reduce`` the second time.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray[Any, Any]] = []
+        self._any_view = False
+        self._memories: list[_Memory] = []
+
+    def note(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> None:
+        """Take an array or a tensor on the CPU, with its elements in memory, into account."""
+        if isinstance(obj, torch.Tensor):
+            self._tensors.append(obj)
+        else:
+            self._any_view = self._any_view or obj.base is not None
+            self._arrays.append(obj)
+
+    def find(self) -> bool:
+        """Return whether some of the noted objects share memory; call it once."""
+        # Arrays that are no views share memory only with tensors.
+        noted: list[Any] = self._tensors
+        if self._any_view or self._tensors:
+            noted = [*noted, *self._arrays]
+        spans = [(span, obj) for obj in noted if (span := _span(obj)) is not None]
+        spans.sort(key=lambda item: item[0])
+        self._tensors, self._arrays = [], []
+        together: list[Any] = []
+        first = end = 0
+        for (begins, ends), obj in [*spans, ((2**64, 2**64), None)]:
+            if begins >= end:
+                if len(together) > 1 and _overlap(together, end - first):
+                    self._keep(first, end, together)
+                together, first = [], begins
+            together.append(obj)
+            end = max(end, ends)
+        return bool(self._memories)
+
+    def _keep(self, first: int, end: int, objects: list[Any]) -> None:
+        for obj in objects:
+            whole = _whole(obj)
+            span = _span(whole) if whole is not None else None
+            if whole is not None and span is not None and span[0] <= first and end <= span[1]:
+                skipped = (first - span[0]) // _ALIGNMENT * _ALIGNMENT
+                content = whole[skipped : end - span[0]]
+                self._memories.append(_Memory(first, end, content, span[0] + skipped))
+                return
+
+    def reduce(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> Any:
+        """Return how to pickle an object in memory that others share; None for any other object."""
+        span = _span(obj)
+        if span is None:
+            return None
+        place = bisect.bisect_right(self._memories, span[0], key=lambda memory: memory.first) - 1
+        if place < 0 or span[1] > self._memories[place].end:
+            return None
+        memory = self._memories[place]
+        if obj is memory.content:
+            return None
+        if isinstance(obj, torch.Tensor):
+            offset, size, steps = obj.data_ptr() - memory.address, tuple(obj.shape), obj.stride()
+            details = (obj.dtype, size, steps, obj.requires_grad)
+            return _tensor_in, (memory.content, offset, *details)
+        offset = obj.__array_interface__["data"][0] - memory.address
+        layout = (obj.dtype, obj.shape, obj.strides, obj.flags.writeable)
+        return _array_in, (memory.content, offset, *layout)
+
+
+def _tensor_in(
+    memory: np.ndarray[Any, Any],
+    offset: int,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Return a tensor in memory that others share."""
+    left = (memory.nbytes - offset) // dtype.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=left, offset=offset)
+    tensor = flat.as_strided(size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _array_in(
+    memory: np.ndarray[Any, Any],
+    offset: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,
+) -> np.ndarray[Any, Any]:
+    """Return an array in memory that others share."""
+    array: np.ndarray[Any, Any] = np.ndarray(
+        shape, dtype, buffer=memory, offset=offset, strides=strides
+    )
+    array.flags.writeable = writeable
+    return array
