@@ -72,7 +72,7 @@ def test_a_link_that_is_cut_changes_nothing(
 ) -> None:
     behind = cluster.add()
     # Slow samples, and no stops, so that some batch is always being made.
-    training = TrainingProcess(cluster.place, cluster.address, seconds=0.05)
+    training = TrainingProcess(cluster.place, cluster.address, nodes=[behind], seconds=0.05)
     training.until_from(behind)
     training.go()
     links.cut(cluster.links[behind])
@@ -89,7 +89,7 @@ def test_a_slow_link_changes_nothing(
     cluster: Cluster, links: Network, undisturbed: list[Drawn]
 ) -> None:
     behind = cluster.add()
-    training = TrainingProcess(cluster.place, cluster.address)
+    training = TrainingProcess(cluster.place, cluster.address, nodes=[behind])
     training.until_from(behind)
     # A batch of 200 kB takes half a second, including the nodes' other messages.
     links.slow(cluster.links[behind], megabits=4)

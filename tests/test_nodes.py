@@ -59,7 +59,7 @@ def undisturbed(cluster: Cluster) -> list[Drawn]:
 
 def test_a_node_that_is_killed_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     victim = cluster.add()
-    training = TrainingProcess(cluster.place, cluster.address)
+    training = TrainingProcess(cluster.place, cluster.address, nodes=[victim])
     training.until_from(victim)
     cluster.signal(victim, signal.SIGKILL)
     cluster.wait_until_gone(victim)
@@ -101,7 +101,7 @@ def test_a_node_that_joins_is_used_in_the_same_epoch(cluster: Cluster) -> None:
 
 def test_a_node_that_is_drained_changes_nothing(cluster: Cluster, undisturbed: list[Drawn]) -> None:
     leaving = cluster.add()
-    training = TrainingProcess(cluster.place, cluster.address)
+    training = TrainingProcess(cluster.place, cluster.address, nodes=[leaving])
     training.until_from(leaving)
     cluster.drain(leaving, DRAIN_SECONDS)
     time.sleep(DRAIN_SECONDS)  # until the deadline of the drain

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
+from dpex.cluster.exclusive_init import exclusive_init
 from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
@@ -125,10 +126,11 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         if _forked_from_driver:
             raise ClusterError(FORKED)
         die_by_interrupt()
-        # Do not import Ray here: dpex may still have to fork the fork server from this process.
-        ray = sys.modules.get("ray")
-        connected = ray is not None and ray.is_initialized()
-        connection = _existing(request) if connected else _new(request, bequest)
+        with exclusive_init():
+            # Do not import Ray here: dpex may yet have to fork the fork server from this process.
+            ray = sys.modules.get("ray")
+            connected = ray is not None and ray.is_initialized()
+            connection = _existing(request) if connected else _new(request, bequest)
         if connection.kind != "local":
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:

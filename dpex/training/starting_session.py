@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
+from dpex.cluster.exclusive_init import is_in_init
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.launch import free_cores
 from dpex.cluster.own_process import OwnProcess
@@ -47,7 +48,11 @@ _starting: weakref.WeakSet[StartingSession] = weakref.WeakSet()
 
 def _finish_starts() -> None:
     """Wait for Ray's starts before the main thread forks: the fork would lack their threads."""
-    if threading.current_thread() is not threading.main_thread() or forkserver.forks_server:
+    here = threading.current_thread()
+    if here is not threading.main_thread() or forkserver.forks_server:
+        return
+    # The program starts Ray here, and dpex's start waits for that. The forks are Ray's programs.
+    if _starting and is_in_init(here):
         return
     interrupted = False
     for session in list(_starting):

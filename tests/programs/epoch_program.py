@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import xxhash
-from cluster_programs import ask_actor
+from cluster_programs import ask_actor, wait_until
 from cluster_programs.output import take_stdout
 from torch.utils.data import default_collate
 from torch.utils.data.distributed import DistributedSampler
@@ -34,6 +34,7 @@ from dpex import DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
 
 HUNGRY_SECONDS = 60
+GATHER_SECONDS = 120
 
 
 class Located:
@@ -50,6 +51,7 @@ class Located:
         hungry: ``[index, bytes, mark]``: the sample with this index allocates this much memory,
             and waits until its process is killed.
         endless: ``[index, mark]``: the sample with this index never returns.
+        gathered: Directory and node ids: the samples wait until each of these nodes reads one.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Located:
         deadly: tuple[int, int, str] | None,
         hungry: tuple[int, int, str] | None,
         endless: tuple[int, str] | None,
+        gathered: tuple[str, list[str]],
     ) -> None:
         self.length = length
         self.seconds = seconds
@@ -67,6 +70,7 @@ class Located:
         self.deadly = deadly
         self.hungry = hungry
         self.endless = endless
+        self.gathered = gathered
 
     def __len__(self) -> int:
         return self.length
@@ -80,8 +84,10 @@ class Located:
             starve_once(*self.hungry[1:])
         if self.endless is not None and index == self.endless[0] and first_time(self.endless[1]):
             threading.Event().wait()
+        node = ray.get_runtime_context().get_node_id()
+        wait_for_nodes(node, *self.gathered)
         time.sleep(self.seconds)
-        return index, torch.rand(self.floats), ray.get_runtime_context().get_node_id()
+        return index, torch.rand(self.floats), node
 
 
 class Collate:
@@ -126,6 +132,13 @@ def kill_once(what: int, mark: str) -> None:
         os.kill(os.getpid(), signal.Signals(what))
 
 
+def wait_for_nodes(here: str, directory: str, nodes: list[str]) -> None:
+    """Say that the node ``here`` reads a sample, and wait until all ``nodes`` do or did."""
+    Path(directory, here).touch()
+    marks = [Path(directory, node) for node in nodes]
+    wait_until(lambda: all(mark.exists() for mark in marks), GATHER_SECONDS, f"sample of {nodes}")
+
+
 def starve_once(size: int, mark: str) -> None:
     if first_time(mark):
         held = b"x" * size
@@ -164,6 +177,7 @@ def main() -> None:
         given.get("deadly_read"),
         given.get("hungry"),
         given.get("endless"),
+        given["gathered"],
     )
     if given.get("staged"):  # the stage runs in other tasks than the reads
         stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)

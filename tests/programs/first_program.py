@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import BatchLostError, DpexDataLoader
+from dpex.cluster.exclusive_init import is_in_init
 
 MARK = Path("mark")
 TIMEOUT_SECONDS = 20
@@ -492,6 +494,62 @@ def forked_by_a_thread() -> Any:
     go_on.set()
     left = joined(index.tolist() for index, _ in batches)
     return [errors.get(), left == list(range(4, 400))]
+
+
+def calls_ray_meanwhile() -> Any:
+    """Import Ray, and let two threads call it, while dpex starts it."""
+    from dpex.cluster.local import launch
+
+    load_ray, starting, go_on = launch.load_ray, threading.Event(), threading.Event()
+
+    def load_later() -> None:
+        starting.set()
+        assert go_on.wait(TIMEOUT_SECONDS)
+        load_ray()
+
+    launch.load_ray = load_later
+    batches = iter(loader_of(Tells(400)))
+    next(batches)
+    assert starting.wait(TIMEOUT_SECONDS)
+    import ray
+
+    go_on.set()
+    with ThreadPoolExecutor() as threads:
+        ours = threads.submit(ray.init)
+        theirs = threads.submit(lambda: ray.get(ray.put(3)))
+        answers = ["node_id" in ours.result().address_info, theirs.result()]
+    try:
+        ray.init(num_cpus=1)
+    except RuntimeError as error:
+        answers.append("ray.init twice" in str(error))
+    left = joined(index.tolist() for index, _ in batches)
+    return [*answers, left == list(range(4, 400))]
+
+
+def starts_ray_first() -> Any:
+    """Begin to start Ray in the main thread before dpex does it."""
+    import dpex.tuning
+
+    dpex.tuning.HEAD_START_S = 1000.0
+    loader = DpexDataLoader(Tells(400), batch_size=4, num_workers=2, distribute_mode=True)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    assert loader._cluster is not None
+    session: Any = loader._cluster.session
+    main = threading.main_thread()
+
+    def start() -> None:
+        wait_until(lambda: is_in_init(main), TIMEOUT_SECONDS, "call of ray.init")
+        session._workers.start_now.set()
+
+    starts = threading.Thread(target=start)
+    starts.start()
+    import ray
+
+    ray.init(num_cpus=3, include_dashboard=False)
+    starts.join()
+    left = joined(index.tolist() for index, _ in batches)
+    return [left == list(range(4, 400)), ray.cluster_resources()["CPU"]]
 
 
 def undisturbed() -> Any:

@@ -339,7 +339,10 @@ def run(fault: Fault, seed: int) -> Outcome:
         given = {**both, **fault.options(chance, place, order)}
         if fault.resumes:
             given["checkpoint"] = str(place / "checkpoint")
-        training = TrainingProcess(place, cluster.address, **given)
+        # Nodes with several CPUs need not all be used, and another cluster has other nodes.
+        workers = sorted(cluster.raylets().keys() - {cluster.head})
+        nodes = () if fault.node or fault.resumes else workers
+        training = TrainingProcess(place, cluster.address, nodes=nodes, **given)
         if fault.disturb is not nothing:
             training.until(chance.randrange(1, len(order) * 3 // 40))
             fault.disturb(cluster, training, chance)

@@ -130,6 +130,18 @@ def test_a_fork_by_a_thread_while_ray_is_starting_gets_an_error() -> None:
     assert complete
 
 
+def test_the_program_s_calls_of_ray_wait_while_ray_starts_and_use_the_same_ray() -> None:
+    outcome, errors = outcome_of("calls_ray_meanwhile")
+    assert outcome == [True, 3, True, True]
+    assert errors.count("dpex: local Ray on") == 1
+
+
+def test_a_start_by_the_program_is_waited_for_and_its_ray_is_used() -> None:
+    outcome, errors = outcome_of("starts_ray_first")
+    assert outcome == [True, 3]
+    assert "(this process was connected to it): 1 node, 3 CPUs" in errors
+
+
 def test_ray_s_start_leaves_generators_and_print_as_they_were() -> None:
     assert outcome_of("undisturbed")[0] == [True, True, "builtins"]
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
+from dpex.cluster.exclusive_init import rays_init
 from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
@@ -303,7 +304,6 @@ def init_ray(
         Exception: Any exception of ``ray.init``.
     """
     load_ray()
-    import ray
 
     from dpex.compat.local_ray import on_loopback
     from dpex.compat.random_draws import draw_elsewhere
@@ -320,7 +320,7 @@ def init_ray(
             on_loopback() if ours else contextlib.nullcontext(),
         ):
             breakpoint_hook = os.environ.get(_BREAKPOINT)
-            context = ray.init(logging_level=logging.ERROR, **options)
+            context = rays_init()(logging_level=logging.ERROR, **options)
             # Ray leads breakpoint() of this process to its own debugger.
             if breakpoint_hook is None:
                 os.environ.pop(_BREAKPOINT, None)

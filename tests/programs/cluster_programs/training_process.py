@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class TrainingProcess:
         place: Directory of the test's processes.
         address: Address of the cluster's head.
         variables: Environment variables. With a rank's variables, it reads this rank's shard.
+        nodes: Nodes of which each reads a sample before any other sample is read. Without them, one
+            node may read all samples before another has started its worker processes.
         **options: Further options of the program.
 
     Attributes:
@@ -36,12 +38,25 @@ class TrainingProcess:
     """
 
     def __init__(
-        self, place: Path, address: str, variables: Mapping[str, str] | None = None, **options: Any
+        self,
+        place: Path,
+        address: str,
+        variables: Mapping[str, str] | None = None,
+        *,
+        nodes: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         self.options = options
         self.suspended = (0.0, 0.0)
         self._out = place / f"epoch-{uuid.uuid4().hex}.json"
-        given = {"address": address, "out": str(self._out), "length": LENGTH}
+        gathering = self._out.with_suffix(".nodes")
+        gathering.mkdir()
+        given = {
+            "address": address,
+            "out": str(self._out),
+            "length": LENGTH,
+            "gathered": (str(gathering), nodes),
+        }
         self.process = spawn(
             [sys.executable, str(PROGRAM), json.dumps({**given, **options})],
             place,
