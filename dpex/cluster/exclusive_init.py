@@ -31,7 +31,7 @@ _guard: _Guard | None = None
 
 @contextlib.contextmanager
 def exclusive_init() -> Iterator[None]:
-    """Wait for a call of ``ray.init`` that has begun, and let later calls wait for the context.
+    """Wait for a call of ``ray.init`` that has started, and let later calls wait for the context.
 
     A call without arguments, such as Ray's own, then accepts the Ray that dpex has started. Any
     other call gets Ray's answer to a second call, which is an error by default.
@@ -58,7 +58,7 @@ def rays_init() -> Callable[..., Any]:
 
 
 def is_in_init(thread: threading.Thread) -> bool:
-    """Return whether a thread has begun Ray's own ``ray.init``."""
+    """Return whether a thread is in Ray's own ``ray.init``."""
     init = getattr(sys.modules.get("ray"), "init", None)  # absent while Ray is being imported
     code = getattr(inspect.unwrap(init), "__code__", None) if init is not None else None
     frame = sys._current_frames().get(thread.ident or 0) if code is not None else None
@@ -82,7 +82,7 @@ class _Guard(MetaPathFinder):
         self._removed = threading.Event()
 
     def put_up(self) -> None:
-        """Replace ``ray.init``, and wait for a call that another thread has begun."""
+        """Replace ``ray.init``, and wait for a call that another thread has made."""
         sys.meta_path.insert(0, self)
         if "ray" in sys.modules:
             import ray  # another thread may be importing it
@@ -100,7 +100,7 @@ class _Guard(MetaPathFinder):
             time.sleep(tuning.LOOK_S)
 
     def remove(self) -> None:
-        """Put Ray's own function back, and let the calls that wait go on."""
+        """Put Ray's own function back, and let the waiting calls continue."""
         with self._lock:
             self._removed.set()
             with contextlib.suppress(ValueError):

@@ -133,7 +133,7 @@ def kill_once(what: int, mark: str) -> None:
 
 
 def wait_for_nodes(here: str, directory: str, nodes: list[str]) -> None:
-    """Say that the node ``here`` reads a sample, and wait until all ``nodes`` do or did."""
+    """Record that the node ``here`` reads a sample, and wait until all ``nodes`` have read one."""
     Path(directory, here).touch()
     marks = [Path(directory, node) for node in nodes]
     wait_until(lambda: all(mark.exists() for mark in marks), GATHER_SECONDS, f"sample of {nodes}")
