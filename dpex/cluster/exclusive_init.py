@@ -88,8 +88,8 @@ class _Guard(MetaPathFinder):
             import ray  # another thread may be importing it
 
             self._replace(ray)
-        others = threading.enumerate()
-        others.remove(threading.current_thread())
+        here = threading.get_ident()
+        others = [thread for thread in threading.enumerate() if thread.ident != here]
         deadline = time.monotonic() + tuning.START_S
         while any(is_in_init(thread) for thread in others):
             if time.monotonic() > deadline:
