@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
-from dpex.cluster.exclusive_init import exclusive_init
+from dpex.cluster.exclusive_init import ConnectedMeanwhile, wait_for_program
 from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
@@ -126,11 +126,13 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         if _forked_from_driver:
             raise ClusterError(FORKED)
         die_by_interrupt()
-        with exclusive_init():
-            # Do not import Ray here: dpex may yet have to fork the fork server from this process.
-            ray = sys.modules.get("ray")
-            connected = ray is not None and ray.is_initialized()
+        # Do not import Ray here: dpex may still have to fork the fork server from this process.
+        connected = "ray" in sys.modules and _is_connected()
+        try:
             connection = _existing(request) if connected else _new(request, bequest)
+        except ConnectedMeanwhile:
+            hide_token()
+            connection = _existing(request)
         if connection.kind != "local":
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
@@ -250,6 +252,13 @@ def parse_address(value: str, name: str) -> str:
         f"{name} must be {', '.join(map(repr, words))}, 'host:port' or 'ray://host:port' (an IPv6 "
         f"address in brackets, a port in [1, 65535]), {name} was {value!r}"
     )
+
+
+def _is_connected() -> bool:
+    import ray  # another thread may still be importing it
+
+    wait_for_program()
+    return bool(ray.is_initialized())
 
 
 def _session() -> tuple[str, str]:
@@ -425,6 +434,8 @@ def _join_ranks(job: str, bequest: Callable[[], Bequest] | None) -> None:
         own = {n: v for n, v in environment.differences(shared.environment) if v is not None}
         launch.settled.set()  # a node's agent makes the runtime_env
         _join(shared.address, where, {}, runtime_env={"env_vars": own} if own else None)
+    except ConnectedMeanwhile:  # the program's Ray may have the token
+        raise
     except BaseException:
         forget_token()
         raise

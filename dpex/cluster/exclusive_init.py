@@ -9,56 +9,136 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dpex import tuning
 from dpex.errors import ClusterError
 
-__all__ = ["exclusive_init", "is_in_init", "rays_init"]
+__all__ = [
+    "ConnectedMeanwhile",
+    "exclusive_init",
+    "rays_init",
+    "wait_for_program",
+    "waits_for_program",
+]
 
-_guard: _Guard | None = None
+logger = logging.getLogger("dpex")
+
+_waits = False
+
+
+class ConnectedMeanwhile(BaseException):
+    """The program has connected this process to Ray while dpex prepared to do so.
+
+    This is no ``Exception``: what handles a failed start must not shut down the program's Ray.
+    """
 
 
 @contextlib.contextmanager
 def exclusive_init() -> Iterator[None]:
-    """Wait for a call of ``ray.init`` that has started, and let later calls wait for the context.
+    """Wait for a call of ``ray.init`` in progress, and let later calls wait for the context.
 
-    A call without arguments, such as Ray's own, then accepts the Ray that dpex has started. Any
-    other call gets Ray's answer to a second call, which is an error by default.
+    A call without an address then accepts the Ray that dpex has started. A call with an address
+    gets Ray's answer to a second call, which is an error by default.
+
+    The context has no effect in another such context, and before Ray is imported.
 
     Raises:
-        ClusterError: A call of ``ray.init`` has not returned in time.
+        ConnectedMeanwhile: The program has connected this process.
+        ClusterError: As for ``wait_for_program``.
     """
-    global _guard
-    _guard = _Guard()
+    if "ray" not in sys.modules:
+        yield
+        return
+    import ray  # another thread may still be importing it
+
+    original: Any = ray.init
+    if hasattr(original, "rays_init"):
+        yield
+        return
+    ended = threading.Event()
+    process, thread = os.getpid(), threading.get_ident()
+
+    @functools.wraps(original)
+    def init(*args: Any, **options: Any) -> Any:
+        # Nothing would end the wait of this thread, or of a fork of this process.
+        if not (ended.is_set() or threading.get_ident() == thread or os.getpid() != process):
+            ended.wait()
+            if ray.is_initialized() and not (args or options.get("address")):
+                _warn_of_options(options)
+                options["ignore_reinit_error"] = True
+        return original(*args, **options)
+
+    setattr(init, "rays_init", original)  # noqa: B010  # mypy knows no attributes of functions
+    ray.init = init
     try:
-        _guard.put_up()
+        wait_for_program()
+        if ray.is_initialized():
+            raise ConnectedMeanwhile
         yield
     finally:
-        _guard.remove()
-        _guard = None
+        if ray.init is init:
+            ray.init = original
+        ended.set()
+
+
+def _warn_of_options(options: dict[str, Any]) -> None:
+    without_effect = sorted(options.keys() - {"ignore_reinit_error"})
+    if without_effect:
+        logger.warning(
+            "ray.init was called with %s while dpex started a local Ray. The call uses that Ray, "
+            "and these arguments have no effect. Call ray.init before iter()",
+            ", ".join(without_effect),
+        )
 
 
 def rays_init() -> Callable[..., Any]:
-    """Return ``ray.init`` for dpex itself, which does not wait for the context to end."""
+    """Return ``ray.init`` itself, which dpex calls in the context."""
     import ray
 
-    init: Callable[..., Any] = ray.init
-    return init if _guard is None or _guard.rays_init is None else _guard.rays_init
+    init: Any = ray.init
+    original: Callable[..., Any] = getattr(init, "rays_init", init)
+    return original
 
 
-def is_in_init(thread: threading.Thread) -> bool:
-    """Return whether a thread is in Ray's own ``ray.init``."""
+def waits_for_program() -> bool:
+    """Return whether dpex waits for the program's call of ``ray.init``."""
+    return _waits
+
+
+def wait_for_program() -> None:
+    """Wait until no other thread is in ``ray.init``.
+
+    Raises:
+        ClusterError: A call has not returned in time, or Python exits without waiting for it.
+    """
+    global _waits
+    here = threading.get_ident()
+    deadline = time.monotonic() + tuning.START_S
+    try:
+        while callers := [t for t in threading.enumerate() if t.ident != here and _is_in_init(t)]:
+            _waits = True
+            exits = not threading.main_thread().is_alive()
+            if exits and all(thread.daemon for thread in callers):
+                raise ClusterError("the process exits while ray.init is running in a thread")
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    "another thread of this process has called ray.init, which has not returned "
+                    f"within {tuning.START_S:g} s. Wait for it, and start the epoch again"
+                )
+            time.sleep(tuning.LOOK_S)
+    finally:
+        _waits = False
+
+
+def _is_in_init(thread: threading.Thread) -> bool:
     init = getattr(sys.modules.get("ray"), "init", None)  # absent while Ray is being imported
     code = getattr(inspect.unwrap(init), "__code__", None) if init is not None else None
     frame = sys._current_frames().get(thread.ident or 0) if code is not None else None
@@ -67,91 +147,3 @@ def is_in_init(thread: threading.Thread) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class _Guard(MetaPathFinder):
-    """Replaces ``ray.init``, now or as soon as a thread has imported Ray.
-
-    Attributes:
-        rays_init: Ray's own function; None until it is replaced.
-    """
-
-    def __init__(self) -> None:
-        self.rays_init: Callable[..., Any] | None = None
-        self._lock = threading.Lock()
-        self._removed = threading.Event()
-
-    def put_up(self) -> None:
-        """Replace ``ray.init``, and wait for a call that another thread has made."""
-        sys.meta_path.insert(0, self)
-        if "ray" in sys.modules:
-            import ray  # another thread may be importing it
-
-            self._replace(ray)
-        here = threading.get_ident()
-        others = [thread for thread in threading.enumerate() if thread.ident != here]
-        deadline = time.monotonic() + tuning.START_S
-        while any(is_in_init(thread) for thread in others):
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    "another thread of this process has called ray.init, which has not returned "
-                    f"within {tuning.START_S:g} s. Wait for it, and start the epoch again"
-                )
-            time.sleep(tuning.LOOK_S)
-
-    def remove(self) -> None:
-        """Put Ray's own function back, and let the waiting calls continue."""
-        with self._lock:
-            self._removed.set()
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
-            if self.rays_init is not None:
-                ray: Any = sys.modules["ray"]
-                ray.init = self.rays_init
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find Ray as the other finders do; replace ``init`` before its import ends."""
-        if fullname != "ray":
-            return None
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is None:
-            return spec
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            execute(module)
-            self._replace(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-    def _replace(self, ray: Any) -> None:
-        rays_init = ray.init
-
-        @functools.wraps(rays_init)
-        def init(*args: Any, **options: Any) -> Any:
-            self._removed.wait()
-            if not (args or options):
-                options["ignore_reinit_error"] = True
-            return rays_init(*args, **options)
-
-        with self._lock:
-            if self.rays_init is None and not self._removed.is_set():
-                self.rays_init, ray.init = rays_init, init
-
-
-def _remove_in_fork() -> None:
-    global _guard
-    if _guard is not None:
-        _guard._lock = threading.Lock()
-        _guard.remove()
-        _guard = None
-
-
-os.register_at_fork(after_in_child=_remove_in_fork)

@@ -81,12 +81,9 @@ def require_token(variables: Mapping[str, str]) -> None:
             until ``hide_token`` or ``forget_token`` is called.
     """
     _set(variables)
-    if "ray" in sys.modules:
-        import ray  # noqa: F401  # another thread may be importing it
-
-        if not authentication.reread():
-            # Ray keeps the mode that it read at import, so its processes must have the same mode.
-            _restore([MODE])
+    if "ray" in sys.modules and not authentication.reread():
+        # Ray keeps the mode that it read at import, so its processes must have the same mode.
+        _restore([MODE])
 
 
 def hide_token() -> None:

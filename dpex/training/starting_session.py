@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
-from dpex.cluster.exclusive_init import is_in_init
+from dpex.cluster.exclusive_init import waits_for_program
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.launch import free_cores
 from dpex.cluster.own_process import OwnProcess
@@ -48,17 +48,15 @@ _starting: weakref.WeakSet[StartingSession] = weakref.WeakSet()
 
 def _finish_starts() -> None:
     """Wait for Ray's starts before the main thread forks: the fork would lack their threads."""
-    here = threading.current_thread()
-    if here is not threading.main_thread() or forkserver.forks_server:
-        return
-    # The program starts Ray here, and dpex's start waits for that. The forks are Ray's programs.
-    if _starting and is_in_init(here):
+    if threading.current_thread() is not threading.main_thread() or forkserver.forks_server:
         return
     interrupted = False
     for session in list(_starting):
-        while not session.over:
+        # If dpex waits for the program's call of ray.init, nothing has been started. The fork may
+        # be a process of that Ray.
+        while not (session.over or waits_for_program()):
             try:
-                session.wait()
+                session.wait(tuning.LOOK_S)
             except KeyboardInterrupt:  # Python would ignore it here
                 interrupted = True
     if interrupted:
@@ -181,11 +179,11 @@ class StartingSession(OwnProcess):
             ).start()
             _starting.add(self)
 
-    def wait(self) -> None:
-        """Wait until Ray has started; call ``begin`` before."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until Ray has started, at most for the timeout; call ``begin`` before."""
         self._awaited = True
         self._workers.start_now.set()
-        self._over.wait()
+        self._over.wait(timeout_s)
 
     @property
     def over(self) -> bool:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import BatchLostError, DpexDataLoader
-from dpex.cluster.exclusive_init import is_in_init
+from dpex.cluster.exclusive_init import _is_in_init
 
 MARK = Path("mark")
 TIMEOUT_SECONDS = 20
@@ -515,7 +515,7 @@ def calls_ray_meanwhile() -> Any:
 
     go_on.set()
     with ThreadPoolExecutor() as threads:
-        ours = threads.submit(ray.init)
+        ours = threads.submit(ray.init, num_cpus=7)
         theirs = threads.submit(lambda: ray.get(ray.put(3)))
         answers = ["node_id" in ours.result().address_info, theirs.result()]
     try:
@@ -539,7 +539,7 @@ def starts_ray_first() -> Any:
     main = threading.main_thread()
 
     def start() -> None:
-        wait_until(lambda: is_in_init(main), TIMEOUT_SECONDS, "call of ray.init")
+        wait_until(lambda: _is_in_init(main), TIMEOUT_SECONDS, "call of ray.init")
         session._workers.start_now.set()
 
     starts = threading.Thread(target=start)

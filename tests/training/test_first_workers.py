@@ -134,6 +134,7 @@ def test_the_program_s_calls_of_ray_wait_while_ray_starts_and_use_the_same_ray()
     outcome, errors = outcome_of("calls_ray_meanwhile")
     assert outcome == [True, 3, True, True]
     assert errors.count("dpex: local Ray on") == 1
+    assert "ray.init was called with num_cpus while dpex started a local Ray" in errors
 
 
 def test_a_start_by_the_program_is_waited_for_and_its_ray_is_used() -> None:

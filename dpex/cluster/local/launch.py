@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
-from dpex.cluster.exclusive_init import rays_init
+from dpex.cluster.exclusive_init import ConnectedMeanwhile, exclusive_init, rays_init
 from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
@@ -126,6 +126,7 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
 
     Raises:
         ClusterError: Ray did not start. The message gives the reason.
+        ConnectedMeanwhile: The program has connected this process.
     """
     store_bytes = _object_store_bytes()
     settled.clear()
@@ -163,14 +164,17 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
     if fork_server is not None:
         variables[forked_worker.SERVER] = fork_server
     program = Path(forked_worker.__file__) if fork_server is not None else None
-    require_token(token)
     try:
-        load_ray()  # after require_token: the import reads the token's variables
-        with _environment(variables):
-            try:
-                context = _start_lean_or_plain(program, store_bytes)
-            except Exception as error:
-                raise _not_started(error, os.environ["RAY_TMPDIR"]) from error
+        with exclusive_init():
+            require_token(token)
+            load_ray()  # after require_token: the import reads the token's variables
+            with exclusive_init(), _environment(variables):
+                try:
+                    context = _start_lean_or_plain(program, store_bytes)
+                except Exception as error:
+                    raise _not_started(error, os.environ["RAY_TMPDIR"]) from error
+    except ConnectedMeanwhile:  # the program's Ray may have the token
+        raise
     except BaseException:
         forget_token()
         raise
@@ -300,6 +304,7 @@ def init_ray(
         Result of ``ray.init``.
 
     Raises:
+        ConnectedMeanwhile: The program has connected this process.
         TimeoutError: ``ray.init`` has not returned after ``timeout_s``.
         Exception: Any exception of ``ray.init``.
     """
@@ -328,7 +333,8 @@ def init_ray(
                 os.environ[_BREAKPOINT] = breakpoint_hook
             return context
 
-    return within(timeout_s, call, afterwards=afterwards)
+    with exclusive_init():
+        return within(timeout_s, call, afterwards=afterwards)
 
 
 def load_ray() -> None:
