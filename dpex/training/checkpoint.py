@@ -40,11 +40,6 @@ class Progress:
         return self._pending
 
     @property
-    def epoch(self) -> EpochProgress | None:
-        """The newest epoch, or None if none has started since ``load_state_dict``."""
-        return self._epoch
-
-    @property
     def resumes(self) -> bool:
         """Whether the next epoch resumes an epoch that was in progress."""
         return self._pending is not None and self._pending.in_progress
