@@ -31,29 +31,19 @@ class Chain:
             sample. A transform with ``set_random_seed(seed)``, such as albumentations', has its
             own generator, which is seeded from torch's generator before every call.
         joint: Whether the transforms get all items and return all items.
-        target_transform: Gets the second item, after the other transforms, as in torchvision's
-            datasets.
 
     Attributes:
+        target_transform: Gets the second item, after the other transforms, as in torchvision's
+            datasets; None if the second item stays as it is.
         continues: Whether another chain continues with the samples.
     """
 
-    def __init__(
-        self,
-        transforms: Sequence[Callable[..., Any]],
-        *,
-        joint: bool = False,
-        target_transform: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, transforms: Sequence[Callable[..., Any]], *, joint: bool = False) -> None:
         self.transforms = tuple(transforms)
         self.joint = joint
-        self.target_transform = target_transform
+        self.target_transform: Callable[[Any], Any] | None = None
         self.continues = False
         self._keywords_only = tuple(map(_takes_keywords_only, self.transforms))
-
-    def __bool__(self) -> bool:
-        """Return whether there is any transform."""
-        return bool(self.transforms) or self.target_transform is not None
 
     def __call__(self, sample: Any) -> Any:
         """Return the transformed sample, with the same structure unless a transform changes it."""
