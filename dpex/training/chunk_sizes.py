@@ -115,7 +115,7 @@ class ChunkPlanner:
         spread = place * tuning.GOLDEN_SHARE % 1.0
         grown = tuning.CHUNK_GROWTH ** min(10, place // workers)
         most = self.window // (tuning.CHUNKS_IN_WINDOW * workers)
-        sizes = [math.ceil((1 - tuning.WINDOW_SPREAD * (1 - spread)) * most)]
+        sizes = [math.ceil((1 - tuning.WINDOW_SPREAD_SHARE * (1 - spread)) * most)]
         if not self._observed:
             sizes.append(1)  # samples may wait for samples of other logical workers
         else:
