@@ -31,6 +31,10 @@ CHUNKS_IN_WINDOW = 3
 """Chunks for each logical worker: one that a task makes, one that waits, and one being drawn."""
 WINDOW_SPREAD_SHARE = 0.4
 """Share by which chunks that the window limits differ, so that tasks do not all ask at once."""
+CHUNK_SPREAD_SHARE = 0.25
+"""Share by which chunks are shorter or longer than their work says, for the same reason."""
+NEWEST_COST_SHARE = 0.25
+"""Weight of the newest block in the costs of a batch: one slow block changes them only in part."""
 CHUNKS_AT_END = 2
 """Chunks for each logical worker that share the rest of an epoch, so that all tasks end together.
 
