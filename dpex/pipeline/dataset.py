@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex.compat.executor import limit_to_concurrency
+from dpex.compat.executor import POLICIES, limit_to_concurrency
+from dpex.pipeline.worker_options import NODE_LABEL
 from dpex.wire.local_modules import sources
 from dpex.worker.binding import Binding
 from dpex.worker.task import (
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LaterStage", "PipelineSpec", "build", "store_job"]
 
-# Ray Data's setting for its backpressure policies. If Ray renames it, tasks start later.
-_POLICIES = "backpressure_policies.enabled"
-# The label that Ray gives each node.
-_NODE = "ray.io/node-id"
 # By default, Ray Data requests as much memory for a task as the output of earlier tasks took. An
 # autoscaler starts no node for such a task if its configuration omits the memory of a node.
 _NO_MEMORY = {"memory": 0}
@@ -171,7 +168,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
     if spec.later:
         limit_to_concurrency(context)
     else:
-        context.set_config(_POLICIES, [])
+        context.set_config(POLICIES, [])
     if scheduling_strategy is not None:
         context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
     # A training process that evaluates for an hour, and reads no batch, is not stuck.
@@ -197,7 +194,7 @@ def _on_this_node() -> dict[str, Any]:
     """
     here = ray.get_runtime_context().get_node_id()
     labels = next((n.get("Labels") or {} for n in ray.nodes() if n["NodeID"] == here), {})
-    return {"label_selector": {_NODE: here}} if labels.get(_NODE) == here else {}
+    return {"label_selector": {NODE_LABEL: here}} if labels.get(NODE_LABEL) == here else {}
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:
