@@ -539,7 +539,7 @@ class _PipelineActor:
         name = ray.get_runtime_context().get_actor_name()
         while True:
             opened = self._opened()
-            waits = any(pipeline.scheduler.waits for pipeline in opened)
+            waits = self._somebody_waits()
             # Between iterations the answer is None: an old answer would mislead the next iteration.
             others, pause_s = None, tuning.POLL_S
             if waits or any(pipeline.scheduler.in_run for pipeline in opened):
