@@ -219,8 +219,8 @@ class FirstWorkers:
 
     def _receive(self) -> None:
         while workers := {worker.connection: worker for worker in self._workers}:
-            for has_process in wait(list(workers), tuning.END_S):
-                worker = workers[cast("Connection", has_process)]
+            for ready in wait(list(workers), tuning.END_S):
+                worker = workers[cast("Connection", ready)]
                 try:
                     message = worker.connection.recv()
                 except Exception as error:  # most often EOFError: the process has ended
