@@ -371,8 +371,8 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
             "ray.shutdown() and pass head_address='ray://...'"
         )
     modules = list(context.runtime_env.get("py_modules") or [])
-    environment = {"py_modules": modules} if modules else None
-    return Connection("client", ray_job()[0], False, environment, origin)
+    runtime_env = {"py_modules": modules} if modules else None
+    return Connection("client", ray_job()[0], False, runtime_env, origin)
 
 
 def _local(bequest: Callable[[], Bequest] | None) -> Connection:
