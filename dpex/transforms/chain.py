@@ -54,7 +54,7 @@ class Chain:
             spent("transform_s", started)
 
     def _apply(self, sample: Any) -> Any:
-        alone = isinstance(sample, LoneInput)
+        alone = isinstance(sample, _LoneInput)
         sample = sample.value if alone else sample
         # Invariant: the sample that enters the first chain decides, not the result of a transform.
         several = not alone and isinstance(sample, tuple | list) and bool(sample)
@@ -81,12 +81,12 @@ class Chain:
             first, second, *rest = sample
             sample = _like(sample, [first, self.target_transform(second), *rest])
         if self.continues and isinstance(sample, tuple | list) and not (several or self.joint):
-            return LoneInput(sample)
+            return _LoneInput(sample)
         return sample
 
 
 @dataclass(frozen=True)
-class LoneInput:
+class _LoneInput:
     """An input without other items, on its way to the next chain.
 
     Attributes:

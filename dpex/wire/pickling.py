@@ -33,6 +33,7 @@ from dpex.wire.reducers import reduce
 from dpex.wire.shared_views import SharedViews
 
 __all__ = [
+    "Bytes",
     "Pickled",
     "dump",
     "dump_in_band",
