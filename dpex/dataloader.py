@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
     from dpex.worker.map_style import Job
 
-__all__ = ["DataLoader", "DpexDataLoader"]
+__all__ = ["DEFAULT_MAX_SKIPPED", "DEFAULT_PREFETCH_BYTES", "DataLoader", "DpexDataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["Recent"]
 
@@ -28,3 +28,7 @@ class Recent(OrderedDict[K, V]):
         self.move_to_end(key)
         while len(self) > self._most:
             self.popitem(last=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to copy or pickle the dict; OrderedDict's own way omits the argument."""
+        return type(self), (self._most,), None, None, iter(self.items())

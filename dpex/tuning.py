@@ -1,10 +1,13 @@
 """The constants that tune dpex, by subject: each with its unit, its reason and its benchmark.
 
-The suffix of a name is its unit: ``_S`` seconds, ``_BYTES`` bytes, ``_SHARE`` a fraction of 1. A
-name without a suffix is a number of things. "Benchmark" names the ``make`` target that shows the
-effect of the constants below it. A time limit has no benchmark: it must exceed what happens on a
-busy machine, and be short enough for a user who waits. Programs that start without dpex
-(``forked_worker.py``, ``late_agent.py``) and ``datasets/`` keep their own constants.
+The suffix of a name is its unit: ``_S`` seconds, ``_PER_S`` a rate per second, ``_BYTES`` bytes,
+``_SHARE`` a fraction of 1. A name without a suffix is a number of things, or a factor. "Benchmark"
+names the ``make`` target that shows the effect of the constants below it. A time limit has no
+benchmark: it must exceed what happens on a busy machine, and be short enough for a user who waits.
+
+Some constants stay where dpex uses them: in ``datasets/``, ``doctor/``, ``forkserver.py`` and
+``semaphores.py``. Programs that start without dpex, ``forked_worker.py`` and ``late_agent.py``,
+keep theirs too.
 """
 
 from __future__ import annotations
@@ -26,8 +29,12 @@ CHUNK_GROWTH = 4
 """Factor by which chunks grow each time that every logical worker has had one more chunk."""
 CHUNKS_IN_WINDOW = 3
 """Chunks for each logical worker: one that a task makes, one that waits, and one being drawn."""
-WINDOW_SPREAD = 0.4
+WINDOW_SPREAD_SHARE = 0.4
 """Share by which chunks that the window limits differ, so that tasks do not all ask at once."""
+CHUNK_SPREAD_SHARE = 0.25
+"""Share by which chunks are shorter or longer than their work says, for the same reason."""
+NEWEST_COST_SHARE = 0.25
+"""Weight of the newest block in the costs of a batch: one slow block changes them only in part."""
 CHUNKS_AT_END = 2
 """Chunks for each logical worker that share the rest of an epoch, so that all tasks end together.
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -146,6 +147,37 @@ def test_all_is_sorted(module: str) -> None:
     names = assigned_all(MODULES[module])
     if names is not None:
         assert names == sorted(set(names))
+
+
+def used_names(module: str) -> dict[str, set[str]]:
+    """Return the names that a module uses of other modules, by module."""
+    tree = ast.parse(MODULES[module].read_text())
+    found: dict[str, set[str]] = defaultdict(set)
+    bound: dict[str, str] = {}  # names of imported modules
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in MODULES:
+                    bound[alias.asname or alias.name] = name
+                else:
+                    found[node.module].add(alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = bound.get(node.value.id, "")
+            if name and not node.attr.startswith("__"):
+                found[name].add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_uses_only_names_in_all_of_others(module: str) -> None:
+    missing = {
+        other: names - set(public)
+        for other, names in used_names(module).items()
+        if (public := assigned_all(MODULES[other])) is not None and names - set(public)
+    }
+    assert not missing
 
 
 def test_all_of_the_package_exists() -> None:

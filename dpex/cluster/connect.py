@@ -36,7 +36,7 @@ from dpex.cluster.nodes_here import (
     same_endpoint,
     split,
 )
-from dpex.cluster.own_process import FORKED
+from dpex.cluster.own_process import FORKED, ray_job
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.errors import ClusterError
@@ -137,7 +137,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
             _announce(connection)
-        _current = (_session(), connection)
+        _current = (ray_job(), connection)
         return connection
 
 
@@ -261,20 +261,13 @@ def _is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
-def _session() -> tuple[str, str]:
-    import ray
-
-    context = ray.get_runtime_context()
-    return str(context.gcs_address), str(context.get_job_id())
-
-
 def _existing(request: str) -> Connection:
     """Return this process's connection, or raise ``ClusterError`` if another Ray is requested."""
     import ray
 
-    session = _session()
-    known = _current[1] if _current is not None and _current[0] == session else None
-    address = session[0]
+    job = ray_job()
+    known = _current[1] if _current is not None and _current[0] == job else None
+    address = job[0]
     through_client = ray.util.client.ray.is_connected()
     if request == "local":
         if known is None or known.kind != "local":
@@ -359,7 +352,7 @@ def _new(head_address: str, bequest: Callable[[], Bequest] | None) -> Connection
 def _checked(kind: Literal["existing", "cluster"], origin: str) -> Connection:
     single_host = _is_single_host()
     runtime_env = versions.check_nodes(single_host=single_host)
-    return Connection(kind, _session()[0], single_host, runtime_env, origin)
+    return Connection(kind, ray_job()[0], single_host, runtime_env, origin)
 
 
 def _checked_client(origin: str, *, ours: bool) -> Connection:
@@ -387,8 +380,8 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
             "ray.shutdown() and pass head_address='ray://...'"
         )
     modules = list(context.runtime_env.get("py_modules") or [])
-    environment = {"py_modules": modules} if modules else None
-    return Connection("client", _session()[0], False, environment, origin)
+    runtime_env = {"py_modules": modules} if modules else None
+    return Connection("client", ray_job()[0], False, runtime_env, origin)
 
 
 def _local(bequest: Callable[[], Bequest] | None) -> Connection:
@@ -401,7 +394,7 @@ def _local(bequest: Callable[[], Bequest] | None) -> Connection:
             _join_ranks(job, bequest)
     return Connection(
         "local",
-        _session()[0],
+        ray_job()[0],
         single_host=True,
         runtime_env=None,
         origin="shared by the ranks of this machine" if job else "",
@@ -424,7 +417,7 @@ def _join_ranks(job: str, bequest: Callable[[], Bequest] | None) -> None:
             shared.register(job_id, server)
             with chosen_job_id(job_id):
                 _join(shared.address, where, {})
-            found = _session()[1]
+            found = ray_job()[1]
             forkserver.record_job(found)
             if found == job_id:
                 return
@@ -593,7 +586,7 @@ def cpu_users() -> str:
         if group["state"] == "CREATED" and cpus:
             name = group["name"] or group["placement_group_id"]
             parts.append(f"placement group {name!r} reserves {cpus:g}")
-    running = running_here(_session()[0])
+    running = running_here(ray_job()[0])
     if running:
         busiest = ", ".join(f"{count} x {title}" for title, count in running.most_common(8))
         parts.append(f"on this node run {busiest}")

@@ -1,4 +1,4 @@
-"""Objects of a process that is connected to Ray, of which its forks must not make use."""
+"""The Ray job of this process, and its objects, which its forks must not use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from dpex.errors import ClusterError
 
-__all__ = ["FORKED", "OwnProcess"]
+__all__ = ["FORKED", "OwnProcess", "ray_job"]
 
 FORKED = (
     "this process was forked from one connected to Ray, and Ray does not survive a fork: start it "
@@ -34,3 +34,11 @@ class OwnProcess:
         """
         if self.forked:
             raise ClusterError(FORKED)
+
+
+def ray_job() -> tuple[str, str]:
+    """Return the address of the cluster that this process is connected to, and its job's ID."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.get_job_id())

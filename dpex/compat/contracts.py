@@ -58,18 +58,13 @@ CONTRACTS = (
     ),
     Contract(
         "the processes of Ray's workers have titles that begin with `ray::`",
-        "cluster/local/launch.py, cluster/nodes_here.py",
+        "cluster/local/process_end.py, cluster/nodes_here.py",
         "workers of a killed training process end some seconds later; log lines name no tasks",
     ),
     Contract(
         "the raylet has the file of its object store open",
         "compat/objects.py",
         "each worker process copies the large arrays of the dataset",
-    ),
-    Contract(
-        "an error of a task says that its process ran out of memory, or its host died",
-        "worker/task.py",
-        "the error's text is less exact",
     ),
 )
 """All behaviors that dpex relies on."""

@@ -15,7 +15,10 @@ from dpex.compat.shortcut import PrivateName, Shortcut
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = ["failed_shortcuts", "limit_to_concurrency", "tune_executor"]
+__all__ = ["POLICIES", "failed_shortcuts", "limit_to_concurrency", "tune_executor"]
+
+POLICIES = "backpressure_policies.enabled"
+"""Ray Data's setting for its backpressure policies. If Ray renames it, tasks start later."""
 
 _EXECUTION = "ray.data._internal.execution."
 
@@ -203,4 +206,4 @@ def limit_to_concurrency(context: ray.data.DataContext) -> None:
                 CONCURRENCY.fail(error)
                 raise
 
-    context.set_config("backpressure_policies.enabled", [Caps])
+    context.set_config(POLICIES, [Caps])

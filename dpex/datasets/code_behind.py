@@ -127,9 +127,7 @@ def _file_of(module: str) -> Path | None:
         # A module that no import created, such as torch.ops, may name a file that does not exist.
         made_by_hand = getattr(sys.modules[module], "__spec__", None) is None
         return None if made_by_hand and _on_disk(Path(file)) is None else Path(file)
-    parent = module.rpartition(".")[0]
-    places = _places_of(parent) if parent else None
-    spec = None if parent and places is None else _spec(module, places)
+    spec = _spec_of(module)
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
@@ -138,14 +136,17 @@ def _places_of(package: str) -> list[str] | None:
     if package in sys.modules:
         found = getattr(sys.modules[package], "__path__", None)
     else:
-        parent = package.rpartition(".")[0]
-        places = _places_of(parent) if parent else None
-        spec = None if parent and places is None else _spec(package, places)
+        spec = _spec_of(package)
         found = spec and spec.submodule_search_locations
     return None if found is None else list(found)
 
 
-def _spec(module: str, places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module that is not loaded, or None if there is no such module."""
+    parent = module.rpartition(".")[0]
+    places = _places_of(parent) if parent else None
+    if parent and places is None:
+        return None
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     return next(filter(None, (find(module, places, None) for find in finders if find)), None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -15,6 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dpex.datasets.store import Store
+from dpex.recent import Recent
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,7 +91,7 @@ class Parquet(Dataset[dict[str, Any]]):
         groups = [(f, g, rows) for f, (_, s) in enumerate(footers) for g, rows in enumerate(s)]
         self._groups = [(f, g) for f, g, _ in groups]
         self._ends = list(accumulate(rows for _, _, rows in groups))
-        self._read: OrderedDict[int, pa.Table] = OrderedDict()
+        self._read: Recent[int, pa.Table] = Recent(kept_groups)
 
     def _footer(self, file: str) -> tuple[list[str], list[int]]:
         import pyarrow.parquet as pq
@@ -103,7 +103,7 @@ class Parquet(Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the row groups that this process has read."""
-        return {**self.__dict__, "_read": OrderedDict()}
+        return {**self.__dict__, "_read": Recent(self._kept_groups)}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -141,8 +141,6 @@ class Parquet(Dataset[dict[str, Any]]):
             with self._store.reading(path), self._store.open(path) as source:
                 parquet = pq.ParquetFile(source)
                 self._read[number] = parquet.read_row_group(group, columns=self.columns)
-            while len(self._read) > self._kept_groups:
-                self._read.popitem(last=False)
         self._read.move_to_end(number)
         return self._read[number]
 

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from dpex import tuning
 from dpex.datasets.node_memory import claim, job_directory, memory, one_at_a_time
-from dpex.wire.memory_map import address_of, from_files
+from dpex.wire.memory_map import address_of, memory_in
 from dpex.wire.pickling import give_back_memory
 
 __all__ = ["forget_at_exit", "share_arrays"]
@@ -107,7 +107,8 @@ def _exchange(dataset: Any, job: str) -> bool:
     if not regions:
         return False
     directory = _claimed(job)
-    mapped = from_files()
+    # Arrays in mapped files and in shared memory stay where they are.
+    mapped = memory_in(lambda span: span.inode)
     for arrays in regions:
         start, size = arrays[0].start, arrays[0].size
         if all(array.plain for array in arrays) and not mapped(start, size):

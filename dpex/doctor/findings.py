@@ -11,7 +11,7 @@ from dpex.doctor.fixed_part import FixedPart, RandomSample
 from dpex.doctor.loader_trial import Speed
 from dpex.doctor.sample_costs import SampleCosts
 
-__all__ = ["Measurements", "conclude", "describe_sample", "describe_speed", "rate"]
+__all__ = ["Measurements", "conclude", "describe_sample", "describe_speed"]
 
 # Two rates within this factor of each other count as equal: rounds differ by about as much.
 _EQUAL = 1.1
@@ -150,9 +150,9 @@ def describe_sample(costs: SampleCosts) -> Fact:
         "transforms": costs.transform_s,
         "collate_fn": costs.collate_s,
     }
-    shares = [f"{name} {share(s, costs.wall_s)}" for name, s in parts.items() if s]
+    shares = [f"{name} {_share(s, costs.wall_s)}" for name, s in parts.items() if s]
     notes = [
-        f"{what} {share(seconds, costs.wall_s)}"
+        f"{what} {_share(seconds, costs.wall_s)}"
         for what, seconds in (
             ("computes", costs.cpu_s),
             ("waits", costs.idle_s),
@@ -161,7 +161,7 @@ def describe_sample(costs: SampleCosts) -> Fact:
         if seconds >= 0.01 * costs.wall_s
     ]
     text = (
-        f"{ms(costs.wall_s)} in one worker process: {', '.join(shares)}. The process "
+        f"{_ms(costs.wall_s)} in one worker process: {', '.join(shares)}. The process "
         f"{', '.join(notes)} of the time ({costs.samples:,} samples)"
     )
     if costs.skipped:
@@ -190,7 +190,7 @@ def describe_speed(name: str, speed: Speed, *, num_workers: int) -> Fact:
     later = speed.later_first_batch_s
     return Fact(
         "as given" if name == "given" else f"{name}'s loader",
-        f"{rate(speed.samples_per_s)} {_COUNTED[speed.counts]}, num_workers={num_workers}; first "
+        f"{_rate(speed.samples_per_s)} {_COUNTED[speed.counts]}, num_workers={num_workers}; first "
         f"batch after {speed.first_batch_s:.2f} s"
         + ("" if later is None else f", in later epochs after {later:.2f} s"),
         f"{name}_loader",
@@ -211,16 +211,16 @@ def describe_speed(name: str, speed: Speed, *, num_workers: int) -> Fact:
 def _busy(costs: SampleCosts) -> Fact:
     text = (
         "other programs use the cores: a worker process alone has no core for "
-        f"{share(costs.queued_s, costs.wall_s)} of its time. The times are too long, and the rates "
-        "too low: repeat this on an idle machine"
+        f"{_share(costs.queued_s, costs.wall_s)} of its time. The times are too long, and the "
+        "rates too low: repeat this on an idle machine"
     )
     return Fact("busy", text, "busy", {"queued_share": costs.queued_s / costs.wall_s})
 
 
 def _limits(found: Measurements) -> Fact:
     text = (
-        f"{_cpus(found)} can make at most {rate(found.cpu_limit)}, num_workers="
-        f"{found.num_workers} at most {rate(found.worker_limit)}"
+        f"{_cpus(found)} can make at most {_rate(found.cpu_limit)}, num_workers="
+        f"{found.num_workers} at most {_rate(found.worker_limit)}"
     )
     return Fact(
         "limits",
@@ -260,8 +260,8 @@ def _bound(found: Measurements, name: str, speed: Speed) -> Fact:
             text = f"neither the cores nor num_workers: {reached}"
             if speed is found.dpex:
                 text += (
-                    f". Per sample, workers take {ms(speed.encode_s)} to pickle, and this process "
-                    f"{ms(speed.receive_s)} to receive"
+                    f". Per sample, workers take {_ms(speed.encode_s)} to pickle, and this process "
+                    f"{_ms(speed.receive_s)} to receive"
                 )
     value = {"by": found.bound, "loader": name, "share": ratio}
     return Fact("bound", text, "bound", value)
@@ -272,11 +272,11 @@ def _cache(found: Measurements, fixed: FixedPart) -> Fact:
     what = ", ".join(["reading", *fixed.transforms]) if fixed.has_chain else "the whole sample"
     text = (
         f"{what}: the same with two seeds in {fixed.samples} samples. A cache saves up to "
-        f"{ms(saved)} of {ms(found.costs.wall_s)} for each sample"
+        f"{_ms(saved)} of {_ms(found.costs.wall_s)} for each sample"
     )
     size = None if found.length is None else fixed.size_bytes * found.length
     if size is not None:
-        text += f", and holds {gib(size)} on each node for {found.length:,} samples"
+        text += f", and holds {_gib(size)} on each node for {found.length:,} samples"
     return Fact(
         "cache",
         text,
@@ -293,8 +293,8 @@ def _cache(found: Measurements, fixed: FixedPart) -> Fact:
 
 def _step(found: Measurements, needed: float) -> Fact:
     text = (
-        f"a step of {ms(found.step_s or 0)} with {found.costs.batch_samples:,.0f} samples uses "
-        f"{rate(needed)}"
+        f"a step of {_ms(found.step_s or 0)} with {found.costs.batch_samples:,.0f} samples uses "
+        f"{_rate(needed)}"
     )
     value: dict[str, float | None] = {"needed_samples_per_s": needed}
     for name, speed in (("torch", found.torch), ("dpex", found.dpex)):
@@ -373,7 +373,7 @@ def _more_workers(found: Measurements, best: Speed) -> Iterator[tuple[float, str
     busy_s, enough = found.costs.busy_s, found.workers_for_cpus
     if found.needed is None:
         text = (
-            f"more workers: each adds up to {rate(1 / busy_s)}, until {enough:,} keep all cores "
+            f"more workers: each adds up to {_rate(1 / busy_s)}, until {enough:,} keep all cores "
             "busy. --step-ms gives the number that your step needs"
         )
     else:
@@ -400,24 +400,24 @@ def _cpus(found: Measurements) -> str:
     return f"{found.cpus:g} core{'s' if found.cpus != 1 else ''}"
 
 
-def ms(seconds: float) -> str:
+def _ms(seconds: float) -> str:
     """Return a time in milliseconds."""
     milliseconds = 1000 * seconds
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
 
 
-def rate(samples_per_s: float) -> str:
+def _rate(samples_per_s: float) -> str:
     """Return a rate."""
     digits = f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     return f"{digits} samples/s"
 
 
-def share(part: float, whole: float) -> str:
+def _share(part: float, whole: float) -> str:
     """Return a part in percent."""
     return f"{part / max(whole, 1e-9):.0%}"
 
 
-def gib(size_bytes: float) -> str:
+def _gib(size_bytes: float) -> str:
     """Return a size in GiB, or in MiB if it is small."""
     unit, name = (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
     return f"{size_bytes / unit:.1f} {name}"

@@ -83,10 +83,10 @@ def fixed_part(
     source, chain = _apart(dataset)
     if isinstance(source, Cached):
         return None
-    steps = [Chain([t], joint=chain.joint) for t in chain.transforms] if chain else []
+    steps = [Chain([t], joint=chain.joint) for t in chain.transforms] if chain is not None else []
     for step in steps:
         step.continues = True
-    drawing = [is_random(t) for t in chain.transforms] if chain else []
+    drawing = [is_random(t) for t in chain.transforms] if chain is not None else []
     most = 1 + (drawing.index(True) if any(drawing) else len(steps))
     samples: list[list[_Made]] = []
     for index in indices:

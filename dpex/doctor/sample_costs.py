@@ -181,9 +181,8 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
             stream = iter(self.dataset)
             if not self.batched:
                 yield from stream
-            while batch := list(
-                islice(stream, self.batch_size)
-            ):  # without batching, it is at its end
+                return
+            while batch := list(islice(stream, self.batch_size)):
                 yield batch
         for at in self.indices:
             if not self.batched:

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex import tuning
 from dpex.cluster.limits import IdleCores
+from dpex.cluster.own_process import ray_job
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
@@ -538,7 +539,7 @@ class _PipelineActor:
         name = ray.get_runtime_context().get_actor_name()
         while True:
             opened = self._opened()
-            waits = any(pipeline.scheduler.waits for pipeline in opened)
+            waits = self._somebody_waits()
             # Between iterations the answer is None: an old answer would mislead the next iteration.
             others, pause_s = None, tuning.POLL_S
             if waits or any(pipeline.scheduler.in_run for pipeline in opened):
@@ -567,17 +568,12 @@ class PipelineActor:
     @property
     def connected(self) -> bool:
         """Whether the actor's Ray is still this process's Ray."""
-        return ray.is_initialized() and self.ray_job == _ray_job()
+        return ray.is_initialized() and self.ray_job == ray_job()
 
     @property
     def alive(self) -> bool:
         """Whether the actor, as far as is known, runs in this process's Ray."""
         return not self.lost and self.connected
-
-
-def _ray_job() -> tuple[str, str]:
-    context = ray.get_runtime_context()
-    return str(context.gcs_address), str(context.get_job_id())
 
 
 _running: PipelineActor | None = None
@@ -612,5 +608,5 @@ def get_pipeline_actor(runtime_env: dict[str, Any] | None) -> PipelineActor:
                 )
                 .remote()
             )
-            _running = PipelineActor(handle, name, _ray_job())
+            _running = PipelineActor(handle, name, ray_job())
         return _running

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex.compat.executor import limit_to_concurrency
+from dpex.compat.executor import POLICIES, limit_to_concurrency
+from dpex.pipeline.worker_options import NODE_LABEL
 from dpex.wire.local_modules import sources
 from dpex.worker.binding import Binding
 from dpex.worker.task import (
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LaterStage", "PipelineSpec", "build", "store_job"]
 
-# Ray Data's setting for its backpressure policies. If Ray renames it, tasks start later.
-_POLICIES = "backpressure_policies.enabled"
-# The label that Ray gives each node.
-_NODE = "ray.io/node-id"
 # By default, Ray Data requests as much memory for a task as the output of earlier tasks took. An
 # autoscaler starts no node for such a task if its configuration omits the memory of a node.
 _NO_MEMORY = {"memory": 0}
@@ -108,12 +105,12 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             whenever the pipeline actor wants a task.
     """
     import ray.data
-    from ray.data import ActorPoolStrategy, TaskPoolStrategy
+    from ray.data import TaskPoolStrategy
 
     first_options = {**_NO_MEMORY, "num_cpus": 1, **spec.options}
     scheduling_strategy = first_options.pop("scheduling_strategy", None)
     whose = {"actor_name": spec.actor_name, "pipeline_key": spec.pipeline_key}
-    sources = [ray.data.from_blocks([lease_block()])] if first else []
+    parts = [ray.data.from_blocks([lease_block()])] if first else []
     if further:
         starts = ray.data.from_blocks([lease_block()]).map_batches(
             start_tasks,
@@ -126,8 +123,8 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             **_on_this_node(),
             **_NO_MEMORY,
         )
-        sources.append(starts)
-    dataset = sources[0].union(*sources[1:]) if sources[1:] else sources[0]
+        parts.append(starts)
+    dataset = parts[0].union(*parts[1:]) if parts[1:] else parts[0]
     dataset = dataset.map_batches(
         make_batches,
         batch_size=None,
@@ -142,36 +139,75 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
         **first_options,
     )
     for number, stage in enumerate(spec.later, 1):
-        what = {"stage": number, "job": stage.job, "job_key": stage.job_key, **whose}
-        what["last"] = number == len(spec.later)
-        what["reader"] = spec.reader if what["last"] else ""
-        options = {**_NO_MEMORY, **stage.options}
-        if stage.keeps_processes:
-            options |= {"fn_constructor_kwargs": what}
-            options["compute"] = ActorPoolStrategy(size=stage.most_workers)
-        else:
-            options |= {"fn_kwargs": what}
-            # Ray Data fuses a stage into the first stage's tasks if their options are equal and
-            # the stage has no ``compute``.
-            if stage.capped or {**_NO_MEMORY, **stage.options} != first_options:
-                options["compute"] = TaskPoolStrategy(size=stage.most_workers)
-        dataset = dataset.map_batches(
-            TransformBatches if stage.keeps_processes else transform_batches,
-            # A block has one row. With GPUs, Ray Data requires a batch size.
-            batch_size=1 if stage.keeps_processes else None,
-            batch_format="pyarrow",
-            **options,
-        )
-    context = dataset.context
+        last = number == len(spec.later)
+        what = {
+            "stage": number,
+            "job": stage.job,
+            "job_key": stage.job_key,
+            "last": last,
+            "reader": spec.reader if last else "",
+            **whose,
+        }
+        dataset = _with_stage(dataset, stage, what, first_options)
+    _configure(dataset.context, scheduling_strategy, has_later_stages=bool(spec.later))
+    return dataset
+
+
+def _with_stage(
+    dataset: ray.data.Dataset,
+    stage: LaterStage,
+    what: dict[str, Any],
+    first_options: dict[str, Any],
+) -> ray.data.Dataset:
+    """Return a Dataset with a later stage appended.
+
+    Args:
+        dataset: The Dataset with the stages before it.
+        stage: The stage.
+        what: Arguments of ``transform_batches``, apart from the block.
+        first_options: Ray options of the first stage's tasks.
+    """
+    from ray.data import ActorPoolStrategy, TaskPoolStrategy
+
+    options = {**_NO_MEMORY, **stage.options}
+    # Ray Data fuses a stage into the first stage's tasks if their options are equal and the stage
+    # has no ``compute``.
+    fused = not stage.capped and options == first_options
+    if stage.keeps_processes:
+        options |= {"fn_constructor_kwargs": what}
+        options["compute"] = ActorPoolStrategy(size=stage.most_workers)
+    else:
+        options |= {"fn_kwargs": what}
+        if not fused:
+            options["compute"] = TaskPoolStrategy(size=stage.most_workers)
+    return dataset.map_batches(
+        TransformBatches if stage.keeps_processes else transform_batches,
+        # A block has one row. With GPUs, Ray Data requires a batch size.
+        batch_size=1 if stage.keeps_processes else None,
+        batch_format="pyarrow",
+        **options,
+    )
+
+
+def _configure(
+    context: ray.data.DataContext, scheduling_strategy: Any, *, has_later_stages: bool
+) -> None:
+    """Set the options of Ray Data that concern the whole Dataset.
+
+    Args:
+        context: The Dataset's context.
+        scheduling_strategy: Ray's scheduling strategy of the tasks; None for Ray Data's own.
+        has_later_stages: Whether the Dataset has later stages.
+    """
     # The training process puts the batches in order.
     context.execution_options.preserve_order = False
     # Each row that a task yields becomes a block at once.
     context.target_max_block_size = 1
     # The training process, not Ray Data, decides how many batches are in flight.
-    if spec.later:
+    if has_later_stages:
         limit_to_concurrency(context)
     else:
-        context.set_config(_POLICIES, [])
+        context.set_config(POLICIES, [])
     if scheduling_strategy is not None:
         context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
     # A training process that evaluates for an hour, and reads no batch, is not stuck.
@@ -187,7 +223,6 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             setattr(context, name, value)
     if hasattr(context, "issue_detectors_config"):
         context.issue_detectors_config.detectors = []
-    return dataset
 
 
 def _on_this_node() -> dict[str, Any]:
@@ -197,7 +232,7 @@ def _on_this_node() -> dict[str, Any]:
     """
     here = ray.get_runtime_context().get_node_id()
     labels = next((n.get("Labels") or {} for n in ray.nodes() if n["NodeID"] == here), {})
-    return {"label_selector": {_NODE: here}} if labels.get(_NODE) == here else {}
+    return {"label_selector": {NODE_LABEL: here}} if labels.get(NODE_LABEL) == here else {}
 
 
 def store_job(pickled: Pickled) -> ray.ObjectRef:

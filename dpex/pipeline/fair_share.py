@@ -105,8 +105,8 @@ def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
     If the recorder does not answer, the other jobs are None.
     """
     try:
-        notes = _recorder(int(time.monotonic() / tuning.RECORDER_S))
-        answer = ray.get(notes.others.remote(name, waits), timeout=tuning.RECORDER_ANSWER_S)
+        recorder = _recorder(int(time.monotonic() / tuning.RECORDER_S))
+        answer = ray.get(recorder.others.remote(name, waits), timeout=tuning.RECORDER_ANSWER_S)
         others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
     except Exception:  # it has died, or has another dpex version: sharing must not stop work
         _recorder.cache_clear()

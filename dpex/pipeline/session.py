@@ -117,7 +117,7 @@ class Session(OwnProcess):
             self._options["runtime_env"] = _without_fork(self._options.get("runtime_env"))
         if self._options.get("runtime_env"):
             settled.set()  # the node's agent, whose start was put off, makes the environment
-        self._check_room()
+        self._check_resources()
         self._number = str(next(_numbers))
         self._nodes = Nodes()
         self._pool = MemoryPool()
@@ -127,7 +127,7 @@ class Session(OwnProcess):
         self._jobs: weakref.WeakSet[StoredJob] = weakref.WeakSet()
         self._start()
 
-    def _check_room(self) -> None:
+    def _check_resources(self) -> None:
         """Raise if no node can meet ``worker_options``, or warn if such a node may still join.
 
         Raises:

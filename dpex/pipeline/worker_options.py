@@ -9,7 +9,10 @@ from typing import Any, TypedDict
 
 from dpex.log import warn
 
-__all__ = ["WorkerOptions", "check", "lacking", "unmet"]
+__all__ = ["NODE_LABEL", "WorkerOptions", "check", "lacking", "unmet"]
+
+NODE_LABEL = "ray.io/node-id"
+"""The label that Ray gives each node."""
 
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "accelerator_type": (str, "a string"),
@@ -21,8 +24,6 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "runtime_env": (Mapping, "a dict"),
     "scheduling_strategy": (object, ""),
 }
-# The label that Ray gives each node.
-_NODE_LABEL = "ray.io/node-id"
 _GPU_HINT = "For a transform that needs a GPU, use Stage(fn, num_gpus=1)"
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
@@ -101,9 +102,9 @@ def _warn_of_strategy(strategy: Any) -> None:
     if isinstance(strategy, str):
         instead = "Leave it out: Ray Data spreads tasks by itself"
     elif (node := getattr(strategy, "node_id", None)) is not None:
-        instead = f"Pass label_selector={ {_NODE_LABEL: node} }"
+        instead = f"Pass label_selector={ {NODE_LABEL: node} }"
         if getattr(strategy, "soft", False):
-            instead += f", fallback_strategy=[{ {'label_selector': {_NODE_LABEL: '!' + node}} }]"
+            instead += f", fallback_strategy=[{ {'label_selector': {NODE_LABEL: '!' + node}} }]"
     elif hasattr(strategy, "hard"):
         instead = "Pass the same labels as label_selector, and soft ones as fallback_strategy"
     else:

@@ -40,11 +40,6 @@ class Progress:
         return self._pending
 
     @property
-    def epoch(self) -> EpochProgress | None:
-        """The newest epoch, or None if none has started since ``load_state_dict``."""
-        return self._epoch
-
-    @property
     def resumes(self) -> bool:
         """Whether the next epoch resumes an epoch that was in progress."""
         return self._pending is not None and self._pending.in_progress
@@ -292,8 +287,13 @@ class EpochProgress:
     def _states_of_streams(self) -> tuple[StreamState | None, ...] | None:
         if self._fetcher is None:
             return self._unpacked(self._stream_states)
+        here = self._state_here()
+        return None if here is None else (here,)
+
+    def _state_here(self) -> StreamState | None:
+        """Return the state of the stream that this process reads, or None if it has none."""
         state = StreamState.of(self._fetcher, self._batches)
-        return None if state is None else (StreamState.unpacked(state),)
+        return None if state is None else StreamState.unpacked(state)
 
     def _unpacked(self, states: Mapping[int, bytes]) -> tuple[StreamState | None, ...] | None:
         if not states or self._streams is None:
@@ -317,9 +317,8 @@ class EpochProgress:
         """Record that the epoch has been delivered to its end."""
         self.finished = True
         if self.owner.fresh_stream and self._fetcher is not None:
-            state = StreamState.of(self._fetcher, self._batches)
-            ended = None if state is None else StreamState.unpacked(state).at_end_of_epoch()
-            self.owner.stream_at_end = ended
+            ended = self._state_here()
+            self.owner.stream_at_end = ended and ended.at_end_of_epoch()
         self._fetcher = None
         self.owner.delivered_from(self)
 

@@ -65,7 +65,7 @@ class ChunkPlanner:
         if batches == 0:
             return
         share = min(1.0, max(tuning.LEAST_CPU_SHARE, cpu_seconds / max(seconds, 1e-9)))
-        weight = 0.25 if self._observed else 1.0
+        weight = tuning.NEWEST_COST_SHARE if self._observed else 1.0
         self._batch_seconds += weight * (seconds / batches - self._batch_seconds)
         self._batch_bytes += weight * (size_bytes / batches - self._batch_bytes)
         self._share += weight * (share - self._share)
@@ -115,7 +115,7 @@ class ChunkPlanner:
         spread = place * tuning.GOLDEN_SHARE % 1.0
         grown = tuning.CHUNK_GROWTH ** min(10, place // workers)
         most = self.window // (tuning.CHUNKS_IN_WINDOW * workers)
-        sizes = [math.ceil((1 - tuning.WINDOW_SPREAD * (1 - spread)) * most)]
+        sizes = [math.ceil((1 - tuning.WINDOW_SPREAD_SHARE * (1 - spread)) * most)]
         if not self._observed:
             sizes.append(1)  # samples may wait for samples of other logical workers
         else:
@@ -123,7 +123,8 @@ class ChunkPlanner:
             seconds = max(tuning.CHUNK_S, min(tuning.MOST_CHUNK_S, parallel / tuning.CHUNKS_PER_S))
             # Fewer tasks must not need more time for one chunk of every logical worker.
             seconds *= max(tuning.LEAST_CHUNK_SHARE, parallel / workers)
-            sizes.append(round((0.75 + 0.5 * spread) * seconds / max(self._batch_seconds, 1e-6)))
+            varied = 1 - tuning.CHUNK_SPREAD_SHARE + 2 * tuning.CHUNK_SPREAD_SHARE * spread
+            sizes.append(round(varied * seconds / max(self._batch_seconds, 1e-6)))
             sizes.append(int(tuning.CHUNK_BYTES / max(1.0, self._batch_bytes)))
         if remaining is not None:
             sizes.append(math.ceil(remaining / (tuning.CHUNKS_AT_END * workers)))

@@ -28,7 +28,7 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.block_format import Block
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.loss_causes import Loss, LossCause, lost_block
 from dpex.wire.pickling import dump_in_band
 from dpex.wire.segments import readable_segments
 from dpex.worker.binding import Binding
@@ -219,8 +219,8 @@ class FirstWorkers:
 
     def _receive(self) -> None:
         while workers := {worker.connection: worker for worker in self._workers}:
-            for has_process in wait(list(workers), tuning.END_S):
-                worker = workers[cast("Connection", has_process)]
+            for ready in wait(list(workers), tuning.END_S):
+                worker = workers[cast("Connection", ready)]
                 try:
                     message = worker.connection.recv()
                 except Exception as error:  # most often EOFError: the process has ended
@@ -403,7 +403,7 @@ class ChunkQueue:
             arrival = self._decoder(block)
         except Exception as error:  # SegmentsUnreadableError: from now on there are no segments
             logger.debug("a block of a first worker is lost", exc_info=True)
-            self.arrivals.lose([Loss(LossCause.BLOCK, f"a block was lost: {error}")])
+            self.arrivals.lose([lost_block(str(error))])
         else:
             self.arrivals.add(arrival)
 

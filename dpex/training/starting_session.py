@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     PickleJob = Callable[[bool], Pickled]
 
-__all__ = ["StartingSession", "UnstoredJob"]
+__all__ = ["PickleJob", "StartingSession", "UnstoredJob"]
 
 logger = logging.getLogger("dpex")
 

@@ -31,29 +31,19 @@ class Chain:
             sample. A transform with ``set_random_seed(seed)``, such as albumentations', has its
             own generator, which is seeded from torch's generator before every call.
         joint: Whether the transforms get all items and return all items.
-        target_transform: Gets the second item, after the other transforms, as in torchvision's
-            datasets.
 
     Attributes:
+        target_transform: Gets the second item, after the other transforms, as in torchvision's
+            datasets; None if the second item stays as it is.
         continues: Whether another chain continues with the samples.
     """
 
-    def __init__(
-        self,
-        transforms: Sequence[Callable[..., Any]],
-        *,
-        joint: bool = False,
-        target_transform: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, transforms: Sequence[Callable[..., Any]], *, joint: bool = False) -> None:
         self.transforms = tuple(transforms)
         self.joint = joint
-        self.target_transform = target_transform
+        self.target_transform: Callable[[Any], Any] | None = None
         self.continues = False
         self._keywords_only = tuple(map(_takes_keywords_only, self.transforms))
-
-    def __bool__(self) -> bool:
-        """Return whether there is any transform."""
-        return bool(self.transforms) or self.target_transform is not None
 
     def __call__(self, sample: Any) -> Any:
         """Return the transformed sample, with the same structure unless a transform changes it."""
@@ -64,7 +54,7 @@ class Chain:
             spent("transform_s", started)
 
     def _apply(self, sample: Any) -> Any:
-        alone = isinstance(sample, LoneInput)
+        alone = isinstance(sample, _LoneInput)
         sample = sample.value if alone else sample
         # Invariant: the sample that enters the first chain decides, not the result of a transform.
         several = not alone and isinstance(sample, tuple | list) and bool(sample)
@@ -91,12 +81,12 @@ class Chain:
             first, second, *rest = sample
             sample = _like(sample, [first, self.target_transform(second), *rest])
         if self.continues and isinstance(sample, tuple | list) and not (several or self.joint):
-            return LoneInput(sample)
+            return _LoneInput(sample)
         return sample
 
 
 @dataclass(frozen=True)
-class LoneInput:
+class _LoneInput:
     """An input without other items, on its way to the next chain.
 
     Attributes:

@@ -14,7 +14,7 @@ from dpex.transforms.stage import Stage
 from dpex.worker.batched_reads import read_at_once, reads_batches
 from dpex.worker.seeding import begin_sample, one_deeper
 
-__all__ = ["MappedDataset", "Part"]
+__all__ = ["CollateAndTransform", "MappedDataset", "Part", "stages_inside"]
 
 Transform = Callable[..., Any]
 Transforms = Transform | Stage | Sequence[Transform | Stage]
@@ -110,7 +110,7 @@ class MappedDataset(Dataset[Any]):
         ``content`` is the sample after the last stage that gets samples.
         """
         sample = self._through(self.source[index])
-        return Uncollated(sample) if self.batched else sample
+        return _Uncollated(sample) if self.batched else sample
 
     def _through(self, sample: Any) -> Any:
         for part in self.parts:
@@ -130,7 +130,7 @@ class MappedDataset(Dataset[Any]):
         for place, sample in enumerate(read):
             begin_sample(place, depth)
             samples.append(self._through(sample))
-        return list(map(Uncollated, samples)) if self.batched else samples
+        return list(map(_Uncollated, samples)) if self.batched else samples
 
     @property
     def batched(self) -> bool:
@@ -203,7 +203,7 @@ class CollateAndTransform:
         return batch
 
 
-class Uncollated:
+class _Uncollated:
     """A sample that only ``CollateAndTransform`` can read.
 
     Attributes:
@@ -225,11 +225,11 @@ class Uncollated:
 
 
 # default_collate reads the items of a Sequence, so it gets the error of _refuse.
-Sequence.register(Uncollated)
+Sequence.register(_Uncollated)
 
 
 def _content(sample: Any) -> Any:
-    return sample.content if isinstance(sample, Uncollated) else sample
+    return sample.content if isinstance(sample, _Uncollated) else sample
 
 
 def stages_inside(dataset: Any) -> Iterator[Stage]:

@@ -12,7 +12,7 @@ import torch
 
 from dpex.wire.block_format import Block, Entry, decode, places_in
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.loss_causes import Loss, lost_block
 from dpex.wire.segments import SegmentLostError, SegmentReader
 
 __all__ = ["Arrival", "Arrivals", "Decoder"]
@@ -101,7 +101,7 @@ class Arrivals:
         with self._changed:
             self.arrived_at = time.monotonic()
             if arrival.lost:
-                self._losses.append(Loss(LossCause.BLOCK, f"a block was lost: {arrival.lost}"))
+                self._losses.append(lost_block(arrival.lost))
             else:
                 self._arrivals.append(arrival)
             self._changed.notify_all()

@@ -79,14 +79,15 @@ class Block:
     origin: tuple[str, str]
 
 
-def _binary_column(data: Any, size: int) -> pa.Array:
+def _binary_column(memory: Any) -> pa.Array:
     """Return memory as a column of one large_binary value, without a copy.
 
     large_binary has int64 offsets, and thus no limit of 2 GiB.
     """
     import pyarrow as pa
 
-    offsets = np.array([0, size], dtype=np.int64)
+    data = pa.py_buffer(memory)
+    offsets = np.array([0, data.size], dtype=np.int64)
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), data])
 
 
@@ -211,9 +212,7 @@ class BlockWriter:
                     places.append(buffer)
                 elif buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
                     places.append((len(columns), 0, buffer.nbytes))
-                    columns[f"buffer{len(columns)}"] = _binary_column(
-                        pa.py_buffer(buffer), buffer.nbytes
-                    )
+                    columns[f"buffer{len(columns)}"] = _binary_column(buffer)
                 else:
                     places.append((-1, end, buffer.nbytes))
                     small.append((end, buffer))
@@ -238,8 +237,8 @@ class BlockWriter:
         self._clear()
         return pa.table(
             {
-                "head": _binary_column(pa.py_buffer(head), len(head)),
-                "small": _binary_column(pa.py_buffer(gathered), end),
+                "head": _binary_column(head),
+                "small": _binary_column(gathered),
                 **columns,
             }
         )

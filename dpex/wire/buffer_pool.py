@@ -54,9 +54,9 @@ class MemoryPool:
         else:
             np.copyto(memory[: buffer.nbytes], buffer)
         # Not a slice: in numpy, a view of a slice keeps the sliced array alive and not the slice.
-        lent = np.frombuffer(memory.data[: buffer.nbytes], dtype=np.uint8)
-        weakref.finalize(lent, self._give_back, memory).atexit = False
-        return lent
+        copy = np.frombuffer(memory.data[: buffer.nbytes], dtype=np.uint8)
+        weakref.finalize(copy, self._give_back, memory).atexit = False
+        return copy
 
     def _take(self, nbytes: int) -> Bytes | None:
         if self._lock.acquire(blocking=False):

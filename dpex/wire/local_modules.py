@@ -17,7 +17,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -199,7 +198,7 @@ def _code_of(value: Any, place: str) -> Any:
 _registering = threading.RLock()
 
 
-@contextmanager
+@contextlib.contextmanager
 def by_value() -> Iterator[None]:
     """Pickle functions and classes of the user's own modules by value in this context.
 

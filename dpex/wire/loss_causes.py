@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Loss", "LossCause", "joined"]
+__all__ = ["Loss", "LossCause", "joined", "lost_block"]
 
 
 class LossCause(enum.Enum):
@@ -28,6 +28,11 @@ class Loss:
 
     cause: LossCause
     text: str
+
+
+def lost_block(reason: str) -> Loss:
+    """Return the loss of a finished block."""
+    return Loss(LossCause.BLOCK, f"a block was lost: {reason}")
 
 
 def joined(losses: Iterable[Loss]) -> str:

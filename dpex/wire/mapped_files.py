@@ -11,7 +11,6 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,7 +102,7 @@ class MappedFile:
         own = {name: value for name, value in vars(self).items() if name != "_mapped"}
         return _mapped_file, (own,)
 
-    @contextmanager
+    @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
         """Open the file, and close it when the context ends.
 

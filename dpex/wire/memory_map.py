@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["SEGMENT_NAME", "Span", "address_of", "from_files", "shared_memory", "spans"]
+__all__ = ["SEGMENT_NAME", "Span", "address_of", "memory_in", "spans"]
 
 SEGMENT_NAME = "dpex-segment-"
 """Start of the names of segments; ``Span.path`` begins with ``/memfd:`` and the name."""
@@ -77,28 +77,15 @@ def address_of(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def from_files() -> Callable[[int, int], bool]:
-    """Return a test for memory of this process that is mapped from a file or shared memory.
+def memory_in(counts: Callable[[Span], Any]) -> Callable[[int, int], bool]:
+    """Return a test for memory of this process in some of its mappings.
+
+    Args:
+        counts: Function that returns whether a mapping counts.
 
     Returns:
         A function of an address and a size in bytes. It returns whether any byte of this memory
-        was in such a mapping when ``from_files`` was called.
+        was in a mapping that counts when ``memory_in`` was called.
     """
-    mapped = [span for span in spans() if span.inode]
-    return lambda start, size: any(s.start < start + size and start < s.end for s in mapped)
-
-
-def shared_memory() -> Callable[[Any], bool]:
-    """Return a test for arrays in memory that a fork and its parent share, even after a write.
-
-    Returns:
-        A function of an array. It returns whether any byte of the array was in a shared mapping
-        when ``shared_memory`` was called.
-    """
-    shared = [span for span in spans() if span.shared]
-
-    def is_shared(array: Any) -> bool:
-        start = address_of(array)
-        return any(span.start < start + array.nbytes and start < span.end for span in shared)
-
-    return is_shared
+    found = [span for span in spans() if counts(span)]
+    return lambda start, size: any(s.start < start + size and start < s.end for s in found)

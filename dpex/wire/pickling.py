@@ -33,6 +33,7 @@ from dpex.wire.reducers import reduce
 from dpex.wire.shared_views import SharedViews
 
 __all__ = [
+    "Bytes",
     "Pickled",
     "dump",
     "dump_in_band",
@@ -282,7 +283,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._buffers.kinds.add(kind)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
-            return _with_qualname(obj, reduced)
+            reduced = _with_qualname(obj, reduced)
+        if isinstance(obj, type) and "__slots__" in vars(obj):
+            reduced = _with_slots(obj, reduced)
         return reduced
 
     def _reduce_code(self, code: CodeType) -> Any:
@@ -346,6 +349,21 @@ def _with_qualname(kind: type, reduced: Any) -> Any:
         if isinstance(attributes, dict):
             # As for the file name of code: string interning must not change the pickle.
             attributes["__qualname__"] = "".join(kind.__qualname__)
+    return reduced
+
+
+def _with_slots(kind: type, reduced: Any) -> Any:
+    """Add the slots, which cloudpickle 3.1.3 omits, to the reduction of a class by value.
+
+    Without them the class's instances have a ``__dict__``, which those of the training process
+    lack, so a batch of them could not be unpickled there.
+    """
+    if isinstance(reduced, tuple) and len(reduced) > 2:
+        build, arguments, *rest = reduced
+        match arguments:
+            case (metaclass, name, bases, dict(contents), *more) if metaclass is type(kind):
+                contents = {"__slots__": vars(kind)["__slots__"], **contents}
+                return (build, (metaclass, name, bases, contents, *more), *rest)
     return reduced
 
 

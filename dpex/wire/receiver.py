@@ -22,7 +22,7 @@ from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
 from dpex.wire.block_format import read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.loss_causes import Loss, lost_block
 from dpex.wire.packing import unpack
 from dpex.wire.segments import SegmentsUnreadableError
 
@@ -233,8 +233,7 @@ class Receiver:
     def _lose(self, error: Exception) -> None:
         """Report the blocks of the last reply as lost, so that their batches are recomputed."""
         self._release_tasks()
-        text = f"a block was lost: {type(error).__name__}"
-        self._arrivals.lose([Loss(LossCause.BLOCK, text)])
+        self._arrivals.lose([lost_block(type(error).__name__)])
         with self._counting:
             self._read = self._handed
             self._settle()

@@ -119,7 +119,7 @@ class _Segment:
         data: Its memory.
         start: Address of its memory.
         owner: The pipeline and the run that it was last used for.
-        lent: Whether this process is filling it.
+        filling: Whether an array of this process may still write to it.
         sent: Whether a block has its place.
     """
 
@@ -132,24 +132,24 @@ class _Segment:
         self.words, self.data = _mapped(self._descriptor, size)
         self.start = address_of(self.data)
         self.owner = ("", "")
-        self.lent = self.sent = False
+        self.filling = self.sent = False
 
     @property
     def use(self) -> int:
         """Number of the current or last use."""
         return int(self.words[_USE])
 
-    def lend(self, nbytes: int, owner: tuple[str, str]) -> Bytes:
+    def begin_use(self, nbytes: int, owner: tuple[str, str]) -> Bytes:
         """Return its first bytes for a new use; unless it is sent, the use ends with the array."""
         self.words[_USE] += 1
-        self.owner, self.lent, self.sent = owner, True, False
+        self.owner, self.filling, self.sent = owner, True, False
         memory = _part(self.data, 0, nbytes)
-        weakref.finalize(memory, self._end_lending, self.use).atexit = False
+        weakref.finalize(memory, self._end_filling, self.use).atexit = False
         return memory
 
-    def _end_lending(self, use: int) -> None:
+    def _end_filling(self, use: int) -> None:
         if self.use == use:
-            self.lent = False
+            self.filling = False
 
     def send(self, buffer: Bytes) -> Place:
         """Return the place of a part of its memory, which the training process may map."""
@@ -160,7 +160,7 @@ class _Segment:
     @property
     def is_mapped(self) -> bool:
         """Whether the training process has mapped the batch that this process has sent."""
-        return self.sent and not self.lent and int(self.words[_MAPPED]) == self.use
+        return self.sent and not self.filling and int(self.words[_MAPPED]) == self.use
 
     def is_free(self, owner: tuple[str, str]) -> bool:
         """Return whether no process uses it any more.
@@ -169,7 +169,7 @@ class _Segment:
             owner: The pipeline and the run that need memory. A pipeline serves one run at a time:
                 nobody reads the blocks of its earlier runs.
         """
-        if self.lent:
+        if self.filling:
             return False
         unread = self.words[_MAPPED] != self.use
         pipeline, run = self.owner
@@ -213,7 +213,7 @@ class SegmentPool:
             return None
         with self._lock:
             segment = self._free(nbytes)
-            return segment.lend(nbytes, self._owner) if segment is not None else None
+            return segment.begin_use(nbytes, self._owner) if segment is not None else None
 
     def place(self, buffer: Bytes) -> Place | None:
         """Return the place of a buffer for the training process, or None if it should be copied.
@@ -226,18 +226,18 @@ class SegmentPool:
             start = address_of(buffer)
             for segment in self._segments:
                 inside = segment.start <= start < segment.start + segment.data.nbytes
-                if inside and segment.lent and not segment.sent:
+                if inside and segment.filling and not segment.sent:
                     return segment.send(buffer)
             free = self._free(buffer.nbytes)
             if free is None:
                 return None
-            copy = free.lend(buffer.nbytes, self._owner)
+            copy = free.begin_use(buffer.nbytes, self._owner)
             np.copyto(copy, buffer)
             return free.send(copy)
 
     def _free(self, nbytes: int) -> _Segment | None:
         """Return a free segment, or None if there can be no more."""
-        self._segments = [s for s in self._segments if s.lent or not s.words[_GONE]]
+        self._segments = [s for s in self._segments if s.filling or not s.words[_GONE]]
         free = [segment for segment in self._segments if segment.is_free(self._owner)]
         most = tuning.MOST_SPARE * nbytes
         found = next((s for s in reversed(free) if nbytes <= s.data.nbytes <= most), None)
@@ -270,8 +270,9 @@ class SegmentPool:
         with self._lock:
             closed = [segment for segment in self._segments if segment.owner[0] == pipeline]
             for segment in closed:
-                segment.owner = ("", "")  # so a lent one is free once it is not lent
-            self._drop([segment for segment in closed if not segment.lent])
+                # A segment that is still being filled is then free as soon as its array is gone.
+                segment.owner = ("", "")
+            self._drop([segment for segment in closed if not segment.filling])
 
 
 OWN_SEGMENTS = SegmentPool()

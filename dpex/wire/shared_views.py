@@ -14,25 +14,27 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from dpex.wire.memory_map import address_of
+
 __all__ = ["SharedViews"]
 
 # Memory starts at a multiple of this many bytes from the start of its allocation, so that elements
 # of every dtype stay aligned.
 _ALIGNMENT = 64
-# Limits for the exact comparison of objects whose spans overlap, of which each pair is compared.
+# Limits for the exact comparison of objects whose bounds overlap, of which each pair is compared.
 _MOST_COMPARED = 16
 _MOST_WORK = 1000
 
-Span = tuple[int, int]
+_Bounds = tuple[int, int]
 """The first address of an object's elements, and the address behind the last one."""
 
 
-def _span(obj: np.ndarray[Any, Any] | torch.Tensor) -> Span | None:
-    """Return the span of an array or a tensor; None if it has no elements."""
+def _bounds(obj: np.ndarray[Any, Any] | torch.Tensor) -> _Bounds | None:
+    """Return the bounds of an array or a tensor; None if it has no elements."""
     if isinstance(obj, torch.Tensor):
         first, item, dense = obj.data_ptr(), obj.element_size(), obj.is_contiguous()
     else:
-        first, item = obj.__array_interface__["data"][0], obj.itemsize
+        first, item = address_of(obj), obj.itemsize
         dense = obj.flags.c_contiguous
     if not obj.nbytes:
         return None
@@ -61,9 +63,9 @@ def _whole(obj: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any] | N
 
 
 def _overlap(objects: list[Any], span_bytes: int) -> bool:
-    """Return whether objects with adjoining spans have elements in common.
+    """Return whether objects with adjoining bounds have elements in common.
 
-    Columns of a matrix have not, although their spans overlap.
+    Columns of a matrix have not, although their bounds overlap.
     """
     if span_bytes <= sum(obj.nbytes for obj in objects):
         return True
@@ -86,7 +88,7 @@ class _Layout:
             item, address = obj.element_size(), obj.data_ptr()
             strides = tuple(step * item for step in obj.stride())
         else:
-            item, address, strides = obj.itemsize, obj.__array_interface__["data"][0], obj.strides
+            item, address, strides = obj.itemsize, address_of(obj), obj.strides
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{item}",
@@ -144,12 +146,12 @@ class SharedViews:
         noted: list[Any] = self._tensors
         if self._any_view or self._tensors:
             noted = [*noted, *self._arrays]
-        spans = [(span, obj) for obj in noted if (span := _span(obj)) is not None]
-        spans.sort(key=lambda item: item[0])
+        placed = [(bounds, obj) for obj in noted if (bounds := _bounds(obj)) is not None]
+        placed.sort(key=lambda item: item[0])
         self._tensors, self._arrays = [], []
         together: list[Any] = []
         first = end = 0
-        for (begins, ends), obj in [*spans, ((2**64, 2**64), None)]:
+        for (begins, ends), obj in [*placed, ((2**64, 2**64), None)]:
             if begins >= end:
                 if len(together) > 1 and _overlap(together, end - first):
                     self._keep(first, end, together)
@@ -161,20 +163,20 @@ class SharedViews:
     def _keep(self, first: int, end: int, objects: list[Any]) -> None:
         for obj in objects:
             whole = _whole(obj)
-            span = _span(whole) if whole is not None else None
-            if whole is not None and span is not None and span[0] <= first and end <= span[1]:
-                skipped = (first - span[0]) // _ALIGNMENT * _ALIGNMENT
-                content = whole[skipped : end - span[0]]
-                self._memories.append(_Memory(first, end, content, span[0] + skipped))
+            bounds = _bounds(whole) if whole is not None else None
+            if whole is not None and bounds is not None and bounds[0] <= first and end <= bounds[1]:
+                skipped = (first - bounds[0]) // _ALIGNMENT * _ALIGNMENT
+                content = whole[skipped : end - bounds[0]]
+                self._memories.append(_Memory(first, end, content, bounds[0] + skipped))
                 return
 
     def reduce(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> Any:
         """Return how to pickle an object in memory that others share; None for any other object."""
-        span = _span(obj)
-        if span is None:
+        bounds = _bounds(obj)
+        if bounds is None:
             return None
-        place = bisect.bisect_right(self._memories, span[0], key=lambda memory: memory.first) - 1
-        if place < 0 or span[1] > self._memories[place].end:
+        place = bisect.bisect_right(self._memories, bounds[0], key=lambda memory: memory.first) - 1
+        if place < 0 or bounds[1] > self._memories[place].end:
             return None
         memory = self._memories[place]
         if obj is memory.content:
@@ -183,7 +185,7 @@ class SharedViews:
             offset, size, steps = obj.data_ptr() - memory.address, tuple(obj.shape), obj.stride()
             details = (obj.dtype, size, steps, obj.requires_grad)
             return _tensor_in, (memory.content, offset, *details)
-        offset = obj.__array_interface__["data"][0] - memory.address
+        offset = address_of(obj) - memory.address
         layout = (obj.dtype, obj.shape, obj.strides, obj.flags.writeable)
         return _array_in, (memory.content, offset, *layout)
 

@@ -100,7 +100,7 @@ def loss_of(error: BaseException) -> Loss:
 
 
 def get_soon(answer: ray.ObjectRef) -> Any:
-    """Return an answer that is expected soon; keep the task's CPU for the first second."""
+    """Return an answer that is expected soon; keep the CPU for at most ``tuning.KEEP_CPU_S``."""
     with contextlib.suppress(TimeoutError):
         return answer.future().result(tuning.KEEP_CPU_S)
     return ray.get(answer)
@@ -119,7 +119,8 @@ class Patience:
             error: The error of the last call.
 
         Raises:
-            ActorUnavailableError: ``error``, if the actor has been unreachable for 30 seconds.
+            ActorUnavailableError: ``error``, if the actor has been unreachable for
+                ``tuning.ACTOR_AWAY_S``.
         """
         now = time.monotonic()
         if now - self._last > tuning.ACTOR_AWAY_S:

@@ -13,7 +13,15 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
-__all__ = ["Changes", "changes", "differences", "forget", "remember", "take_over"]
+__all__ = [
+    "Changes",
+    "changes",
+    "differences",
+    "forget",
+    "remember",
+    "take_over",
+    "while_ray_starts",
+]
 
 Changes = tuple[tuple[tuple[str, str | None], ...], int | None, frozenset[int]]
 """Names and values of variables, with None for a deleted variable; the umask, if known; and the

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
-from dpex.wire.memory_map import shared_memory
+from dpex.wire.memory_map import address_of, memory_in
 
 if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
@@ -63,12 +63,14 @@ def _borrow(inherited: Bequest) -> Any:
     """Return a copy of a job in the memory that this process inherited."""
     from dpex.wire.pickling import load, own_copy  # loads torch, which the actor does not need
 
-    shared = shared_memory()
+    shared = memory_in(lambda span: span.shared)
     pickled = inherited.pickled
     # A write to a shared mapping would reach the file or other processes. So dpex copies such
     # memory now.
     exposed = {
-        id(buffer) for buffer in pickled.buffers if buffer.flags.writeable and shared(buffer)
+        id(buffer)
+        for buffer in pickled.buffers
+        if buffer.flags.writeable and shared(address_of(buffer), buffer.nbytes)
     }
     job, inherited.job = inherited.job, None
     # A small job is unpickled, because dpex compares its pickle after batches. Nothing compares a

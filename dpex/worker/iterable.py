@@ -210,8 +210,7 @@ def stream_chunk(
                         stream = _NeverBegun(epoch)
                         keep_copy(slot, Copy(None, "", Habits(), stream=stream))
                     place = f"batch {number // run.num_workers} of its stream, {where}"
-                    error = wrap_error(f"in DataLoader worker process {worker_id} ({place})")
-                    entry = Entry(number, error, "error")
+                    entry = Entry(number, wrap_error(worker_id, place), "error")
                 finally:
                     leave_worker()
             costs.settle()

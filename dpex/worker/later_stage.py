@@ -117,9 +117,8 @@ def apply_stage(
             except KeyboardInterrupt:  # Ray has cancelled the task
                 raise
             except BaseException:
-                place_of_error = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
-                error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
-                done = Entry(entry.batch, error, "error")
+                place = f"dataset {at}, batch {entry.batch}, stage {stage}, {where}"
+                done = Entry(entry.batch, wrap_error(worker_id, place), "error")
             finally:
                 leave_worker()
         # The sizes of chunks depend on the times of the first stage alone.

@@ -188,14 +188,20 @@ def _base_text(error: BaseException | None) -> str:
     )
 
 
-def wrap_error(where: str) -> Pickled:
-    """Pickle the exception being handled, wrapped as torch wraps it, with its origin ``where``."""
+def wrap_error(worker_id: int, place: str) -> Pickled:
+    """Pickle the exception being handled, wrapped as torch wraps it, with its origin.
+
+    Args:
+        worker_id: The logical worker.
+        place: Where the exception was raised: the batch, and the node and process.
+    """
     kind, error, traceback = sys.exc_info()
     assert kind is not None
     if not isinstance(error, Exception):
         # The training process must not exit, or cancel what it does, because a sample did.
         text = _exit_text(error.code) if isinstance(error, SystemExit) else _base_text(error)
         kind, error = RuntimeError, RuntimeError(text)
+    where = f"in DataLoader worker process {worker_id} ({place})"
     wrapper = ExceptionWrapper((kind, error, traceback), where=where)
     try:
         return dump(wrapper, "error")

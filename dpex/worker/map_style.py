@@ -183,9 +183,8 @@ def fetch_chunk(
             except KeyboardInterrupt:  # Ray has cancelled the task
                 raise
             except BaseException:
-                place_of_error = f"dataset {at}, batch {batch}, {where}"
-                error = wrap_error(f"in DataLoader worker process {worker_id} ({place_of_error})")
-                entry = Entry(batch, error, "error")
+                place = f"dataset {at}, batch {batch}, {where}"
+                entry = Entry(batch, wrap_error(worker_id, place), "error")
             finally:
                 leave_worker()
         costs.settle()

@@ -12,9 +12,9 @@ from typing import Any
 __all__ = ["Changes", "changes", "inherited", "remember", "take_over"]
 
 Changes = tuple[tuple[str, str, Any], ...]
-"""Tuples of module, name in the module, and value; the value of a deleted name is ``GONE``."""
+"""Tuples of module, name in the module, and value; the value of a deleted name is ``_GONE``."""
 
-GONE = ("dpex", "no such name")
+_GONE = ("dpex", "no such name")
 
 _TYPES = (bool, int, float, complex, str, bytes, type(None))
 # Values in these modules describe one process, such as whether a library has been initialised.
@@ -60,8 +60,8 @@ def changes() -> Changes:
         # This runs at every iter(), nearly always without a change: identity is compared first.
         now = getattr(sys.modules.get(module), "__dict__", {})
         for name, value in then.items():
-            new = now.get(name, GONE)
-            if new is not value and new != value and (new is GONE or type(new) in _TYPES):
+            new = now.get(name, _GONE)
+            if new is not value and new != value and (new is _GONE or type(new) in _TYPES):
                 found.append((module, name, new))
         if len(now) > len(names):
             found += [(module, n, v) for n, v in _settings(now).items() if n not in names]
@@ -76,9 +76,9 @@ def take_over(changes: Changes) -> None:
     for place in {*values, *_original}:
         module, name = place
         names = getattr(sys.modules.get(module), "__dict__", {})
-        _original.setdefault(place, names.get(name, GONE))
+        _original.setdefault(place, names.get(name, _GONE))
         value = values.get(place, _original[place])
-        if value == GONE:
+        if value == _GONE:
             names.pop(name, None)
         else:
             names[name] = value

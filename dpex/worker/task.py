@@ -235,7 +235,7 @@ class _Asking:
     Attributes:
         made: Number of blocks that the task has made.
         origin: Identifiers of the task and of its process.
-        keeps_cpu: Whether the task keeps its CPU for the first second of a wait for an answer.
+        keeps_cpu: Whether the task keeps its CPU for ``tuning.KEEP_CPU_S`` of a wait for an answer.
         unchanged: Whether the last batch has left its copy unchanged; None if this is not known.
         messages: The other messages of the task to the pipeline actor.
     """

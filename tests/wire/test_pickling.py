@@ -263,6 +263,24 @@ def test_a_class_that_travels_by_value_keeps_its_qualified_name() -> None:
 
 
 @contextlib.contextmanager
+def test_instances_of_a_class_with_slots_have_no_dict_in_another_process() -> None:
+    kind = type("Slotted", (), {"__slots__": ("part",), "__module__": "__main__"})
+    sample: Any = kind()
+    sample.part = 7
+    program = (
+        "import pickle, sys; read = pickle.load(sys.stdin.buffer); print(read.part, dir(read))"
+    )
+    read = subprocess.run(
+        [sys.executable, "-c", program],
+        input=dump_in_band(sample, "batch"),
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert read.startswith(b"7 ")
+    assert b"__dict__" not in read
+
+
+@contextlib.contextmanager
 def by_value_of_this_module() -> Iterator[None]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:

@@ -61,6 +61,7 @@ __all__ = [
     "can_fork_now",
     "fork_parent",
     "forked_from_here",
+    "forks_server",
     "is_inherited",
     "record_job",
     "serve",

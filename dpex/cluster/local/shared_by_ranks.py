@@ -8,6 +8,7 @@ ends. When the last connection is closed, the keeper shuts Ray down and ends.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -151,8 +152,6 @@ def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(stem: Path, deadline: float) -> Iterator[None]:
-    import fcntl
-
     began = time.monotonic()
     with (stem.parent / "lock").open("wb") as file:
         while True:
