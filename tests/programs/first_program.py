@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ class Hangs(Draws):
 
 
 def loader_of(dataset: Any, **arguments: Any) -> DpexDataLoader[Any]:
-    arguments = {"batch_size": 4, "num_workers": 2, **arguments}
-    return DpexDataLoader(dataset, distribute_mode=True, head_address="local", **arguments)
+    arguments = {"batch_size": 4, "num_workers": 2, "head_address": "local", **arguments}
+    return DpexDataLoader(dataset, distribute_mode=True, **arguments)
 
 
 def rows(batches: Any) -> list[Any]:
@@ -459,18 +459,23 @@ def forked() -> Any:
     return [errors, left == [list(range(4, 400))] * 2]
 
 
+def delayed(call: Any, starting: threading.Event, go_on: threading.Event) -> Any:
+    """Return a function that sets one event, waits for the other, and then calls ``call``."""
+
+    def call_later(*arguments: Any, **options: Any) -> Any:
+        starting.set()
+        assert go_on.wait(TIMEOUT_SECONDS)
+        return call(*arguments, **options)
+
+    return call_later
+
+
 def forked_by_a_thread() -> Any:
     """Use a loader in a process that a thread forks while Ray is starting."""
     from dpex.cluster.local import launch
 
-    init_ray, starting, go_on = launch.init_ray, threading.Event(), threading.Event()
-
-    def init_later(*arguments: Any, **options: Any) -> Any:
-        starting.set()
-        assert go_on.wait(TIMEOUT_SECONDS)
-        return init_ray(*arguments, **options)
-
-    launch.init_ray = init_later
+    starting, go_on = threading.Event(), threading.Event()
+    launch.init_ray = delayed(launch.init_ray, starting, go_on)
     loader = loader_of(Tells(400))
     batches = iter(loader)
     next(batches)
@@ -500,23 +505,17 @@ def calls_ray_meanwhile() -> Any:
     """Import Ray, and let two threads call it, while dpex starts it."""
     from dpex.cluster.local import launch
 
-    load_ray, starting, go_on = launch.load_ray, threading.Event(), threading.Event()
-
-    def load_later() -> None:
-        starting.set()
-        assert go_on.wait(TIMEOUT_SECONDS)
-        load_ray()
-
-    launch.load_ray = load_later
+    starting, go_on = threading.Event(), threading.Event()
+    launch.init_ray = delayed(launch.init_ray, starting, go_on)
     batches = iter(loader_of(Tells(400)))
     next(batches)
     assert starting.wait(TIMEOUT_SECONDS)
     import ray
 
-    go_on.set()
     with ThreadPoolExecutor() as threads:
         ours = threads.submit(ray.init, num_cpus=7)
         theirs = threads.submit(lambda: ray.get(ray.put(3)))
+        go_on.set()
         answers = ["node_id" in ours.result().address_info, theirs.result()]
     try:
         ray.init(num_cpus=1)
@@ -526,30 +525,49 @@ def calls_ray_meanwhile() -> Any:
     return [*answers, left == list(range(4, 400))]
 
 
+def start_ray(meanwhile: Callable[[], None]) -> None:
+    """Start Ray here, and call a function once this thread is in ``ray.init``."""
+    main = threading.main_thread()
+
+    def call() -> None:
+        wait_until(lambda: _is_in_init(main), TIMEOUT_SECONDS, "call of ray.init")
+        meanwhile()
+
+    calls = threading.Thread(target=call)
+    calls.start()
+    import ray
+
+    ray.init(num_cpus=3, include_dashboard=False)
+    calls.join()
+
+
 def starts_ray_first() -> Any:
-    """Begin to start Ray in the main thread before dpex does it."""
+    """Begin to start Ray before dpex does it."""
     import dpex.tuning
 
     dpex.tuning.HEAD_START_S = 1000.0
-    loader = DpexDataLoader(Tells(400), batch_size=4, num_workers=2, distribute_mode=True)  # type: ignore[arg-type]
+    loader = loader_of(Tells(400), head_address="auto")
     batches = iter(loader)
     next(batches)
     assert loader._cluster is not None
     session: Any = loader._cluster.session
-    main = threading.main_thread()
-
-    def start() -> None:
-        wait_until(lambda: _is_in_init(main), TIMEOUT_SECONDS, "call of ray.init")
-        session._workers.start_now.set()
-
-    starts = threading.Thread(target=start)
-    starts.start()
-    import ray
-
-    ray.init(num_cpus=3, include_dashboard=False)
-    starts.join()
+    start_ray(session._workers.start_now.set)
     left = joined(index.tolist() for index, _ in batches)
-    return [left == list(range(4, 400)), ray.cluster_resources()["CPU"]]
+    return left == list(range(4, 400))
+
+
+def starts_ray_meanwhile() -> Any:
+    """Begin to start Ray after dpex has prepared its start, but before dpex has imported Ray."""
+    from dpex.cluster.local import launch
+
+    starting, go_on = threading.Event(), threading.Event()
+    launch.load_ray = delayed(launch.load_ray, starting, go_on)
+    batches = iter(loader_of(Tells(400), head_address="auto"))
+    next(batches)
+    assert starting.wait(TIMEOUT_SECONDS)
+    start_ray(go_on.set)
+    left = joined(index.tolist() for index, _ in batches)
+    return left == list(range(4, 400))
 
 
 def undisturbed() -> Any:

@@ -137,9 +137,10 @@ def test_the_program_s_calls_of_ray_wait_while_ray_starts_and_use_the_same_ray()
     assert "ray.init was called with num_cpus while dpex started a local Ray" in errors
 
 
-def test_a_start_by_the_program_is_waited_for_and_its_ray_is_used() -> None:
-    outcome, errors = outcome_of("starts_ray_first")
-    assert outcome == [True, 3]
+@pytest.mark.parametrize("scenario", ["starts_ray_first", "starts_ray_meanwhile"])
+def test_a_start_by_the_program_is_waited_for_and_its_ray_is_used(scenario: str) -> None:
+    complete, errors = outcome_of(scenario)
+    assert complete
     assert "(this process was connected to it): 1 node, 3 CPUs" in errors
 
 
