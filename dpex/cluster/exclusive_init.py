@@ -125,13 +125,12 @@ def wait_for_program() -> None:
     try:
         while callers := [t for t in threading.enumerate() if t.ident != here and _is_in_init(t)]:
             _waits = True
-            exits = not threading.main_thread().is_alive()
-            if exits and all(thread.daemon for thread in callers):
-                raise ClusterError("the process exits while ray.init is running in a thread")
-            if time.monotonic() > deadline:
+            # At its exit, Python waits for this thread, but not for daemon threads.
+            alive = threading.main_thread().is_alive() or not all(t.daemon for t in callers)
+            if time.monotonic() > deadline or not alive:
                 raise ClusterError(
-                    "another thread of this process has called ray.init, which has not returned "
-                    f"within {tuning.START_S:g} s. Wait for it, and start the epoch again"
+                    "another thread of this process is still in ray.init, for which dpex waits "
+                    f"{tuning.START_S:g} s at most. Wait for it, and start the epoch again"
                 )
             time.sleep(tuning.LOOK_S)
     finally:
