@@ -24,7 +24,15 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["by_value", "changed", "installed_roots", "process_start", "remember", "sources"]
+__all__ = [
+    "by_value",
+    "changed",
+    "installed_roots",
+    "process_start",
+    "remember",
+    "sources",
+    "users_modules",
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ _others: dict[str, ModuleType] = {}
 
 def remember() -> None:
     """Record the version of each module that this process has imported since the last call."""
-    for name, module in _modules():
+    for name, module in users_modules():
         _first_version(name, module)
 
 
@@ -69,7 +77,7 @@ def changed(inherited: Set[str] = frozenset()) -> list[str]:
         inherited: Names of the modules that all worker processes inherit from this process.
     """
     found = []
-    for name, module in _modules():
+    for name, module in users_modules():
         then = _first_version(name, module)
         if (
             (then.differs and name not in inherited)
@@ -155,7 +163,8 @@ def process_start() -> float:
         return time.time()
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
+def users_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield the name and the content of each module of the user's, except the script."""
     for name, module in list(sys.modules.items()):
         if _others.get(name) is module:
             continue  # nearly every module; each iter() runs this loop
@@ -207,7 +216,7 @@ def by_value() -> Iterator[None]:
     """
     with _registering:
         known = cloudpickle.list_registry_pickle_by_value()
-        modules = [module for name, module in _modules() if name not in known]
+        modules = [module for name, module in users_modules() if name not in known]
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
         try:

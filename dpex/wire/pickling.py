@@ -7,6 +7,7 @@ dataset to worker processes, and to send batches back.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
 import importlib
@@ -281,6 +282,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return importlib.import_module, (name,)
         if self._mappings is not None:
             self._buffers.kinds.add(kind)
+        if kind is object and self._mappings is not None and (place := _sentinel_place(obj)):
+            return _sentinel, place
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
             reduced = _with_qualname(obj, reduced)
@@ -365,6 +368,27 @@ def _with_slots(kind: type, reduced: Any) -> Any:
                 contents = {"__slots__": vars(kind)["__slots__"], **contents}
                 return (build, (metaclass, name, bases, contents, *more), *rest)
     return reduced
+
+
+def _sentinel_place(obj: object) -> tuple[str, str] | None:
+    """Return the module and the name of a sentinel such as ``MISSING = object()``, if it has any.
+
+    A fork has the same object, and ``is`` compares with it.
+    """
+    for module, content in list(sys.modules.items()):
+        if module not in ("__main__", "__mp_main__"):  # whose code brings its own globals
+            for name, value in list(getattr(content, "__dict__", {}).items()):
+                if value is obj:
+                    return module, name
+    return None
+
+
+def _sentinel(module: str, name: str) -> object:
+    with contextlib.suppress(Exception):  # this process has another version of the module
+        found: object = getattr(importlib.import_module(module), name)
+        if type(found) is object:
+            return found
+    return object()
 
 
 def _rebuild_code(build: Callable[..., CodeType], parts: Sequence[Any], filename: str) -> CodeType:

@@ -20,16 +20,16 @@ class Hog:
 
 
 class Release(logging.Handler):
-    """A log handler that kills the hog once the loader has logged that no CPU is free."""
+    """A log handler that kills the hog once the loader has logged that it holds the CPUs."""
 
     def __init__(self, hog: object) -> None:
         super().__init__()
         self.hog = hog
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record, and kill the hog if the record says that no CPU is free."""
+        """Print the record, and kill the hog if the record names it."""
         print(record.getMessage(), flush=True)
-        if "2 CPUs, of which 0 free" in record.getMessage():
+        if "Hog" in record.getMessage():
             threading.Thread(target=ray.kill, args=(self.hog,)).start()
 
 

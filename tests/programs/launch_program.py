@@ -68,6 +68,7 @@ class Told(Dataset[Any]):
         mask = os.umask(0)
         os.umask(mask)
         switches = PIL.ImageFile.LOAD_TRUNCATED_IMAGES, config.size, vars(config).get("name")
+        switches += config.Config.scale, vars(config.Config).get("crop")
         return os.environ.get("KIND"), os.environ.get("ROOT"), mask, *switches
 
 
@@ -90,10 +91,11 @@ def settings_change() -> None:
             if root is not None:
                 os.environ["ROOT"] = root
             PIL.ImageFile.LOAD_TRUNCATED_IMAGES = kind == "b"
-            config.size = len(kind)
-            vars(config).pop("name", None)
+            config.size = config.Config.scale = len(kind)
             if kind != "b":
-                config.name = kind
+                config.name = config.Config.crop = kind  # type: ignore[attr-defined]
+            else:
+                del config.name, config.Config.crop
             torchs, ours = [list(loader) for loader in loaders]
             assert ours == torchs, (persistent, ours, torchs)
     print("rank 0 reads what torch's loader reads", flush=True)

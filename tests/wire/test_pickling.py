@@ -280,6 +280,21 @@ def test_instances_of_a_class_with_slots_have_no_dict_in_another_process() -> No
     assert b"__dict__" not in read
 
 
+def test_a_module_s_sentinel_is_the_same_object_in_a_dataset_s_copy() -> None:
+    module: Any = types.ModuleType("of_sentinels")
+    module.MISSING, unknown = object(), object()
+    dataset = {"default": [module.MISSING] * 2, "other": unknown}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "of_sentinels", module)
+        pickled = dump(dataset, "dataset", Readers(same_host=True))
+        read = load(pickled)
+        assert read["default"] == [module.MISSING] * 2
+        assert read["other"] is not unknown
+        del module.MISSING
+        first, second = load(pickled)["default"]
+        assert first is second
+
+
 @contextlib.contextmanager
 def by_value_of_this_module() -> Iterator[None]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
