@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
+import functools
 import importlib
 import inspect
 import io
@@ -282,14 +283,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return importlib.import_module, (name,)
         if self._mappings is not None:
             self._buffers.kinds.add(kind)
-        if kind is object and self._mappings is not None and (place := _sentinel_place(obj)):
-            return _sentinel, place
+        if kind is object and self._mappings is not None and id(obj) in self._sentinels:
+            return _sentinel, self._sentinels[id(obj)][1:]
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
             reduced = _with_qualname(obj, reduced)
         if isinstance(obj, type) and "__slots__" in vars(obj):
             reduced = _with_slots(obj, reduced)
         return reduced
+
+    @functools.cached_property
+    def _sentinels(self) -> dict[int, tuple[object, str, str]]:
+        """Sentinels such as ``MISSING = object()`` by id, with their modules and names.
+
+        A fork has the same object, and ``is`` compares with it.
+        """
+        return {
+            id(value): (value, module, name)
+            for module, content in list(sys.modules.items())
+            if module not in ("__main__", "__mp_main__")  # whose code brings its own globals
+            for name, value in list(getattr(content, "__dict__", {}).items())
+            if type(value) is object
+        }
 
     def _reduce_code(self, code: CodeType) -> Any:
         build, parts = self.dispatch_table[CodeType](code)
@@ -368,19 +383,6 @@ def _with_slots(kind: type, reduced: Any) -> Any:
                 contents = {"__slots__": vars(kind)["__slots__"], **contents}
                 return (build, (metaclass, name, bases, contents, *more), *rest)
     return reduced
-
-
-def _sentinel_place(obj: object) -> tuple[str, str] | None:
-    """Return the module and the name of a sentinel such as ``MISSING = object()``, if it has any.
-
-    A fork has the same object, and ``is`` compares with it.
-    """
-    for module, content in list(sys.modules.items()):
-        if module not in ("__main__", "__mp_main__"):  # whose code brings its own globals
-            for name, value in list(getattr(content, "__dict__", {}).items()):
-                if value is obj:
-                    return module, name
-    return None
 
 
 def _sentinel(module: str, name: str) -> object:
