@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -73,22 +74,18 @@ def _data_iterator_class() -> Any:
         block = found["entry"](ref, metadata)
         return found["bundle"]([block], schema=None, owns_blocks=False)
 
-    class BlocksOfReplies(DataIterator):
-        """A ``ray.data.DataIterator`` over the blocks of replies.
+    class StoredBlocks(DataIterator):
+        """A ``ray.data.DataIterator`` over blocks in the object store.
 
         It implements the same methods as Ray's own ``StreamSplitDataIterator``.
         """
 
-        def __init__(self, replies: Iterator[list[StoredBlock]]) -> None:
-            self._replies = replies
+        def __init__(self, blocks: Iterator[StoredBlock]) -> None:
+            self._blocks = blocks
 
         def _to_ref_bundle_iterator(self) -> tuple[Any, ...]:
-            return self._bundles(), *beside_bundles
-
-        def _bundles(self) -> Iterator[Any]:
-            for blocks in self._replies:
-                while blocks:  # this frame keeps no reference to a block that has been read
-                    yield bundle_of(*blocks.pop(0))
+            # Not a generator, whose frame would refer to a block that has been read.
+            return itertools.starmap(bundle_of, self._blocks), *beside_bundles
 
         def _create_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
             iterator: Any = super()._create_batch_iterator(*args, **kwargs)
@@ -115,14 +112,14 @@ def _data_iterator_class() -> Any:
             """Return the ``DataContext`` of the current thread."""
             return DataContext.get_current()
 
-    return BlocksOfReplies
+    return StoredBlocks
 
 
-def data_iterator(replies: Iterator[list[StoredBlock]]) -> ray.data.DataIterator | None:
+def data_iterator(blocks: Iterator[StoredBlock]) -> ray.data.DataIterator | None:
     """Return a Ray ``DataIterator`` over blocks in the object store.
 
     Args:
-        replies: Lists of blocks. Reading a block removes it from its list.
+        blocks: The blocks, to which the iterator keeps no reference.
 
     Returns:
         The iterator, or None if this Ray lacks a private name that it needs.
@@ -130,5 +127,5 @@ def data_iterator(replies: Iterator[list[StoredBlock]]) -> ray.data.DataIterator
     if DATA_ITERATOR.usable:
         with DATA_ITERATOR.attempt():
             data_iterator_class = _data_iterator_class()
-            return None if data_iterator_class is None else data_iterator_class(replies)
+            return None if data_iterator_class is None else data_iterator_class(blocks)
     return None

@@ -107,6 +107,7 @@ class RemoteRun:
                 through_client=self._through_client,
             )
             _receivers.add(self._receiver)
+            weakref.finalize(self, self._receiver.stop).atexit = False
         return self._receiver
 
     def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:

@@ -174,7 +174,8 @@ class FirstWorkers:
             return False
         idle.work = work
         binding = Binding.WATCHED if work.watched else Binding.RELEASED
-        given = ChunkMessage(work.chunk.payload, binding, readable_segments())
+        live_runs = frozenset(queue.run for queue in self.queues)
+        given = ChunkMessage(work.chunk.payload, binding, readable_segments(), live_runs)
         idle.send(pickle.dumps(given))
         return True
 
@@ -280,6 +281,7 @@ class ChunkQueue:
         pin_device: As for ``Decoder``.
 
     Attributes:
+        run: Key of the run.
         arrivals: The blocks and losses that have arrived.
         remote: The run on the pipeline; None until the pipeline has its tasks.
         ended: Whether the run is cancelled.
@@ -289,6 +291,7 @@ class ChunkQueue:
     def __init__(
         self, run: str, workers: FirstWorkers, num_workers: int, pin_device: int | None
     ) -> None:
+        self.run = run
         self.arrivals = Arrivals()
         self.remote: RemoteRun | None = None
         self.ended = False

@@ -53,21 +53,30 @@ class Decoder:
         self._pool = pool
         self._segments = SegmentReader()
         self._pin_device = pin_device
+        self._closed = False
 
     def __call__(self, block: Block) -> Arrival:
         """Decode a block, while its table, if it has one, is alive.
+
+        After ``close``, the arrival has no batches. If another thread closes the decoder during a
+        call, the call ends after its current batch.
 
         Raises:
             SegmentsUnreadableError: This process cannot open the segments of worker processes.
         """
         started = time.perf_counter()
-        if block.run != self._run:  # a chunk of a cancelled iteration
-            return Arrival(replace(block, entries=[]), [])
+        unread = Arrival(replace(block, entries=[]), [])
+        if not self._reads(block.run):
+            return unread
         pin_memory = self._pin_device is not None
         if self._pin_device is not None:  # torch's current device is that of a thread
             torch.accelerator.set_device_index(self._pin_device)
         try:
-            batches = list(decode(block, self._pool, self._segments, pin_memory=pin_memory))
+            batches = []
+            for entry in decode(block, self._pool, self._segments, pin_memory=pin_memory):
+                if not self._reads(block.run):
+                    return unread
+                batches.append(entry)
         except SegmentLostError as error:
             self._segments.release(places_in(block))
             return Arrival(replace(block, entries=[]), [], lost=str(error))
@@ -75,8 +84,13 @@ class Decoder:
         block = replace(block, entries=[])
         return Arrival(block, batches, time.perf_counter() - started)
 
+    def _reads(self, run: str) -> bool:
+        """Return whether a run's batches are wanted: another thread may close this decoder."""
+        return run == self._run and not self._closed
+
     def close(self) -> None:
-        """Unmap the segments that no batch uses."""
+        """Decode no more batches, and unmap the segments that no batch uses."""
+        self._closed = True
         self._segments.close()
 
 

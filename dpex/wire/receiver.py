@@ -123,7 +123,7 @@ class Receiver:
         def decoded() -> Iterator[Arrival]:
             # Ray Data does not work through a Ray Client. Some versions of Ray lack the private
             # names that data_iterator needs.
-            blocks = None if through_client else data_iterator(replies)
+            blocks = None if through_client else data_iterator(self._wanted(replies))
             self._through_data = blocks is not None
             if blocks is None:
                 return map(decode_block, _fetched(replies))
@@ -164,6 +164,16 @@ class Receiver:
             yield stored
             self._all_told = ended
 
+    def _wanted(self, replies: Iterator[list[StoredBlock]]) -> Iterator[StoredBlock]:
+        """Yield the blocks of the replies until the reading stops.
+
+        A thread of Ray Data takes them, and calls Ray for each. ``_receive`` ends only after that
+        thread, so that the thread calls no Ray that has been shut down.
+        """
+        for blocks in replies:
+            while blocks and self._may_call:
+                yield blocks.pop(0)
+
     def _ask(self) -> ray.ObjectRef | None:
         """Request the pipeline actor's next reply, or return None if Ray must not be called."""
         if not self._may_call:
@@ -176,7 +186,11 @@ class Receiver:
         return not self._stopped and ray.is_initialized()
 
     def stop(self) -> None:
-        """Stop reading, because the run is finished or cancelled."""
+        """Stop reading, because the run is finished or cancelled.
+
+        The threads finish the batch that they decode now, and the call of Ray that they are in.
+        Then they end. Nothing is added to the arrivals any more.
+        """
         self._stopped = True
         self._decoder.close()
 
@@ -189,7 +203,8 @@ class Receiver:
             while True:
                 try:
                     for arrival in decoded():
-                        self._take_in(arrival)
+                        if not self._stopped:
+                            self._take_in(arrival)
                     if self._all_told or not self._may_call:
                         break
                     raise RuntimeError("the blocks ended before the last one")

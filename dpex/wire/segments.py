@@ -6,13 +6,40 @@ So the tensor is copied neither to the object store nor from there.
 
 A segment is an anonymous file (``memfd_create``) of the worker process, which both processes map.
 It takes no space in ``/dev/shm``. However the processes end, the kernel frees it as soon as no
-process maps it any more. Its first page holds four numbers, each written by one of the two:
+process maps it any more.
 
-- use, by the worker process: how many batches it has put into the segment;
-- mapped, by the training process: the last use in which it has mapped the segment;
-- released, by the training process: the last use whose batch it needs no more. So a late release
-  of an earlier use has no effect;
-- gone, by either: it will not use the segment again.
+The protocol hands a segment to one side at a time::
+
+    FREE ----- begin_use ----> FILLING ----- send ----> SENT ----- view ----> MAPPED
+      ^                           |                      |                      |
+      |<-- the array is freed ----'                      |                      |
+      |<------------------- the batch is freed ----------|----------------------'
+                                                         |
+    DROPPED <----- the run has ended, or the pool has too many segments
+
+The worker process fills a segment only in FREE and FILLING. Only the training process ends the
+state MAPPED, and no state but FREE leads to a new use. So a batch that the training process has
+mapped never changes. If the training process will not read a batch, the worker process drops the
+segment: it closes its descriptor, and never fills the memory again. A late ``view`` of a dropped
+segment gets either the batch, unchanged, or ``SegmentLostError``.
+
+The first page of a segment holds four words. Each of them only rises:
+
+========  ================  ====================================================================
+word      written by        meaning
+========  ================  ====================================================================
+use       worker process    Number of the current use. Written in FREE, before the memory is filled.
+mapped    training process  Last use that the training process has mapped. Written once per use,
+                            after the mapping exists and before anything reads it.
+released  training process  Last use whose batch and views are freed. Written once per use, after
+                            ``mapped``. It makes the segment FREE again.
+gone      both              1 as soon as either side will not use the segment again: the worker
+                            process writes it when it drops the segment, and the training process
+                            when a fork of it may still read the batch.
+========  ================  ====================================================================
+
+No step depends on two words at one instant, so the protocol needs no atomic operation on two words.
+``tests/wire/test_segment_protocol.py`` runs every interleaving of the two processes' steps.
 
 Source:
     ``memfd_create(2)``. ``proc(5)``: ``/proc/<pid>/fd/<n>`` opens a file of another process of the
@@ -83,7 +110,7 @@ def readable_segments() -> str:
 
 
 class SegmentLostError(Exception):
-    """The process of a segment has ended, or uses the segment for another batch."""
+    """The process of a segment has ended or has dropped it, or its batch has been read before."""
 
 
 class SegmentsUnreadableError(Exception):
@@ -158,23 +185,19 @@ class _Segment:
         return Place(os.getpid(), self._descriptor, self._name, self.use, start, int(buffer.nbytes))
 
     @property
+    def is_free(self) -> bool:
+        """Whether neither process uses it any more."""
+        return not self.filling and (not self.sent or int(self.words[_RELEASED]) == self.use)
+
+    @property
     def is_mapped(self) -> bool:
         """Whether the training process has mapped the batch that this process has sent."""
         return self.sent and not self.filling and int(self.words[_MAPPED]) == self.use
 
-    def is_free(self, owner: tuple[str, str]) -> bool:
-        """Return whether no process uses it any more.
-
-        Args:
-            owner: The pipeline and the run that need memory. A pipeline serves one run at a time:
-                nobody reads the blocks of its earlier runs.
-        """
-        if self.filling:
-            return False
-        unread = self.words[_MAPPED] != self.use
-        pipeline, run = self.owner
-        outdated = not pipeline or (pipeline == owner[0] and run != owner[1])
-        return not self.sent or int(self.words[_RELEASED]) == self.use or (unread and outdated)
+    @property
+    def is_unread(self) -> bool:
+        """Whether this process has sent the batch, and the training process has not mapped it."""
+        return self.sent and not self.filling and int(self.words[_MAPPED]) != self.use
 
 
 class SegmentPool:
@@ -186,21 +209,27 @@ class SegmentPool:
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._owner = ("", "")
+        self._live_runs: frozenset[str] = frozenset()
         self._usable = False
         self._lock = threading.RLock()
 
-    def serve(self, pipeline: str, run: str, reader: str) -> SegmentPool | None:
+    def serve(
+        self, pipeline: str, run: str, reader: str, *, live_runs: frozenset[str] = frozenset()
+    ) -> SegmentPool | None:
         """Set the run that the next batches belong to.
 
         Args:
             pipeline: The pipeline that serves the run.
             run: Key of the run.
             reader: The training process's ``machine()``; empty if it reads no segments.
+            live_runs: Other runs of the pipeline that have not ended. The training process reads
+                no more blocks of any further run of the pipeline.
 
         Returns:
             This pool, or None if the training process cannot read the segments.
         """
         self._owner = (pipeline, run)
+        self._live_runs = live_runs | {run}
         self._usable = bool(reader) and reader == machine()
         return self if self._usable else None
 
@@ -238,7 +267,8 @@ class SegmentPool:
     def _free(self, nbytes: int) -> _Segment | None:
         """Return a free segment, or None if there can be no more."""
         self._segments = [s for s in self._segments if s.filling or not s.words[_GONE]]
-        free = [segment for segment in self._segments if segment.is_free(self._owner)]
+        self._drop([s for s in self._segments if s.is_unread and self._has_ended(s.owner)])
+        free = [segment for segment in self._segments if segment.is_free]
         most = tuning.MOST_SPARE * nbytes
         found = next((s for s in reversed(free) if nbytes <= s.data.nbytes <= most), None)
         if found is not None:
@@ -260,7 +290,13 @@ class SegmentPool:
         self._segments.append(segment)
         return segment
 
+    def _has_ended(self, owner: tuple[str, str]) -> bool:
+        """Return whether the training process reads no more blocks of a pipeline's run."""
+        pipeline, run = owner
+        return not pipeline or (pipeline == self._owner[0] and run not in self._live_runs)
+
     def _drop(self, segments: list[_Segment]) -> None:
+        """Use segments no more. Their memory keeps its content for as long as it is mapped."""
         for segment in segments:
             segment.words[_GONE] = 1
             self._segments.remove(segment)
@@ -270,7 +306,7 @@ class SegmentPool:
         with self._lock:
             closed = [segment for segment in self._segments if segment.owner[0] == pipeline]
             for segment in closed:
-                # A segment that is still being filled is then free as soon as its array is gone.
+                # A segment that is still being filled is dropped or free once its array is gone.
                 segment.owner = ("", "")
             self._drop([segment for segment in closed if not segment.filling])
 
@@ -296,19 +332,16 @@ class SegmentReader:
         The worker process may use the segment again when neither the array nor a view of it exists.
 
         Raises:
-            SegmentLostError: The worker process has ended, or uses the segment for another batch.
-                Or the place has been read before.
+            SegmentLostError: The worker process has ended or has dropped the segment, or the place
+                has been read before.
             SegmentsUnreadableError: This process cannot open segments. ``readable_segments``
                 returns an empty string from now on.
         """
         mapping = self._idle.pop(place.name, None) or _open_segment(place)
-        words = mapping.words
-        if words[_MAPPED] == place.use:
+        if mapping.words[_MAPPED] >= place.use:
             # Its release would let the worker process fill the batch that has been read already.
             raise SegmentLostError(f"use {place.use} of {place.name} has been read already")
-        words[_MAPPED] = place.use
-        if words[_USE] != place.use:
-            raise SegmentLostError(f"{place.name} is in use {words[_USE]}, not {place.use}")
+        mapping.words[_MAPPED] = place.use
         memory = _part(mapping.data, place.start, place.nbytes)
         reader = os.getpid(), _forks
         weakref.finalize(memory, self._release, mapping, place.use, reader).atexit = False

@@ -43,11 +43,13 @@ class ChunkMessage:
         payload: The pickled chunk.
         binding: Which processes may make batches of its logical worker.
         reader: The machine of the training process, if it reads segments; else empty.
+        live_runs: Keys of the runs that have not ended.
     """
 
     payload: bytes
     binding: Binding
     reader: str
+    live_runs: frozenset[str]
 
 
 class Made(enum.Enum):
@@ -84,7 +86,9 @@ def make_chunks(connection: Connection, job_key: str) -> None:
 
 def _make_chunk(connection: Connection, message: ChunkMessage, job_key: str) -> None:
     chunk: Chunk = pickle.loads(message.payload)
-    segments = OWN_SEGMENTS.serve(_PIPELINE, chunk.run.key, message.reader)
+    segments = OWN_SEGMENTS.serve(
+        _PIPELINE, chunk.run.key, message.reader, live_runs=message.live_runs
+    )
     writer = BlockWriter(chunk.run.key, chunk.number, segments=segments)
     looks: list[bool] = []
     unfinished = False

@@ -118,7 +118,8 @@ def test_blocks_that_nobody_reads_leave_no_more_segments_than_the_limit() -> Non
     assert places[-1] is None, "it travels through the object store"
     assert all(place is not None for place in places[:-1])
     pool.serve("pipeline", "next run", machine())
-    assert placed(pool, 2).name in {place.name for place in places if place is not None}
+    assert placed(pool, 2).name not in {place.name for place in places if place is not None}
+    assert open_segments() == 1, "the next run needs no others"
 
 
 def test_unread_blocks_of_another_pipeline_are_kept() -> None:
@@ -129,18 +130,36 @@ def test_unread_blocks_of_another_pipeline_are_kept() -> None:
     assert (reader.view(unread) == 1).all()
 
 
-def test_a_late_release_of_an_earlier_use_has_no_effect() -> None:
-    pool, reader = pool_of(), SegmentReader()
+def test_an_unread_batch_of_an_ended_run_is_lost_and_is_never_another_batch() -> None:
+    pool, reader, late = pool_of(), SegmentReader(), SegmentReader()
     first = placed(pool, 1)
     pool.serve("pipeline", "next run", machine())
-    late = SegmentReader()
     second = placed(pool, 2)
-    assert second.name == first.name, "nobody had mapped it"
     with pytest.raises(SegmentLostError):
         late.view(first)
     batch = reader.view(second)
     assert placed(pool, 3).name != second.name
     assert (batch == 2).all()
+
+
+def test_a_late_view_of_a_dropped_segment_is_the_batch_if_the_segment_is_mapped() -> None:
+    pool, reader = pool_of(), SegmentReader()
+    reader.view(placed(pool, 0))  # the reader keeps the mapping
+    first = placed(pool, 1)
+    pool.serve("pipeline", "next run", machine())
+    second = placed(pool, 2)
+    late = reader.view(first)
+    assert (late == 1).all()
+    assert placed(pool, 3).name != second.name != first.name
+    assert (late == 1).all()
+
+
+def test_unread_batches_of_other_live_runs_are_kept() -> None:
+    pool, reader = pool_of(run="one"), SegmentReader()
+    first = placed(pool, 1)
+    pool.serve("pipeline", "other", machine(), live_runs=frozenset({"one"}))
+    placed(pool, 2)
+    assert (reader.view(first) == 1).all()
 
 
 def test_a_block_that_comes_twice_is_read_once() -> None:
@@ -195,16 +214,16 @@ def test_idle_segments_are_limited(share: int) -> None:
     assert open_segments() <= 1, "one whose batch may still be read"
 
 
-def test_a_segment_that_is_filled_while_its_pipeline_closes_is_free_later() -> None:
+def test_a_segment_that_is_filled_while_its_pipeline_closes_is_dropped_later() -> None:
     pool = pool_of()
     memory = pool.empty(SIZE)
     assert memory is not None
     pool.close("pipeline")
-    place = pool.place(memory)
-    assert place is not None
+    assert pool.place(memory) is not None
     del memory
     pool.serve("other", "run", machine())
-    assert placed(pool, 1).name == place.name
+    placed(pool, 1)
+    assert open_segments() == 1
 
 
 def test_segments_of_processes_that_have_ended_are_not_kept(
