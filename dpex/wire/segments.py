@@ -13,15 +13,16 @@ The protocol hands a segment to one side at a time::
     FREE ----- begin_use ----> FILLING ----- send ----> SENT ----- view ----> MAPPED
       ^                           |                      |                      |
       |<-- the array is freed ----'                      |                      |
-      |<------------------- the batch is freed ----------|----------------------'
+      |<------------------- the batch is freed ----------+----------------------'
                                                          |
-    DROPPED <----- the run has ended, or the pool has too many segments
+    DROPPED <--------------------- the run has ended ----'
 
 The worker process fills a segment only in FREE and FILLING. Only the training process ends the
 state MAPPED, and no state but FREE leads to a new use. So a batch that the training process has
 mapped never changes. If the training process will not read a batch, the worker process drops the
 segment: it closes its descriptor, and never fills the memory again. A late ``view`` of a dropped
-segment gets either the batch, unchanged, or ``SegmentLostError``.
+segment gets either the batch, unchanged, or ``SegmentLostError``. A pool with too many segments
+also drops those in FREE and MAPPED. The training process's mapping then keeps the batch.
 
 The first page of a segment holds four words. Each of them only rises:
 
@@ -33,9 +34,9 @@ mapped    training process  Last use that the training process has mapped. Writt
                             after the mapping exists and before anything reads it.
 released  training process  Last use whose batch and views are freed. Written once per use, after
                             ``mapped``. It makes the segment FREE again.
-gone      both              1 as soon as either side will not use the segment again: the worker
-                            process writes it when it drops the segment, and the training process
-                            when a fork of it may still read the batch.
+gone      both              1 if the segment will not be used again. The worker process writes it
+                            when it drops the segment. The training process writes it when it
+                            frees a batch that a fork of it may still read.
 ========  ================  ====================================================================
 
 No step depends on two words at one instant, so the protocol needs no atomic operation on two words.

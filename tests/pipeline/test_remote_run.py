@@ -145,3 +145,10 @@ def test_a_run_ends_once_and_its_claim_is_dropped(made: Made) -> None:
         made.run.end()
     assert (made.cancelled, made.receiver.stopped) == (1, 1)
     assert made.run not in remote_run._open_runs
+
+
+def test_a_run_that_nobody_has_any_more_stops_its_receiver(made: Made) -> None:
+    assert made.run.receiver is made.receiver
+    assert made.receiver.stopped == 0
+    del made.run
+    assert made.receiver.stopped == 1
