@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -66,24 +67,23 @@ def check_way(path: Path, *, sticky: bool = False) -> None:
     if path == path.parent:
         return
     check_way(path.parent, sticky=sticky)
-    try:
-        parent, entry = path.parent.stat(), path.lstat()
-    except FileNotFoundError:
-        return
-    if _others_can_write(parent):
-        if sticky and not parent.st_mode & stat.S_ISVTX:
+    with contextlib.suppress(FileNotFoundError):
+        parent = path.parent.stat()
+        shared = _others_can_write(parent)
+        if shared and sticky and not parent.st_mode & stat.S_ISVTX:
             raise NotPrivate(
                 f"Other users can replace {path}, because {path.parent} has mode {_mode(parent)}. "
                 f"Run `chmod go-w {path.parent}` if it is yours, or choose another directory"
             )
-        if entry.st_uid not in {0, os.geteuid()}:
+        entry = path.lstat()
+        if shared and entry.st_uid not in {0, os.geteuid()}:
             raise NotPrivate(
                 f"{path} belongs to user {entry.st_uid}, but must be yours, because every user can "
                 f"create files in {path.parent}. Choose another directory"
             )
-    if stat.S_ISLNK(entry.st_mode):
-        path.stat()  # an error if links form a circle
-        check_way(path.parent / path.readlink(), sticky=sticky)
+        if stat.S_ISLNK(entry.st_mode):
+            path.stat()  # an error if links form a circle
+            check_way(path.parent / path.readlink(), sticky=sticky)
 
 
 def _others_can_write(found: os.stat_result) -> bool:
