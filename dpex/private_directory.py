@@ -49,9 +49,9 @@ def make_private(directory: Path, *, readable: bool = False, sticky: bool = Fals
 def check_way(path: Path, *, sticky: bool = False) -> None:
     """Check that no other user, except root, has made a path or a part of it.
 
-    Every user can create entries of a directory that all can write to, such as ``/tmp``, so each
-    entry on the way must belong to root or to this user. Symbolic links are followed, and the ways
-    to their targets are checked too. The path need not exist.
+    Every user can create entries of a directory that all can write to, such as ``/tmp``. So each
+    entry in such a directory must belong to root or to this user. Symbolic links are followed, and
+    the ways to their targets are checked too. The path need not exist.
 
     Args:
         path: The path.

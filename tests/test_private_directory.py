@@ -1,4 +1,4 @@
-"""Tests that a private directory stays this user's, whoever was there first."""
+"""Tests that no other user can access or replace a private directory."""
 
 from __future__ import annotations
 
