@@ -128,9 +128,6 @@ def address(
     Returns:
         Path of the server's socket, in a directory that only this user can access. None if there
         is no server for this job, so that Ray starts its worker processes itself.
-
-    Raises:
-        ClusterError: As for ``runtime_directory``.
     """
     global _address, _job_id
     if _address is None and _can_serve():

@@ -149,6 +149,24 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
         os.kill(sleeper, signal.SIGKILL)
 
 
+KILLED_PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from dpex.cluster.local.process_end import end_ray_after_us
+directory = Path(sys.argv[1])
+end_ray_after_us(directory, directory / "auth_token")
+(directory / "auth_token").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_token_of_an_owner_that_is_killed_at_once_is_deleted(place: Path) -> None:
+    """The process that deletes the token may start to run after the owner's end."""
+    owner = [sys.executable, "-c", KILLED_PROGRAM, str(place)]
+    assert spawn(owner, place).wait(60) == -signal.SIGKILL
+    wait_until(lambda: not (place / "auth_token").exists(), 60, "deletion of the token")
+
+
 def test_outlives_the_thread_that_started_it(place: Path) -> None:
     owner, other = Driver(place), Driver(place)
     owner.send("connect_in_thread", head_address="auto")
