@@ -5,6 +5,7 @@ They need root, which starts programs of another user.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -84,31 +85,36 @@ def of_user(program: str, path: Path, user: int) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", program, str(path), str(user)]
 
 
-def listener(path: Path, user: int) -> subprocess.Popen[str]:
-    process = subprocess.Popen(of_user(LISTENER, path, user), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "listens\n"
-    return process
+@contextlib.contextmanager
+def listener(path: Path, user: int) -> Iterator[subprocess.Popen[str]]:
+    command = of_user(LISTENER, path, user)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "listens\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("user", [0, OTHER_USER])
 def test_a_worker_program_sends_nothing_to_a_server_of_another_user(place: Path, user: int) -> None:
-    server = listener(place / "server", user)
     instead = place / "instead.py"
     instead.write_text("print('Ray starts the worker process itself')")
-    worker = subprocess.run(
-        [sys.executable, "-I", "-S", forked_worker.__file__, "worker.py"],
-        env={
-            **environment(place),
-            forked_worker.SERVER: str(place / "server"),
-            forked_worker.RAYS_OWN: str(instead),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    received, _ = server.communicate(timeout=60)
+    with listener(place / "server", user) as server:
+        worker = subprocess.run(
+            [sys.executable, "-I", "-S", forked_worker.__file__, "worker.py"],
+            env={
+                **environment(place),
+                forked_worker.SERVER: str(place / "server"),
+                forked_worker.RAYS_OWN: str(instead),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        received, _ = server.communicate(timeout=60)
     sent_bytes, descriptors = map(int, received.split())
     assert (sent_bytes > 0, descriptors) == ((True, 3) if user == 0 else (False, 0))
     assert worker.stdout == "Ray starts the worker process itself\n"
@@ -152,10 +158,10 @@ def test_the_fork_server_reads_nothing_from_another_user(place: Path) -> None:
 
 
 def test_a_rank_refuses_a_keeper_of_another_user(place: Path) -> None:
-    keeper = listener(place / "job.sock", OTHER_USER)
-    with pytest.raises(PermissionError, match="another user's"):
-        shared_by_ranks._connected(place / "job.sock")
-    received, _ = keeper.communicate(timeout=60)
+    with listener(place / "job.sock", OTHER_USER) as keeper:
+        with pytest.raises(PermissionError, match="another user's"):
+            shared_by_ranks._connected(place / "job.sock")
+        received, _ = keeper.communicate(timeout=60)
     assert received == "0 0\n"
 
 
