@@ -447,8 +447,10 @@ def _running_cluster() -> str | None:
     """
     file = Path(_temporary_directory()) / "ray" / "ray_current_cluster"
     try:
-        address = file.read_text().strip()
-        foreign = file.stat().st_uid != os.getuid()
+        # Other users can exchange the file at any time, also for a pipe that nobody writes to.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as opened:  # noqa: PTH123
+            foreign = os.fstat(opened.fileno()).st_uid != os.getuid()
+            address = "" if foreign else opened.read().strip()
     except OSError:
         return None
     if foreign or not HOST_PORT.fullmatch(address):

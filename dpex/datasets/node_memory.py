@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import sys
 import tempfile
 import time
@@ -18,12 +17,13 @@ from typing import IO
 
 import xxhash
 
+from dpex.private_directory import make_private
+
 __all__ = [
     "claim",
     "forget",
     "job_directory",
     "job_name",
-    "make_private",
     "memory",
     "one_at_a_time",
 ]
@@ -70,7 +70,7 @@ def job_directory(kind: str, job: str) -> Path:
         job: Name of the job.
 
     Raises:
-        PermissionError: The parent directory belongs to another user, or others can write to it.
+        PermissionError: The parent directory belongs to another user, or others can access it.
     """
     base = memory(kind)
     make_private(base)
@@ -88,7 +88,7 @@ def claim(directory: Path) -> IO[str]:
     A fork of this process does not inherit the claim.
     """
     while True:
-        make_private(directory)
+        make_private(directory, readable=True)
         try:
             in_use = (directory / _IN_USE).open("w")
         except FileNotFoundError:  # another process found the directory unused and removed it
@@ -129,22 +129,6 @@ def forget(kind: str, job: str) -> None:
         while directory.exists() and time.monotonic() < deadline:
             _remove_unused(directory)
             time.sleep(0.02)
-
-
-def make_private(directory: Path) -> None:
-    """Create a directory with mode 0700; if it exists, check that only this user can write to it.
-
-    Raises:
-        PermissionError: The directory belongs to another user, or others can write to it.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{directory} must be a directory that you own and that no other user can write to, "
-            f"because dpex trusts its files. Run `chmod 700 {directory}`, or choose another "
-            "directory"
-        )
 
 
 def _remove_unused(directory: Path) -> None:

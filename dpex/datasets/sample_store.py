@@ -23,7 +23,8 @@ import torch
 import xxhash
 
 from dpex.datasets.locks import lock_for
-from dpex.datasets.node_memory import claim, forget, make_private, memory, one_at_a_time
+from dpex.datasets.node_memory import claim, forget, memory, one_at_a_time
+from dpex.private_directory import check_way, make_private
 from dpex.wire.pickling import Pickled, dump_in_band, load
 
 __all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
@@ -58,6 +59,7 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
     Raises:
         PermissionError: The directory belongs to another user, or others can write to it.
     """
+    check_way(directory)
     directory = directory.resolve()
     with lock_for(directory):
         pid, store = _open.get(directory, (0, None))
@@ -122,7 +124,7 @@ class SampleStore:
 
     def _opened(self) -> Any:
         files = self._directory / f"v{_FORMAT}"
-        make_private(files)
+        make_private(files, readable=True)
         files.chmod(0o700)  # all users may be able to read the parent directory
         return lmdb.open(
             str(files),

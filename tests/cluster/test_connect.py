@@ -208,6 +208,18 @@ def test_a_stale_address_file_is_ignored(
     assert _running_cluster() is None
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+def test_an_address_file_of_another_user_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    file = tmp_path / "ray" / "ray_current_cluster"
+    os.mkfifo(file)  # a read would wait forever
+    os.chown(file, 65534, 65534)
+    assert _running_cluster() is None
+
+
 def test_without_a_live_cluster_auto_is_local(empty_place: Path, closed_port: int) -> None:
     (empty_place / "ray").mkdir()
     (empty_place / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")

@@ -853,6 +853,14 @@ def test_others_may_not_write_to_it(tmp_path: Path) -> None:
         os.chown(others, 12345, 12345)
         with pytest.raises(PermissionError, match=r"that you own .*Run `chmod 700"):
             cached(range(3), at=others)[0]
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        link = shared / "link"
+        link.symlink_to(place)
+        os.lchown(link, 12345, 12345)
+        with pytest.raises(PermissionError, match="link belongs to user 12345, but must be yours"):
+            cached(range(3), at=link)[0]
 
 
 class Stream(IterableDataset[int]):

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -14,34 +15,59 @@ from pathlib import Path
 
 from dpex.cluster.local.process_end import hold
 from dpex.errors import ClusterError
+from dpex.private_directory import NotPrivate, check_way, make_private
 
 __all__ = ["delete_ended", "make_directory", "runtime_directory"]
 
 _LOCK = "lock"
 _NUMBERS_LOCK = "numbers.lock"
 _ENDED = "ended-"
-# A socket's path has at most 107 characters. Ray adds about 70, and the directory's number adds 4.
-_MOST_CHARACTERS = 33
+_VARIABLE = "RAY_TMPDIR"
+_SYSTEMS = Path("/tmp")
+# Most bytes in the path of a Unix socket, and the longest path that Ray and dpex append.
+_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
+_RAYS_PART = "/999/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def runtime_directory() -> Path:
-    """Return a directory that only this user can access, short enough for Ray's socket paths.
+    """Return the directory for the files and sockets of this user's local Rays.
+
+    Only this user can access and replace it, and its path has no symbolic links. It is in
+    RAY_TMPDIR, if that is set. Otherwise it is in TMPDIR, or in ``/tmp`` if TMPDIR has a long path
+    or if other users can replace it.
 
     Raises:
-        ClusterError: The path is no directory of this user, or other users can access it.
+        ClusterError: Other users can access or replace the directory, or RAY_TMPDIR is too long.
+        OSError: The directory cannot be created.
     """
-    directory = Path(tempfile.gettempdir(), f"dpex-{os.getuid()}")
-    if len(str(directory)) > _MOST_CHARACTERS:
-        directory = Path("/tmp", directory.name)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
+    name = f"dpex-{os.getuid()}"
+    chosen = os.environ.get(_VARIABLE)
+    base = Path(chosen or tempfile.gettempdir())
+    size = len(os.fsencode(base.resolve()))
+    most = _SOCKET_PATH - len(f"/{name}{_RAYS_PART}")
+    if chosen and size > most:
         raise ClusterError(
-            f"{directory} must be a directory that you own and that no other user can access, "
-            f"because it holds the token of a local Ray. Run `chmod 700 {directory}`, or set "
-            "TMPDIR to another directory"
+            f"a local Ray did not start, because {_VARIABLE}={chosen!r} has {size} bytes. The path "
+            f"of a Unix socket has at most {_SOCKET_PATH} bytes, so Ray and dpex have space for "
+            f"{most}. Set a shorter {_VARIABLE}"
         )
-    return directory
+    if not chosen and (size > most or not _is_safe(base / name)):
+        base = _SYSTEMS
+    try:
+        return make_private(base / name, sticky=base != _SYSTEMS)
+    except NotPrivate as error:
+        raise ClusterError(
+            "a local Ray did not start, because its token must be in a private directory. "
+            f"{error} with {_VARIABLE if chosen else 'TMPDIR'}"
+        ) from error
+
+
+def _is_safe(directory: Path) -> bool:
+    try:
+        check_way(directory, sticky=True)
+    except OSError:
+        return False
+    return True
 
 
 def make_directory() -> Path:

@@ -8,10 +8,13 @@ import os
 import pickle
 import resource
 import socket
+import struct
 import sys
 
 SERVER = "DPEX_FORK_SERVER"
 """Environment variable with the server's address, or with a directory that has one file per job.
+
+The address is the path of a Unix socket.
 
 Ranks that share a Ray have a job and a server each. A job's file begins with the server's address,
 which may be empty. Then come the variables in which the rank differs from the Ray: ``NAME=value``,
@@ -41,7 +44,6 @@ def ask(arguments: list[str]) -> bool:
         return False
     # Ray puts the interpreter's flags (-s, -S) before the program; the fork has them already.
     program = arguments[next(n for n, a in enumerate(arguments) if not a.startswith("-")) :]
-    name, _, token = address.partition("/")
     request = {
         "instead": [os.environ[RAYS_OWN], *arguments],
         "arguments": [a for a in program if not a.startswith((context, "--language="))],
@@ -53,18 +55,33 @@ def ask(arguments: list[str]) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # The server may still be loading modules. After the timeout, Ray's own program runs.
         connection.settimeout(_SERVER_SECONDS)
-        connection.connect("\0" + name)
-        message = token.encode() + b"\n" + pickle.dumps(request)
+        connection.connect(address)
+        if not is_own(connection):
+            return False
+        message = pickle.dumps(request)
         sent = socket.send_fds(connection, [message], [0, 1, 2])
         connection.sendall(message[sent:])
         connection.shutdown(socket.SHUT_WR)
         return bool(connection.recv(16))
 
 
+def is_own(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket belongs to this user.
+
+    That is the process that connected, or the one that began to listen. Systems other than Linux do
+    not say which user that is. There, only the directory of the socket keeps others away.
+    """
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return True
+    _pid, user, _group = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, option, 12))
+    return bool(user == os.geteuid())
+
+
 def _address() -> str:
     """Return the address of this job's server, and take over the variables of the job's rank."""
     address = os.environ[SERVER]
-    if not address.startswith("/"):
+    if not os.path.isdir(address):  # noqa: PTH112 - pathlib would take longer than all the rest
         return address
     with open(f"{address}/{os.environ['RAY_JOB_ID']}", "rb") as file:  # noqa: PTH123 - as above
         address, *variables = os.fsdecode(file.read()).split("\0")[:-1]

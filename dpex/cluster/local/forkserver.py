@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import hmac
 import importlib
 import logging
 import math
@@ -35,7 +34,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -45,6 +43,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpex import tuning
+from dpex.cluster.local.directory import make_directory
+from dpex.cluster.local.forked_worker import is_own
 from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.compat.shortcut import private_ray_allowed
@@ -86,8 +86,9 @@ _PR_SET_PDEATHSIG = 1
 FIRST_JOB = "01000000"
 """Id of the first job of a Ray, as in the environment of its worker processes."""
 
-# Environment variable with the descriptors, token and job of a server that is a new process.
+# Environment variable with the descriptors and job of a server that is a new process.
 _SERVE = "DPEX_SERVE"
+_SOCKET = "fork_server"
 
 
 script_arguments: list[str] = []
@@ -125,32 +126,45 @@ def address(
             that the first batches do not wait for that.
 
     Returns:
-        ``"name/token"``: the name of an abstract socket, and the token that each request must
-        carry. None if there is no server for this job, so that Ray starts its worker processes
-        itself.
+        Path of the server's socket, in a directory that only this user can access. None if there
+        is no server for this job, so that Ray starts its worker processes itself.
     """
     global _address, _job_id
     if _address is None and _can_serve():
         job = bequest() if bequest is not None and _can_fork() else None
-        name, token = f"dpex-{os.getpid()}-{os.urandom(4).hex()}", os.urandom(16).hex()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind("\0" + name)
-            listener.listen(128)
-            our_life, alive_end = os.pipe()
-            hold(alive_end)
-            try:
-                forked = job is not None and _fork(
-                    job, listener, our_life, token, job_id, first_workers, at_once
-                )
-                if not forked:
-                    _start(listener, our_life, token, job_id)
-            except OSError as error:
-                logger.info("no fork server, so Ray starts the worker processes: %s", error)
-                return None
-            finally:
-                os.close(our_life)
-        _address, _job_id = f"{name}/{token}", job_id
+        try:
+            path = str(make_directory() / _SOCKET)
+            with _listener(path) as listener:
+                _fork_or_start(job, listener, job_id, first_workers, at_once)
+        except OSError as error:
+            logger.info("no fork server, so Ray starts the worker processes: %s", error)
+            return None
+        _address, _job_id = path, job_id
     return _address if _job_id == job_id else None
+
+
+def _listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _fork_or_start(
+    job: Bequest | None, listener: socket.socket, job_id: str, first_workers: int, at_once: int
+) -> None:
+    """Fork the server from this process, or start it as a new process."""
+    our_life, alive_end = os.pipe()
+    hold(alive_end)
+    try:
+        if job is None or not _fork(job, listener, our_life, job_id, first_workers, at_once):
+            _start(listener, our_life, job_id)
+    finally:
+        os.close(our_life)
 
 
 def unused_job_id() -> str | None:
@@ -174,7 +188,6 @@ def _fork(
     job: Bequest,
     listener: socket.socket,
     our_life: int,
-    token: str,
     job_id: str,
     first_workers: int,
     at_once: int,
@@ -198,7 +211,7 @@ def _fork(
         inheritance[digest] = job
         for ours, _ in pipes:
             ours.close()
-        _serve(listener, our_life, token, job_id, [theirs for _, theirs in pipes], at_once)
+        _serve(listener, our_life, job_id, [theirs for _, theirs in pipes], at_once)
     for _, theirs in pipes:
         theirs.close()
     _first_workers = [ours for ours, _ in pipes]
@@ -206,7 +219,7 @@ def _fork(
     return True
 
 
-def _start(listener: socket.socket, our_life: int, token: str, job_id: str) -> None:
+def _start(listener: socket.socket, our_life: int, job_id: str) -> None:
     """Start the server as a new process."""
     code = (
         "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -214,7 +227,7 @@ def _start(listener: socket.socket, our_life: int, token: str, job_id: str) -> N
     )
     descriptors = [listener.fileno(), our_life]
     environ = {"PYTHONHASHSEED": "0", **os.environ}  # as in workers that Ray starts
-    environ[_SERVE] = " ".join(map(str, [*descriptors, token, job_id]))
+    environ[_SERVE] = " ".join(map(str, [*descriptors, job_id]))
     # multiprocessing starts its own fork server with the same flags.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     start_detached(
@@ -229,9 +242,9 @@ def _start(listener: socket.socket, our_life: int, token: str, job_id: str) -> N
 
 def serve() -> NoReturn:
     """Run the server in this process, which is not a fork of the training process."""
-    listener, our_life, token, job_id = os.environ.pop(_SERVE).split()
+    listener, our_life, job_id = os.environ.pop(_SERVE).split()
     del sys.argv[0]  # the rest is the script's argv, as in workers that torch spawns
-    _serve(socket.socket(fileno=int(listener)), int(our_life), token, job_id)
+    _serve(socket.socket(fileno=int(listener)), int(our_life), job_id)
 
 
 def forked_from_here() -> bool:
@@ -285,7 +298,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def _serve(
     listener: socket.socket,
     parents_life: int,
-    token: str,
     job_id: str,
     first_workers: Sequence[Connection] = (),
     at_once: int = 0,
@@ -325,7 +337,7 @@ def _serve(
             FORKED_IDS.fail(RuntimeError("an import has drawn ids"))
         elif workers_have_token:
             gc.freeze()
-            _Server(listener, parents_life, token, job_id).run()
+            _Server(listener, parents_life, job_id).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -400,9 +412,8 @@ def _end_with(life: int) -> None:
 class _Server:
     """Event loop of the server process."""
 
-    def __init__(self, listener: socket.socket, parents_life: int, token: str, job_id: str) -> None:
+    def __init__(self, listener: socket.socket, parents_life: int, job_id: str) -> None:
         self._listener = listener
-        self._token = token
         self._job_id = job_id
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -426,7 +437,7 @@ class _Server:
         connection, _sender = self._listener.accept()
         # An invalid request gets no answer, and no error in a request ends the server.
         with connection, contextlib.suppress(Exception):
-            if _user_of(connection) == os.getuid():
+            if is_own(connection):
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
@@ -438,10 +449,7 @@ class _Server:
                 message += more
                 if len(message) > _MOST_BYTES or time.monotonic() > deadline:
                     return
-            given, _newline, body = message.partition(b"\n")
-            if not hmac.compare_digest(given, self._token.encode()):
-                return
-            request = pickle.loads(body)
+            request = pickle.loads(message)
             # Another driver that uses this Ray gets no forks: Ray starts its workers itself.
             # A requester that has hung up has already become the worker process itself.
             if request["environment"].get("RAY_JOB_ID") == self._job_id and not _hung_up(
@@ -552,11 +560,6 @@ def _join_group(pid: int, group: int) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("iii", credentials)[1])
 
 
 def _hung_up(connection: socket.socket) -> bool:

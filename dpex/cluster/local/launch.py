@@ -51,8 +51,6 @@ _GIB = 1 << 30
 _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
 # Python's variable for the function that breakpoint() calls.
 _BREAKPOINT = "PYTHONBREAKPOINT"
-# A socket's path has at most 107 characters, and Ray adds about 70 to RAY_TMPDIR.
-_MOST_CHARACTERS = 37
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray|tqdm)(\.|$)"
 OUR_MODULES = r"dpex(\.|$)"
@@ -109,10 +107,8 @@ def check_settings() -> None:
             Ray's files.
     """
     _store_setting()
-    try:
+    with _writing_files():
         runtime_directory()
-    except OSError as error:
-        raise _no_directory(error) from error
 
 
 def start(fork_server: str | None = None, *, for_ranks: bool = False) -> StartedRay:
@@ -151,13 +147,13 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
     }
     # The variable may name the fork server of an outer training process, which has another Ray.
     os.environ.pop(forked_worker.SERVER, None)
-    try:
+    with _writing_files():
         directory = make_directory()
+    end_ray_after_us(directory, directory / FILE)
+    with _writing_files():
         token = token_variables(directory)
-    except OSError as error:
-        raise _no_directory(error) from error
     # Ray makes its socket directories writable for all users, so they need a private parent.
-    variables["RAY_TMPDIR"] = str(directory)
+    private = {"RAY_TMPDIR": str(directory)}
     if for_ranks:
         fork_server = str(directory / "jobs")
         Path(fork_server).mkdir(mode=0o700)
@@ -168,27 +164,32 @@ def start(fork_server: str | None = None, *, for_ranks: bool = False) -> Started
         with exclusive_init():
             require_token(token)
             load_ray()  # after require_token: the import reads the token's variables
-            with exclusive_init(), _environment(variables):
+            with exclusive_init(), _environment(variables, private):
                 try:
-                    context = _start_lean_or_plain(program, store_bytes)
+                    _start_lean_or_plain(program, store_bytes)
                 except Exception as error:
-                    raise _not_started(error, os.environ["RAY_TMPDIR"]) from error
+                    raise _not_started(error, directory) from error
     except ConnectedMeanwhile:  # the program's Ray may have the token
         raise
     except BaseException:
         forget_token()
         raise
     hide_token()
-    end_ray_after_us(Path(context.address_info["session_dir"]), directory / FILE)
     BackgroundThread(target=delete_ended, name="dpex-delete", daemon=True).start()
     return StartedRay(token, directory / "jobs" if for_ranks and _is_lean() else None)
 
 
-def _no_directory(error: OSError) -> ClusterError:
-    return ClusterError(
-        f"a local Ray did not start, because dpex cannot write its files: {error}. Set TMPDIR "
-        "to a writable directory with free space"
-    )
+@contextlib.contextmanager
+def _writing_files() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(
+            f"a local Ray did not start, because dpex cannot write its files: {error}. Set TMPDIR, "
+            "or RAY_TMPDIR if it is set, to a writable directory with free space"
+        ) from error
 
 
 def _is_lean() -> bool:
@@ -249,23 +250,16 @@ def _init_local(way: AbstractContextManager[Callable[[], None]], store_bytes: in
         )
 
 
-def _not_started(error: Exception, directory: str) -> ClusterError:
+def _not_started(error: Exception, directory: Path) -> ClusterError:
     """Return the error to raise if ``ray.init`` failed.
 
     Args:
         error: The error of ``ray.init``.
-        directory: Value of ``RAY_TMPDIR`` at that call.
+        directory: Directory of the local Ray.
     """
     text = f"a local Ray did not start: {str(error).rstrip('.')}"
-    logs = Path(directory, "ray", "session_latest", "logs")
-    if len(directory) > _MOST_CHARACTERS:
-        text += (
-            f". RAY_TMPDIR={directory!r} has {len(directory)} characters, but Ray's socket paths "
-            f"have space for {_MOST_CHARACTERS}. Set a shorter RAY_TMPDIR"
-        )
-    elif not os.access(directory, os.W_OK):
-        text += f". RAY_TMPDIR={directory!r} is not a writable directory"
-    elif logs.exists():
+    logs = directory / "ray" / "session_latest" / "logs"
+    if logs.exists():
         text += f". Ray's logs: {logs}"
     return ClusterError(text)
 
@@ -453,12 +447,21 @@ def _store_setting() -> int | None:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set the variables that the user has not set, for processes that start in the block."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
+def _environment(defaults: dict[str, str], fixed: dict[str, str]) -> Iterator[None]:
+    """Set variables for processes that start in the block.
+
+    Args:
+        defaults: Variables to set unless the user has set them.
+        fixed: Variables to set whatever their values are.
+    """
+    added = {n: value for n, value in defaults.items() if n not in os.environ} | fixed
+    users = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in users.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

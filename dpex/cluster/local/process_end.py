@@ -27,8 +27,8 @@ def parent_session_and_start(pid):
         fields = file.read().rpartition(b")")[2].split()
     return int(fields[1]), int(fields[3]), int(fields[19])
 
-owner, files, token = int(sys.argv[2]), os.fsencode(sys.argv[3]), sys.argv[4]
-_, session, start = parent_session_and_start(owner)
+owner, session, start = map(int, sys.argv[2:5])
+files, token = os.fsencode(sys.argv[5]), sys.argv[6]
 sys.stdin.buffer.read()
 while os.getppid() == owner:
     time.sleep(0.05)
@@ -51,7 +51,7 @@ for pause in (0, 0.5, 1):
 """
 
 
-def end_ray_after_us(session: Path, token: Path) -> None:
+def end_ray_after_us(directory: Path, token: Path) -> None:
     """Start a process that kills the rest of a local Ray when this process has been killed.
 
     The kernel kills the processes that this process started, and workers end with their raylet.
@@ -59,16 +59,22 @@ def end_ray_after_us(session: Path, token: Path) -> None:
     which no longer exists. Workers that are starting try for 25 seconds to reach the head. The
     new process waits for the end of this process, and kills these agents and workers. It deletes
     the token and the files of the ranks' jobs. On systems other than Linux, the agents and workers
-    end only after these times.
+    end only after these times, and the next start of a local Ray deletes the token.
+
+    Call this function before the token exists: then no end of this process leaves the token.
 
     Args:
-        session: Directory of the local Ray's session.
-        token: File with the local Ray's own token, if it has one.
+        directory: Directory of the local Ray, from ``make_directory``.
+        token: File with the local Ray's own token, if it gets one.
     """
     if not sys.platform.startswith("linux"):
         return
+    # The new process could not read this after the end of this process.
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    session, start = stat[3], stat[19]
     read_end, write_end = os.pipe()
-    arguments = ["dpex-reaper", str(os.getpid()), str(session), str(token)]
+    owner = [str(os.getpid()), session, start]
+    arguments = ["dpex-reaper", *owner, f"{directory}/", str(token)]
     start_detached([sys.executable, "-I", "-S", "-c", _REAPER, *arguments], stdin=read_end)
     os.close(read_end)
     hold(write_end)

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +25,7 @@ from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.limits import local_ranks
 from dpex.cluster.local.directory import runtime_directory
+from dpex.cluster.local.forked_worker import is_own
 from dpex.cluster.local.launch import settled, start
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.errors import ClusterError
@@ -66,7 +67,7 @@ class SharedRay:
     address: str
     token: dict[str, str]
     jobs: str | None
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)  # it can contain secrets
 
     def register(self, job_id: str, server: str | None) -> None:
         """Write the file of this rank's job, which worker processes read; call it before the job.
@@ -131,13 +132,11 @@ def _pass_on_settled(life: int) -> None:
 def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
     """Connect to the keeper, and start it if there is none."""
     path = stem.with_suffix(".sock")
-    connection = socket.socket(socket.AF_UNIX)
     with contextlib.suppress(OSError):
-        connection.connect(str(path))
-        return connection
+        return _connected(path)
     with _locked(stem, deadline):
         try:
-            connection.connect(str(path))
+            return _connected(path)
         except OSError:
             # This process listens and the keeper inherits the socket. A rank that connects before
             # the keeper accepts waits in the socket's queue.
@@ -146,7 +145,23 @@ def _reach_keeper(stem: Path, deadline: float) -> socket.socket:
                 listener.bind(str(path))
                 listener.listen(1024)
                 _start_keeper(stem, listener)
-            connection.connect(str(path))
+            return _connected(path)
+
+
+def _connected(path: Path) -> socket.socket:
+    """Connect to a keeper of this user.
+
+    Raises:
+        OSError: No keeper listens, or one of another user.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+        if not is_own(connection):
+            raise PermissionError(f"the process that listens at {path} is another user's")
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
@@ -230,6 +245,9 @@ def _serve(stem: Path, listener: socket.socket, answer: bytes) -> None:
         for key, _ in selector.select(None if ranks else max(0.0, end - time.monotonic())):
             if key.fileobj is listener:
                 rank, _address = listener.accept()
+                if not is_own(rank):
+                    rank.close()
+                    continue
                 selector.register(rank, selectors.EVENT_READ)
                 ranks += 1
                 with contextlib.suppress(OSError):

@@ -45,28 +45,6 @@ while not pathlib.Path("reached").exists():
 os._exit(0)
 """
 
-# The program sends a pickle that makes a file: first with a wrong secret, then with the right one.
-STRANGER = """
-import pathlib, pickle, socket
-from dpex.cluster.local import forkserver
-from dpex.wire.pickling import dump
-from dpex.worker.inherited_job import Bequest
-
-class MakesFile:
-    def __reduce__(self):
-        return pathlib.Path.touch, (pathlib.Path("made").absolute(),)
-
-job = Bequest(dump(0, "job"), 0)
-name, _, secret = forkserver.address(lambda: job, forkserver.FIRST_JOB).partition("/")
-for given in ("0" * len(secret), secret):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect("\\0" + name)
-        connection.sendall(given.encode() + b"\\n" + pickle.dumps(MakesFile()))
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(16) == b""
-    print(pathlib.Path("made").exists())
-"""
-
 
 def outcomes_of(*scenarios: str) -> list[Any]:
     with workplace() as place:
@@ -233,12 +211,3 @@ def test_the_server_ends_with_its_training_process_also_where_ray_cannot_be_load
         done = run_program(program, place=place, seconds=60)
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not processes_in(place), 20, "end of the fork server")
-
-
-def test_nothing_is_done_for_who_has_another_secret() -> None:
-    with workplace() as place:
-        program = place / "stranger.py"
-        program.write_text(STRANGER)
-        done = run_program(program, place=place, seconds=100)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == ["False", "True"]
