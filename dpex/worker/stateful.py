@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.rng_state import Draws
 
-__all__ = ["StreamState", "has_state", "state_of"]
+__all__ = ["StreamState", "give_state", "has_state", "state_of"]
 
 
 def has_state(thing: Any) -> bool:
@@ -51,6 +51,29 @@ def _takes(function: Callable[..., Any], *arguments: str) -> bool:
 def state_of(thing: Any) -> Any:
     """Return a deep copy of an object's state, or None if it has none."""
     return copy.deepcopy(thing.state_dict()) if has_state(thing) else None
+
+
+def give_state(thing: Any, state: Any) -> None:
+    """Load a deep copy of a state into an object.
+
+    Raises:
+        ValueError: The object's ``load_state_dict`` raised an exception.
+    """
+    kind = type(thing).__name__
+    if not has_state(thing):
+        raise ValueError(
+            f"load_state_dict got a state for {kind}, which has no state_dict() and "
+            "load_state_dict(). Resume with the class that saved it, or start a new epoch with "
+            "load_state_dict({})"
+        )
+    try:
+        thing.load_state_dict(copy.deepcopy(state))
+    except Exception as error:
+        raise ValueError(
+            f"{kind}.load_state_dict does not accept its part of the state "
+            f"({type(error).__name__}: {error}). Resume with the class that saved it, or start a "
+            "new epoch with load_state_dict({})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -127,14 +150,3 @@ class StreamState:
         """Return the state from the result of ``packed``."""
         state: StreamState = pickle.loads(packed)
         return state
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict of strings and numbers, with the states of dataset and iterator."""
-        own = {"dataset": copy.deepcopy(self.dataset), "iterator": copy.deepcopy(self.iterator)}
-        return {**vars(self), **own, "generators": self.generators.to_dict()}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> StreamState:
-        """Return the state from the result of ``to_dict``."""
-        rest = copy.deepcopy(dict(plain))
-        return cls(**{**rest, "generators": Draws.from_dict(plain["generators"])})
