@@ -69,13 +69,7 @@ def _check_dataset_state(state: ResumeState, source: IndexSource) -> None:
 def _check_sampler_states(state: ResumeState, source: IndexSource) -> None:
     saved = set(state.samplers or ())
     if saved == {"iterator"}:
-        sampler = source.index_sampler
-        if inspect.isgeneratorfunction(type(sampler).__iter__):
-            raise ValueError(
-                f"the state contains the state of a sampler's iterator, but the iterator of "
-                f"{type(sampler).__name__} is a generator, which has none. Resume with the sampler "
-                f"that saved it, {_NEW_EPOCH}"
-            )
+        _check_iterator(source.index_sampler)
         return
     known = {name for name, sampler in source.samplers.items() if has_state(sampler)}
     if not set(source.sampler_states(None) or ()) <= saved <= known:
@@ -84,6 +78,16 @@ def _check_sampler_states(state: ResumeState, source: IndexSource) -> None:
             f"the state contains the states of the samplers {sorted(saved)}, but the samplers with "
             f"a state of this loader are {sorted(known)} (of {kinds}; the outermost is 'outer'). "
             f"Resume with the samplers that saved it, {_NEW_EPOCH}"
+        )
+
+
+def _check_iterator(iterated: Any) -> None:
+    """Refuse the state of an iterator if its class shows that it has none."""
+    if inspect.isgeneratorfunction(type(iterated).__iter__):
+        raise ValueError(
+            f"the state contains the state of an iterator, but the iterator of a "
+            f"{type(iterated).__name__} is a generator, which has none. Resume with the class that "
+            f"saved it, {_NEW_EPOCH}"
         )
 
 
@@ -120,6 +124,8 @@ def _check_streams(state: ResumeState, source: IndexSource) -> None:
             f"{type(source.dataset).__name__} is {kinds[not source.streams]}. Resume with the same "
             f"dataset, {_NEW_EPOCH}"
         )
+    if any(s and not s.epoch_over and s.iterator is not None for s in state.stream_states or ()):
+        _check_iterator(source.dataset)
     if not (source.streams and state.batches):
         return
     if (state.workers, state.batch_size) != (source.workers, source.batch_size):

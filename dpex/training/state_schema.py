@@ -474,6 +474,14 @@ _RELATIONS = (
     ),
     _Relation(
         "stream_states",
+        "states that a dataset or its iterator returned, or None",
+        lambda state: all(
+            each is None or each.dataset is not None or each.iterator is not None
+            for each in state.stream_states or ()
+        ),
+    ),
+    _Relation(
+        "stream_states",
         "states of streams that have ended, because the epoch has",
         lambda state: (
             state.in_progress

@@ -18,7 +18,7 @@ from typing import Any
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.rng_state import Draws
 
-__all__ = ["StreamState", "give_state", "has_state", "state_of"]
+__all__ = ["StreamState", "check_takes_state", "give_state", "has_state", "state_of"]
 
 
 def has_state(thing: Any) -> bool:
@@ -53,24 +53,29 @@ def state_of(thing: Any) -> Any:
     return copy.deepcopy(thing.state_dict()) if has_state(thing) else None
 
 
+def check_takes_state(thing: Any) -> None:
+    """Raise ``ValueError`` unless an object can load a state."""
+    if not has_state(thing):
+        raise ValueError(
+            f"the state contains a state for a {type(thing).__name__}, which has no state_dict() "
+            "and load_state_dict(). Resume with the class that saved it, or start a new epoch with "
+            "load_state_dict({})"
+        )
+
+
 def give_state(thing: Any, state: Any) -> None:
     """Load a deep copy of a state into an object.
 
     Raises:
-        ValueError: The object's ``load_state_dict`` raised an exception.
+        ValueError: The object cannot load a state, or its ``load_state_dict`` raised an exception.
     """
+    check_takes_state(thing)
     kind = type(thing).__name__
-    if not has_state(thing):
-        raise ValueError(
-            f"load_state_dict got a state for {kind}, which has no state_dict() and "
-            "load_state_dict(). Resume with the class that saved it, or start a new epoch with "
-            "load_state_dict({})"
-        )
     try:
         thing.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         raise ValueError(
-            f"{kind}.load_state_dict does not accept its part of the state "
+            f"{kind}.load_state_dict did not accept its part of the state "
             f"({type(error).__name__}: {error}). Resume with the class that saved it, or start a "
             "new epoch with load_state_dict({})"
         ) from error
@@ -105,7 +110,8 @@ class StreamState:
             batches: Number of batches that it has read.
 
         Returns:
-            The packed state; None if neither the dataset nor its iterator has a state.
+            The packed state; None if neither the dataset nor its iterator has a state, or if their
+            ``state_dict()`` returned None.
         """
         dataset, iterator = fetcher.dataset, fetcher.dataset_iter
         of_dataset = iterator is not dataset and has_state(dataset)
@@ -119,7 +125,7 @@ class StreamState:
             ended=fetcher.ended,
             generators=Draws.now({}),
         )
-        return state.packed()
+        return None if state.dataset is state.iterator is None else state.packed()
 
     def at_end_of_epoch(self) -> StreamState:
         """Return this state, taken at the end of an epoch, as the start of the next epoch."""
@@ -138,6 +144,7 @@ class StreamState:
         if self.epoch_over:
             return
         if self.iterator is not None:
+            check_takes_state(fetcher.dataset_iter)
             fetcher.dataset_iter.load_state_dict(copy.deepcopy(self.iterator))
         fetcher.ended = self.ended
 

@@ -14,8 +14,11 @@ from dpex.training.state_checksum import state_checksum
 
 # Parts of a state that come from samplers, datasets and iterators. Only they know what fits.
 OPAQUE = ("samplers", "dataset", "iterator")
-NUMBERS = (-3, -1, 0, 1, 10**9, 2**63, 2**70, "6", 6.0, 2.5, None, True, [6], {}, math.nan)
-OTHERS = (None, "", "AAAA", "!!", "é", 5, True, 2.5, [], [3], [3, -1], ["3"], {}, {"a": 1})
+DRAWS = ("before_iter", "before_first", "generators")
+VALUES = (
+    *(None, True, -3, -1, 0, 1, 10**9, 2**63, 6.0, math.nan, "", "6", "AAAA", "é"),
+    *([], [3], [6], [3, -1], ["3"], {}, {"a": 1}, np.int64(6), torch.tensor(6)),
+)
 
 
 def altered(state: dict[str, Any], **change: Any) -> dict[str, Any]:
@@ -31,40 +34,45 @@ def of_version_1(state: dict[str, Any]) -> dict[str, Any]:
     return {**own, "version": 1}
 
 
-def alterations(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield states in which one field differs, is missing or is new, with what was altered."""
+def alterations(state: dict[str, Any], *, draws: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield states in which one field differs, is missing or is new, with what was altered.
+
+    Args:
+        state: The state.
+        draws: Whether to alter parts of the generators' states too.
+    """
     own = {key: value for key, value in state.items() if key not in ("version", "checksum")}
-    for name, changed in _each(own):
-        yield name, {**changed, "version": state["version"]}
+    whole = OPAQUE if draws else (*OPAQUE, *DRAWS)
+    for name, changed in _each(own, whole):
+        if isinstance(changed, dict) and changed:
+            yield name, {**changed, "version": state["version"]}
 
 
-def _each(value: Any) -> Iterator[tuple[str, Any]]:
+def _each(value: Any, whole: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield "+unknown", {**value, "unknown": 1}
         for key, each in value.items():
             yield f"-{key}", {name: value[name] for name in value if name != key}
-            inner = _replacements(each) if key in OPAQUE else _each(each)
-            for name, other in inner:
+            for name, other in _replacements(each) if key in whole else _each(each, whole):
                 yield f"{key}.{name}", {**value, key: other}
     elif isinstance(value, list):
         yield "[:-1]", value[:-1]
         yield "[+1]", [*value, *value[:1], 0]
         yield "[::-1]", value[::-1]
         for at, each in enumerate(value):
-            for name, other in _each(each):
+            for name, other in _each(each, whole):
                 yield f"[{at}].{name}", [*value[:at], other, *value[at + 1 :]]
-    if isinstance(value, str):
+    elif isinstance(value, str):
         yield "cut", value[:20]
         yield "reversed", value[::-1]
-        yield "one character", value[:4] + chr(ord(value[4]) ^ 1) + value[5:]
     yield from _replacements(value)
 
 
 def _replacements(value: Any) -> Iterator[tuple[str, Any]]:
-    for other in (*NUMBERS, *OTHERS, torch.tensor(6), np.int64(6)):
-        yield f"={other!r}", other
+    others = list(VALUES)
     if type(value) is int:
-        for other in (value + 1, value - 1, float(value), np.int64(value), torch.tensor(value)):
-            yield f"={other!r}", other
-    if type(value) is bool:
-        yield f"={not value}", not value
+        others += [value + 1, value - 1, float(value), np.int64(value), torch.tensor(value)]
+    elif type(value) is bool:
+        others.append(not value)
+    for other in others:
+        yield f"={other!r}", other
