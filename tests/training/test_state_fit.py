@@ -219,3 +219,16 @@ def test_without_workers_a_stream_is_read_up_to_its_first_undelivered_batch(read
     iterator = iter(loader)
     assert next(iterator).tolist() == [13, 14, 15, 16]
     assert loader.state_dict()["batches"] == 4
+
+
+class SavesNothing(Itself):
+    def state_dict(self) -> Any:
+        return None
+
+
+def test_a_stream_that_returns_no_state_is_reread() -> None:
+    state = state_of(DpexDataLoader(SavesNothing(), 4))
+    assert state["stream_states"] is None
+    loader = DpexDataLoader(SavesNothing(), 4)
+    loader.load_state_dict(state)
+    assert next(iter(loader)).tolist() == [9, 10, 11, 12]
