@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class IndexSource:
     @property
     def workers(self) -> int | None:
         """Number of streams; None for a map-style dataset."""
-        return max(1, self.num_workers) if self.streams else None
+        return int(max(1, self.num_workers)) if self.streams else None
 
     @property
     def length(self) -> int | None:
@@ -148,8 +149,8 @@ class IndexSource:
         """Epoch number of the samplers that have ``set_epoch``; None without such a sampler."""
         for sampler in self.samplers.values():
             epoch = getattr(sampler, "epoch", None)
-            if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)):
-                return epoch
+            if isinstance(epoch, Integral) and callable(getattr(sampler, "set_epoch", None)):
+                return int(epoch)  # also a bool, or an integer of numpy
         return None
 
     def set_epoch(self, epoch: int) -> None:

@@ -85,7 +85,7 @@ def _check_iterator(iterated: Any) -> None:
     """Refuse the state of an iterator if its class shows that it has none."""
     if inspect.isgeneratorfunction(type(iterated).__iter__):
         raise ValueError(
-            f"the state contains the state of an iterator, but the iterator of a "
+            "the state contains the state of an iterator, but the iterator of a "
             f"{type(iterated).__name__} is a generator, which has none. Resume with the class that "
             f"saved it, {_NEW_EPOCH}"
         )
@@ -109,7 +109,7 @@ def _draws_of(draws: Draws, name: str, source: IndexSource) -> Draws:
             torch.Generator(device=generator.device).set_state(own[new])
         except RuntimeError as error:
             raise ValueError(
-                f"load_state_dict got a {name}.own.{old} that is not a state of a generator on "
+                f"load_state_dict got {name}.own.{old} that is not a state of a generator on "
                 f"device {str(generator.device)!r} ({error}). Pass a generator on the device that "
                 f"the saved generator had, {_NEW_EPOCH}"
             ) from None
@@ -161,7 +161,7 @@ def _check_rest(state: ResumeState, source: IndexSource) -> None:
 
 
 def _check_ranks(state: ResumeState, source: IndexSource) -> None:
-    if (state.sampler_epoch is None) and source.distributed is not None:
+    if state.sampler_epoch is None and source.distributed is not None:
         raise ValueError(
             "the state was saved with a sampler without set_epoch, but this loader has a "
             f"DistributedSampler. Resume with the same sampler, {_NEW_EPOCH}"

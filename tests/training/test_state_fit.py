@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from altered_states import altered
@@ -219,6 +221,21 @@ def test_without_workers_a_stream_is_read_up_to_its_first_undelivered_batch(read
     iterator = iter(loader)
     assert next(iterator).tolist() == [13, 14, 15, 16]
     assert loader.state_dict()["batches"] == 4
+
+
+def test_numbers_of_numpy_become_ints() -> None:
+    def make() -> DpexDataLoader[Any]:
+        ranks: Any = np.int64(2)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, 0, shuffle=False)
+        sampler.set_epoch(np.int64(3))  # type: ignore[arg-type]
+        return DpexDataLoader(data, 4, sampler=sampler)
+
+    whole = [batch.tolist() for batch in make()]
+    state = json.loads(json.dumps(state_of(make())))
+    assert (state["world_size"], state["sampler_epoch"]) == (2, 3)
+    loader = make()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == whole[2:]
 
 
 class SavesNothing(Itself):

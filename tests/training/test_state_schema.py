@@ -42,7 +42,7 @@ class Levels(Dataset[int]):
         return {"level": self.level}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.level = state["level"] + 0
+        self.level = dict(state)["level"] + 0
 
 
 class Stream(IterableDataset[int]):
@@ -65,7 +65,7 @@ class StatefulStream(Stream):
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"] + 0
+        self.place = dict(state)["place"] + 0
 
 
 def ranked() -> DpexDataLoader[Any]:
