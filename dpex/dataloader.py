@@ -467,6 +467,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self.generator,
             self.dataset,
             num_workers=self.num_workers,
+            distribute_mode=self._distributed,
         )
 
     @property
@@ -481,9 +482,10 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         not restore the global generators of the training process: save and restore them yourself.
 
         Returns:
-            A dict ``{"version": 1, ...}`` of strings, numbers, lists and dicts, 15 to 55 kB. It
+            A dict ``{"version": 2, ...}`` of strings, numbers, lists and dicts, 15 to 55 kB. It
             includes the ``state_dict()`` of every sampler, dataset and iterator that has one. An
-            ``IterableDataset`` with a state adds 14 kB for each logical worker.
+            ``IterableDataset`` with a state adds 14 kB for each logical worker. ``checksum`` is
+            the SHA-256 of the content.
 
         Raises:
             RuntimeError: torch's own workers load the data with ``in_order=False``, and do not
@@ -512,8 +514,11 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                 the next epoch starts at its beginning.
 
         Raises:
-            ValueError: The state has another version, belongs to another dataset or sampler, or
-                does not fit the arguments of this loader.
+            TypeError: The state is not a dict, or one of its fields has another type than
+                ``state_dict`` returns.
+            ValueError: The state has another version, was altered, belongs to another dataset or
+                sampler, or does not fit the arguments of this loader. If ``load_state_dict``
+                raises, then loader, dataset, sampler and generators are unchanged.
 
         Source:
             The protocol of torchdata's ``StatefulDataLoader``.

@@ -263,7 +263,7 @@ class StreamOrder(BatchOrder):
         # Every batch has the same request: one None for each sample in the batch.
         self._request = indices.next_request()
         epoch, workers = indices.epoch, run.num_workers
-        self._delivered, self._begins = epoch.begin_streams(workers, indices.unread)
+        self._delivered, self._begins = epoch.begin_streams(workers)
         self._requested = list(self._delivered)
         self._ends: list[int | None] = [None] * self._workers
 

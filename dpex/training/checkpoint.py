@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dpex.training.index_source import IndexSource
 from dpex.training.resume_state import ResumeState
+from dpex.training.state_fit import fitted
+from dpex.training.state_schema import dump_state, load_state
 from dpex.worker.rng_state import Draws
-from dpex.worker.stateful import StreamState, state_of
+from dpex.worker.stateful import StreamState, give_state, state_of
 
 __all__ = ["DrawnBatch", "EpochProgress", "Progress"]
 
@@ -49,6 +50,16 @@ class Progress:
         """Whether the next epoch's base_seed was drawn before the state was saved."""
         return self.resumes or (self._pending is not None and self._pending.base_seed is not None)
 
+    @property
+    def draws_base_seed(self) -> bool:
+        """Whether the next epoch draws a base_seed after it has loaded the generators' states.
+
+        The training process draws it between ``before_iter`` and ``before_first`` if it makes the
+        batches itself, and does not save it.
+        """
+        state = self._pending
+        return state is not None and state.base_seed is None and state.before_first is None
+
     def begin(self, epoch: EpochProgress) -> None:
         """Set the newest epoch, whose state ``state_dict`` returns."""
         self._epoch = epoch
@@ -80,7 +91,7 @@ class Progress:
                 base_seed.
         """
         if self._epoch is None and self._pending is not None:
-            return self._pending.to_dict()
+            return dump_state(self._pending)
         epoch = self._epoch
         if epoch is None or epoch.finished:
             stays = epoch if persistent_workers else None
@@ -100,7 +111,7 @@ class Progress:
             # made at the start of the epoch.
             if source.in_process:
                 state = replace(state, dataset=source.dataset_state)
-        return state.to_dict()
+        return dump_state(state)
 
     def load_state_dict(self, plain: Mapping[str, Any], source: IndexSource) -> None:
         """Load the state from which the next epoch resumes.
@@ -110,25 +121,42 @@ class Progress:
             source: Source of the loader's indices.
 
         Raises:
-            ValueError: ``plain`` is not a state of this version, or it belongs to another dataset
-                or sampler.
+            TypeError: ``plain`` or one of its fields has another type than ``state_dict`` returns.
+            ValueError: ``plain`` is not as ``state_dict`` returned it, or it belongs to another
+                dataset or sampler. Then nothing has changed.
         """
-        self._epoch = None
-        self._pending = None
-        if plain:
-            state = ResumeState.from_dict(plain)
-            source.check(state)
-            state = source.fitting(state)
-            if state.dataset is not None:
-                if source.streams:
-                    self.note_fresh_stream(source.dataset)
-                source.dataset.load_state_dict(copy.deepcopy(state.dataset))
-            self._pending = state
-            if not state.in_progress:
-                source.load_sampler_states(state.samplers, between_epochs=True)
-                state.before_iter.give(source.generators)
-            elif state.sampler_epoch is not None:
-                source.set_epoch(state.sampler_epoch)
+        # ``load_state`` refuses what is not a dict, also if it is empty.
+        discards = isinstance(plain, Mapping) and not plain
+        state = None if discards else fitted(load_state(plain), source)
+        if state is not None:
+            with contextlib.ExitStack() as undo:
+                self._give(state, source, undo)
+                undo.pop_all()  # nothing was raised
+        self._epoch, self._pending = None, state
+
+    def _give(self, state: ResumeState, source: IndexSource, undo: contextlib.ExitStack) -> None:
+        """Load a state into dataset, samplers and generators.
+
+        Args:
+            state: The state.
+            source: Source of the loader's indices.
+            undo: Gets functions that restore what was changed.
+        """
+        undo.callback(Draws.now(source.generators).give, source.generators)
+        if state.dataset is not None:
+            if source.streams:
+                undo.callback(setattr, self, "fresh_stream", self.fresh_stream)
+                self.note_fresh_stream(source.dataset)
+            if (before := state_of(source.dataset)) is not None:
+                undo.callback(give_state, source.dataset, before)
+            give_state(source.dataset, state.dataset)
+        if not state.in_progress:
+            samplers = source.sampler_states(None)
+            undo.callback(source.load_sampler_states, samplers, between_epochs=False)
+            source.load_sampler_states(state.samplers, between_epochs=True)
+            state.before_iter.give(source.generators)
+        elif state.sampler_epoch is not None:
+            source.set_epoch(state.sampler_epoch)
 
 
 @dataclass
@@ -216,30 +244,18 @@ class EpochProgress:
         self._finish(drawn)
         self.owner.delivered_from(self)
 
-    def begin_streams(
-        self, num_workers: int, delivered: int
-    ) -> tuple[list[int], list[tuple[int, bytes] | None]]:
+    def begin_streams(self, num_workers: int) -> tuple[list[int], list[tuple[int, bytes] | None]]:
         """Start or resume the stream of each logical worker.
 
         Args:
             num_workers: Number of logical workers.
-            delivered: Number of batches that all streams together have delivered.
 
         Returns:
             Two lists with an item for each logical worker. The first holds the number of delivered
             batches. The second holds the state from which the stream resumes, if there is one: the
             number of batches before it, and the packed state.
-
-        Raises:
-            ValueError: The first part of the epoch was read without ``distribute_mode``.
         """
         known = self.begin.streams
-        if known is None and delivered:
-            raise ValueError(
-                f"the state of an IterableDataset was saved without distribute_mode. It does not "
-                f"say how many of its {delivered} batches each worker made. Finish this epoch "
-                "without distribute_mode"
-            )
         self._streams = list(known or [0] * num_workers)
         self._batches = sum(self._streams)
         states = self.begin.stream_states or [None] * num_workers
@@ -334,6 +350,7 @@ class EpochProgress:
             offset=self.begin.offset,
             place=self.begin.place,
             batch_size=self.begin.batch_size,
+            resized=self.begin.resized,
             workers=self.begin.workers,
             world_size=self.begin.world_size,
             sampler_epoch=self.begin.sampler_epoch,

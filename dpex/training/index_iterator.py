@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from dpex.training.checkpoint import DrawnBatch, EpochProgress, Progress
 from dpex.training.index_source import IndexSource
 from dpex.training.resume_state import ResumeState
 from dpex.worker.rng_state import Draws
+from dpex.worker.stateful import give_state
 
 __all__ = ["IndexIterator", "IndexSampler"]
 
@@ -106,11 +107,13 @@ class IndexIterator:
                 begin = replace(
                     state, batch_size=source.batch_size, workers=source.workers, streams=None
                 )
-            if not (source.in_process and any(begin.stream_states or ())):
-                self.unread = state.batches
-                begin = replace(begin, batches=0, samples=0)
-        elif not states:
-            if state.world_size != source.world_size:
+            read = 0
+            if source.in_process and begin.stream_states and begin.stream_states[0] is not None:
+                read = begin.stream_states[0].batches
+            self.unread = state.batches - read
+            begin = replace(begin, batches=read, samples=read * (begin.batch_size or 1))
+        else:
+            if not states and state.world_size != source.world_size:
                 begin = replace(
                     state,
                     offset=state.global_samples,
@@ -119,14 +122,18 @@ class IndexIterator:
                     world_size=source.world_size,
                     batches=0,
                     samples=0,
+                    resized=None,
                 )
-            sampler, self._skip = source.rest(begin)
-            begin = replace(begin, batch_size=source.batch_size)
+            if not states:
+                sampler, self._skip = source.rest(begin)
+            if state.batch_size != source.batch_size:
+                resized = (begin.batches, begin.samples) if begin.batches else None
+                begin = replace(begin, batch_size=source.batch_size, resized=resized)
         source.load_sampler_states(states, between_epochs=not state.samples)
         with state.before_iter.repeated(source.generators):
             self._inner = iter(sampler)
         if "iterator" in states:
-            self._inner.load_state_dict(copy.deepcopy(states["iterator"]))
+            give_state(self._inner, states["iterator"])
         self._draws = state.before_first
         return begin
 
@@ -138,7 +145,8 @@ class IndexIterator:
         """Whether the number of batches in the epoch is the length of the sampler."""
         begin = self.epoch.begin
         size = begin.batch_size
-        return not begin.offset and (size is None or begin.samples == begin.batches * size)
+        whole = begin.resized is None if size is None else begin.samples == begin.batches * size
+        return not begin.offset and whole
 
     def next_request(self) -> Any:
         """Draw the request for one batch of a stream: None for each sample in the batch."""
@@ -171,16 +179,25 @@ class IndexIterator:
                 f"set_epoch({saved})",
             )
         with self._draws.repeated(own):
-            skipped = 0
-            for _ in range(self._skip):
-                skipped += _count(next(self._inner))
-            if self._skip and skipped != self.epoch.begin.samples:
-                raise ValueError(
-                    f"the first {self._skip} batches of the batch_sampler have {skipped} indices, "
-                    f"but the delivered batches had {self.epoch.begin.samples}. Resume the epoch "
-                    "with the same batch_sampler"
-                )
+            self._skip_batches()
             return next(self._inner)
+
+    def _skip_batches(self) -> None:
+        """Skip the delivered batches of a ``batch_sampler``.
+
+        Raises:
+            ValueError: They have another number of indices than the delivered batches had.
+        """
+        skipped = batches = 0
+        for indices in itertools.islice(self._inner, self._skip):
+            batches += 1
+            skipped += _count(indices)
+        if self._skip and (batches, skipped) != (self._skip, self.epoch.begin.samples):
+            raise ValueError(
+                f"the first {batches} batches of the batch_sampler have {skipped} indices, but the "
+                f"{self._skip} delivered batches had {self.epoch.begin.samples}. Resume the epoch "
+                "with the same batch_sampler"
+            )
 
 
 def _count(indices: Any) -> int:

@@ -6,18 +6,18 @@ import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dpex.log import warn
 from dpex.training.nested_samplers import nested_samplers
 from dpex.training.resume_state import ResumeState
 from dpex.worker.seeding import generators_kept
-from dpex.worker.stateful import has_state, state_of
+from dpex.worker.stateful import give_state, has_state, state_of
 
 __all__ = ["IndexSource"]
 
@@ -32,6 +32,7 @@ class IndexSource:
         generator: The loader's ``generator``.
         dataset: The loader's ``dataset``.
         num_workers: The loader's ``num_workers``.
+        distribute_mode: Whether Ray tasks make the batches.
     """
 
     index_sampler: Any
@@ -39,6 +40,7 @@ class IndexSource:
     generator: torch.Generator | None
     dataset: Any
     num_workers: int
+    distribute_mode: bool = False
 
     @property
     def streams(self) -> bool:
@@ -53,7 +55,7 @@ class IndexSource:
     @property
     def workers(self) -> int | None:
         """Number of streams; None for a map-style dataset."""
-        return max(1, self.num_workers) if self.streams else None
+        return int(max(1, self.num_workers)) if self.streams else None
 
     @property
     def length(self) -> int | None:
@@ -76,7 +78,7 @@ class IndexSource:
         return None if self.streams and not self.in_process else state_of(self.dataset)
 
     @property
-    def _samplers(self) -> dict[str, Any]:
+    def samplers(self) -> dict[str, Any]:
         """The samplers by name. Saved states have these names."""
         outer, *inner = nested_samplers(self.index_sampler)
         names = ["inner", *(f"inner{number}" for number in range(2, len(inner) + 1))]
@@ -86,19 +88,19 @@ class IndexSource:
     def generators(self) -> dict[str, torch.Generator]:
         """Generators of the loader and its samplers, keyed by their owner."""
         found = {"loader": self.generator}
-        found |= {name: getattr(s, "generator", None) for name, s in self._samplers.items()}
+        found |= {name: getattr(s, "generator", None) for name, s in self.samplers.items()}
         return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
 
     def sampler_states(self, iterator: Any) -> dict[str, Any] | None:
         """Return the state of the sampler's iterator if it has one, else the samplers' states."""
         if has_state(iterator):
             return {"iterator": state_of(iterator)}
-        known = {name: state_of(sampler) for name, sampler in self._samplers.items()}
+        known = {name: state_of(sampler) for name, sampler in self.samplers.items()}
         return {name: state for name, state in known.items() if state is not None} or None
 
     def has_states(self, iterator: Any) -> bool:
         """Return whether ``sampler_states`` would return any state."""
-        return any(map(has_state, (iterator, *self._samplers.values())))
+        return any(map(has_state, (iterator, *self.samplers.values())))
 
     def load_sampler_states(
         self, states: Mapping[str, Any] | None, *, between_epochs: bool
@@ -111,13 +113,13 @@ class IndexSource:
         """
         known = [
             (sampler, states[name])
-            for name, sampler in self._samplers.items()
+            for name, sampler in self.samplers.items()
             if states is not None and name in states and has_state(sampler)
         ]
 
         def load() -> None:
             for sampler, state in known:
-                sampler.load_state_dict(copy.deepcopy(state))
+                give_state(sampler, state)
 
         load()
         if between_epochs and known:
@@ -130,30 +132,30 @@ class IndexSource:
     @property
     def distributed(self) -> DistributedSampler[Any] | None:
         """The DistributedSampler among the samplers."""
-        found = (s for s in self._samplers.values() if isinstance(s, DistributedSampler))
+        found = (s for s in self.samplers.values() if isinstance(s, DistributedSampler))
         return next(found, None)
 
     @property
     def world_size(self) -> int | None:
         """Number of ranks that share an epoch; None if no sampler divides it among ranks."""
         if self.distributed is not None:
-            return self.distributed.num_replicas
+            return int(self.distributed.num_replicas)
         # Accelerate's BatchSamplerShard
-        counts = (getattr(each, "num_processes", None) for each in self._samplers.values())
+        counts = (getattr(each, "num_processes", None) for each in self.samplers.values())
         return next((count for count in counts if isinstance(count, int)), None)
 
     @property
     def epoch(self) -> int | None:
         """Epoch number of the samplers that have ``set_epoch``; None without such a sampler."""
-        for sampler in self._samplers.values():
+        for sampler in self.samplers.values():
             epoch = getattr(sampler, "epoch", None)
-            if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)):
-                return epoch
+            if isinstance(epoch, Integral) and callable(getattr(sampler, "set_epoch", None)):
+                return int(epoch)  # also a bool, or an integer of numpy
         return None
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of each sampler that has it."""
-        for sampler in self._samplers.values():
+        for sampler in self.samplers.values():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
 
@@ -166,71 +168,6 @@ class IndexSource:
     def batch_size(self) -> int | None:
         """Number of samples in every batch except perhaps the last; None if it varies."""
         return self.index_sampler.batch_size if self.batched and self.by_samples else None
-
-    def check(self, state: ResumeState) -> None:
-        """Raise ``ValueError`` unless this loader can resume from a state."""
-        dataset_states = [state.dataset, *(s and s.dataset for s in state.stream_states or ())]
-        if any(each is not None for each in dataset_states) and not has_state(self.dataset):
-            raise ValueError(
-                f"the state contains dataset state, but {type(self.dataset).__name__} has no "
-                "state_dict() and load_state_dict(). Resume with the dataset class that saved it, "
-                "or start a new epoch with load_state_dict({})"
-            )
-        if state.in_progress:
-            self._check_streams(state)
-        if not state.in_progress or not (state.samples or state.offset or state.ahead):
-            return
-        if state.length != self.length:
-            raise ValueError(
-                f"the state was saved with a dataset of length {state.length}, but this dataset "
-                f"has length {self.length}. Resume with the same dataset, or start a new epoch "
-                "with load_state_dict({})"
-            )
-        if state.ahead and state.batch_size != self.batch_size:
-            raise ValueError(
-                f"the state was saved with in_order=False and batch_size={state.batch_size}, but "
-                f"this loader has batch_size={self.batch_size}. Keep it until the end of the epoch"
-            )
-        if state.world_size == self.world_size and not state.offset:
-            return
-        sampler = self.distributed
-        is_torchs = sampler is not None and type(sampler).__iter__ is DistributedSampler.__iter__
-        if state.world_size is None or not is_torchs or not self.by_samples or state.ahead:
-            raise ValueError(
-                f"the state was saved with {_ranks(state.world_size)}, and this loader has "
-                f"{_ranks(self.world_size)}. An epoch can resume with another number of ranks only "
-                "with in_order=True, torch's DistributedSampler, and torch's BatchSampler or none. "
-                "Finish the epoch with the same ranks and samplers"
-            )
-
-    def _check_streams(self, state: ResumeState) -> None:
-        if (state.workers is None) == self.streams:
-            kinds = ("an IterableDataset", "a map-style dataset")
-            raise ValueError(
-                f"the state was saved with {kinds[state.workers is None]}, but "
-                f"{type(self.dataset).__name__} is {kinds[not self.streams]}. Resume with the same "
-                "dataset, or start a new epoch with load_state_dict({})"
-            )
-        saved = (state.workers, state.batch_size)
-        if self.streams and state.batches and saved != (self.workers, self.batch_size):
-            raise ValueError(
-                f"the state of an IterableDataset was saved with num_workers={state.workers} and "
-                f"batch_size={state.batch_size}, but this loader has "
-                f"num_workers={self.num_workers} and batch_size={self.batch_size}. Keep both until "
-                "the end of the epoch"
-            )
-
-    def fitting(self, state: ResumeState) -> ResumeState:
-        """Return the state, without the workers' datasets' states if ``num_workers`` changed."""
-        known = state.stream_states
-        if known is None or state.batches or len(known) == self.workers:
-            return state
-        warn(
-            f"the state contains the datasets' states of {len(known)} persistent workers, but "
-            f"num_workers is {self.num_workers}. The datasets start without these states. To keep "
-            f"them, pass num_workers={len(known)}",
-        )
-        return replace(state, stream_states=None)
 
     def rest(self, state: ResumeState) -> tuple[Any, int]:
         """Return a sampler for the rest of an epoch.
@@ -259,7 +196,17 @@ class _After:
 
     def __iter__(self) -> Iterator[Any]:
         # Some samplers draw when their iterator is created. This creates it as early as torch.
-        return itertools.islice(iter(self._sampler), self._count, None)
+        return self._rest(iter(self._sampler))
+
+    def _rest(self, indices: Iterator[Any]) -> Iterator[Any]:
+        skipped = sum(1 for _ in itertools.islice(indices, self._count))
+        if skipped != self._count:
+            raise ValueError(
+                f"the sampler has yielded {skipped} indices, but the delivered batches had "
+                f"{self._count}. Resume the epoch with the same sampler, or start a new epoch with "
+                "load_state_dict({})"
+            )
+        yield from indices
 
 
 class _Redistributed:
@@ -286,7 +233,3 @@ class _Redistributed:
             total = math.ceil(len(rest) / ranks) * ranks
             rest = list(itertools.islice(itertools.cycle(rest), total))
         return iter(rest[self._sampler.rank : total : ranks])
-
-
-def _ranks(world_size: int | None) -> str:
-    return "no DistributedSampler" if world_size is None else f"world size {world_size}"

@@ -100,8 +100,8 @@ class _Resumable(BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         progress = loader._progress
         # torch draws a base_seed here, which the saved process had drawn before.
-        kept = generators_kept(loader.generator) if progress.seeded else contextlib.nullcontext()
-        with kept:
+        own = None if progress.draws_base_seed else loader.generator
+        with generators_kept(own) if progress.seeded else contextlib.nullcontext():
             super().__init__(loader)
         if self._num_workers or not isinstance(self._dataset, IterableDataset):
             return

@@ -8,8 +8,6 @@ dataset. A stream without a state of its own is read again from its beginning.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +16,10 @@ from dpex.worker.stateful import StreamState
 
 __all__ = ["ResumeState"]
 
-_VERSION = 1
-
 
 @dataclass(frozen=True)
 class ResumeState:
-    """The resume state that ``state_dict`` returns.
+    """Contents of the dict that ``state_dict`` returns; ``state_schema`` checks them.
 
     Attributes:
         in_progress: Whether an epoch is in progress; False between two epochs.
@@ -36,6 +32,8 @@ class ResumeState:
         offset: Number of samples that all ranks delivered before the number of ranks changed.
         place: Position of the first sample after that change, as ``sample_seed`` counts positions.
         batch_size: Number of samples in each batch of the sampler; None if it varies.
+        resized: Numbers of the batches and samples delivered before ``batch_size`` last changed;
+            None if it did not change in this epoch.
         workers: Number of streams of an IterableDataset: ``num_workers``, or 1 if that is 0. None
             for a map-style dataset.
         world_size: Number of ranks that share the epoch; None if no sampler divides it.
@@ -62,6 +60,7 @@ class ResumeState:
     offset: int = 0
     place: int = 0
     batch_size: int | None = None
+    resized: tuple[int, int] | None = None
     workers: int | None = None
     world_size: int | None = None
     sampler_epoch: int | None = None
@@ -72,61 +71,10 @@ class ResumeState:
     stream_states: tuple[StreamState | None, ...] | None = None
     dataset: Any = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as strings, numbers, lists and dicts.
-
-        The states that samplers, datasets and iterators returned stay as they are.
-        """
-        return {
-            "version": _VERSION,
-            **vars(self),
-            "ahead": list(self.ahead),
-            "streams": None if self.streams is None else list(self.streams),
-            "stream_states": self.stream_states and [s and s.to_dict() for s in self.stream_states],
-            "before_iter": self.before_iter.to_dict(),
-            "before_first": self.before_first and self.before_first.to_dict(),
-            "samplers": copy.deepcopy(self.samplers),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> ResumeState:
-        """Rebuild a state.
-
-        Args:
-            plain: Result of ``to_dict``.
-
-        Raises:
-            ValueError: ``plain`` is not a state of this version, or is damaged.
-        """
-        # Accelerate adds keys that begin with an underscore.
-        rest = {name: value for name, value in plain.items() if not name.startswith("_")}
-        version = rest.pop("version", None)
-        if version != _VERSION:
-            raise ValueError(
-                f"load_state_dict got a state of version {version!r}, but this dpex reads version "
-                f"{_VERSION}. Pass a state that state_dict() of a DpexDataLoader returned. The "
-                f"keys of this state: {sorted(plain)}"
-            )
-        try:
-            first, streams = rest["before_first"], rest["stream_states"]
-            return cls(
-                **{
-                    **rest,
-                    "ahead": tuple(rest["ahead"]),
-                    "streams": None if rest["streams"] is None else tuple(rest["streams"]),
-                    "stream_states": streams
-                    and tuple(s and StreamState.from_dict(s) for s in streams),
-                    "before_iter": Draws.from_dict(rest["before_iter"]),
-                    "before_first": None if first is None else Draws.from_dict(first),
-                    "samplers": copy.deepcopy(rest["samplers"]),
-                    "dataset": copy.deepcopy(rest["dataset"]),
-                }
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"load_state_dict got a state that is damaged ({type(error).__name__}: {error}). "
-                "Pass the result of DpexDataLoader.state_dict() unchanged"
-            ) from error
+    @property
+    def delivered(self) -> bool:
+        """Whether any batch of the epoch was delivered."""
+        return bool(self.batches or self.ahead or self.offset)
 
     @property
     def global_samples(self) -> int:

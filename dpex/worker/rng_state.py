@@ -1,15 +1,12 @@
-"""States of random number generators, as plain data, from which their draws can be repeated."""
+"""States of random number generators, from which their draws can be repeated."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dpex.worker.seeding import generators_kept, global_states, set_global_states
@@ -61,38 +58,3 @@ class Draws:
             self.give_global()
             self.give(own)
             yield
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the states as strings and numbers."""
-        _, keys, place, has_gauss, gauss = self.numpys
-        version, words, next_gauss = self.pythons
-        return {
-            "torch": _text(self.torchs.numpy().tobytes()),
-            "numpy": [_text(keys.tobytes()), int(place), int(has_gauss), float(gauss)],
-            "python": [version, _text(array("I", words).tobytes()), next_gauss],
-            "own": {name: _text(state.numpy().tobytes()) for name, state in self.own.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Draws:
-        """Return the states from the result of ``to_dict``."""
-        keys, place, has_gauss, gauss = plain["numpy"]
-        version, words, next_gauss = plain["python"]
-        return cls(
-            _state(plain["torch"]),
-            ("MT19937", np.frombuffer(_bytes(keys), np.uint32), place, has_gauss, gauss),
-            (version, tuple(array("I", _bytes(words))), next_gauss),
-            {name: _state(text) for name, text in plain["own"].items()},
-        )
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _state(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)

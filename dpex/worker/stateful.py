@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from dpex.wire.pickling import dump_in_band
 from dpex.worker.rng_state import Draws
 
-__all__ = ["StreamState", "has_state", "state_of"]
+__all__ = ["StreamState", "check_takes_state", "give_state", "has_state", "state_of"]
 
 
 def has_state(thing: Any) -> bool:
@@ -53,6 +53,34 @@ def state_of(thing: Any) -> Any:
     return copy.deepcopy(thing.state_dict()) if has_state(thing) else None
 
 
+def check_takes_state(thing: Any) -> None:
+    """Raise ``ValueError`` unless an object can load a state."""
+    if not has_state(thing):
+        raise ValueError(
+            f"the state contains a state for a {type(thing).__name__}, which has no state_dict() "
+            "and load_state_dict(). Resume with the class that saved it, or start a new epoch with "
+            "load_state_dict({})"
+        )
+
+
+def give_state(thing: Any, state: Any) -> None:
+    """Load a deep copy of a state into an object.
+
+    Raises:
+        ValueError: The object cannot load a state, or its ``load_state_dict`` raised an exception.
+    """
+    check_takes_state(thing)
+    kind = type(thing).__name__
+    try:
+        thing.load_state_dict(copy.deepcopy(state))
+    except Exception as error:
+        raise ValueError(
+            f"{kind}.load_state_dict did not accept its part of the state "
+            f"({type(error).__name__}: {error}). Resume with the class that saved it, or start a "
+            "new epoch with load_state_dict({})"
+        ) from error
+
+
 @dataclass(frozen=True)
 class StreamState:
     """State of the stream of an ``IterableDataset``.
@@ -82,7 +110,8 @@ class StreamState:
             batches: Number of batches that it has read.
 
         Returns:
-            The packed state; None if neither the dataset nor its iterator has a state.
+            The packed state; None if neither the dataset nor its iterator has a state, or if their
+            ``state_dict()`` returned None.
         """
         dataset, iterator = fetcher.dataset, fetcher.dataset_iter
         of_dataset = iterator is not dataset and has_state(dataset)
@@ -96,7 +125,7 @@ class StreamState:
             ended=fetcher.ended,
             generators=Draws.now({}),
         )
-        return state.packed()
+        return None if state.dataset is state.iterator is None else state.packed()
 
     def at_end_of_epoch(self) -> StreamState:
         """Return this state, taken at the end of an epoch, as the start of the next epoch."""
@@ -115,6 +144,7 @@ class StreamState:
         if self.epoch_over:
             return
         if self.iterator is not None:
+            check_takes_state(fetcher.dataset_iter)
             fetcher.dataset_iter.load_state_dict(copy.deepcopy(self.iterator))
         fetcher.ended = self.ended
 
@@ -127,14 +157,3 @@ class StreamState:
         """Return the state from the result of ``packed``."""
         state: StreamState = pickle.loads(packed)
         return state
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict of strings and numbers, with the states of dataset and iterator."""
-        own = {"dataset": copy.deepcopy(self.dataset), "iterator": copy.deepcopy(self.iterator)}
-        return {**vars(self), **own, "generators": self.generators.to_dict()}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> StreamState:
-        """Return the state from the result of ``to_dict``."""
-        rest = copy.deepcopy(dict(plain))
-        return cls(**{**rest, "generators": Draws.from_dict(plain["generators"])})

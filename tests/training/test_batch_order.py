@@ -19,8 +19,6 @@ RUN = replace(chunks.RUN, num_workers=WORKERS)
 class Streams:
     """The indices of streams that start at their first batch."""
 
-    unread = None
-
     def __init__(self) -> None:
         self.epoch = self
         self.states: list[tuple[int, bytes | None]] = []
@@ -28,7 +26,7 @@ class Streams:
     def next_request(self) -> tuple[None, None]:
         return None, None
 
-    def begin_streams(self, workers: int, _: None) -> tuple[list[int], list[None]]:
+    def begin_streams(self, workers: int) -> tuple[list[int], list[None]]:
         return [0] * workers, [None] * workers
 
     def deliver_stream(self, worker: int, _: int, state: bytes | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from altered_states import alterations, altered, of_version_1
 from cluster_programs import PROGRAMS, environment, spawn, workplace
 from samplers import LENGTH, SAMPLERS
 from samples import seed_everything
@@ -272,6 +274,49 @@ def test_torchdata_s_state_is_refused_with_its_keys() -> None:
     state = StatefulDataLoader(DATASET, 4).state_dict()
     with pytest.raises(ValueError, match=r"version None.*_sampler_iter_yielded"):
         DpexDataLoader(DATASET, 4).load_state_dict(state)
+
+
+# The values of these fields may all be those of another state, so only the checksum shows a change.
+LEFT_TO_THE_CHECKSUM = {
+    "map": {"ahead", "base_seed", "batch_size", "iteration", "sampler_epoch", "samplers"},
+    "stream": {"base_seed", "before_first", "iteration", "samples", "samplers", "streams"},
+}
+
+
+@pytest.mark.parametrize("form", [altered, of_version_1])
+@pytest.mark.parametrize("kind", LEFT_TO_THE_CHECKSUM)
+def test_an_altered_state_of_ray_tasks_is_refused(kind: str, form: Any) -> None:
+    """``test_state_schema.py`` shows the same without Ray, and reads what is not refused."""
+
+    def make() -> DpexDataLoader[Any]:
+        if kind == "map":
+            return DpexDataLoader(DATASET, **SAMPLERS["shuffle"](1), **MODES["dpex"])
+        return DpexDataLoader(Counting(), 2, num_workers=2, **OURS)
+
+    with make() as loader:
+        for _ in itertools.islice(loader, 3):
+            pass
+        state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(form(state))
+    accepted = set()
+    for _, changed in alterations(state, draws=False):
+        fields = {name for name in state if repr(state[name]) != repr(changed.get(name))}
+        if fields == {"checksum"}:
+            continue  # the field has the value that it had
+        with contextlib.suppress(TypeError, ValueError):
+            loader.load_state_dict(form(changed))
+            accepted |= fields & (form(changed).keys() - {"checksum"})
+        with pytest.raises((TypeError, ValueError), match="load_state_dict"):
+            loader.load_state_dict({**changed, "checksum": state["checksum"]})
+    assert accepted <= LEFT_TO_THE_CHECKSUM[kind]
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(info.id, 20, 2))
 
 
 def test_torch_s_workers_out_of_order_have_no_state() -> None:
