@@ -155,8 +155,6 @@ class TaskLease:
     def held(self) -> set[int]:
         """The logical workers whose further chunks no other lease may get."""
         held = self.running if self.ended else self.running | self.workers
-        if self.busy:
-            held.add(self.last_worker)
         if self.repeats is not None:
             held.add(self.repeats)
         return held

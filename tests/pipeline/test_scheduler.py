@@ -58,6 +58,12 @@ async def waits(scheduler: Scheduler, *request: Any, early: bool = False) -> boo
     return waiting
 
 
+async def answers() -> None:
+    """Let the requests return whose answer is known."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 def payload_of(assignment: AssignedChunk | None) -> bytes | None:
     return None if assignment is None else assignment.payload
 
@@ -404,6 +410,112 @@ def test_the_end_of_the_last_sample_may_overtake_the_request(
         assert not scheduler.has_work
         scheduler.close()
         assert await waiting is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("end", [deliver_last_block, finish])
+def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early(
+    end: Callable[[Scheduler], None],
+) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        await scheduler.next_chunk("a", 0, 0, "process")
+        given = await scheduler.next_chunk("a", 1, 1, "process", early=True)
+        assert payload_of(given) == b"1"
+        feed(scheduler, b"0 again")
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        end(scheduler)
+        await answers()
+        assert waiting.done(), "it does not wait for a later look"
+        assert payload_of(await waiting) == b"0 again"
+
+    play(scenario)
+
+
+def test_a_worker_s_next_chunk_goes_to_a_task_that_waits_when_a_lease_ends() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", alone=True)
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
+        feed(scheduler, b"0 again")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        await answers()
+        assert waiting.done(), "it does not wait for a later look"
+        assert payload_of(await waiting) == b"0 again"
+
+    play(scenario)
+
+
+def test_the_oldest_chunk_is_given_whose_worker_is_free() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1", b"2")
+        feed(scheduler, b"0 again", b"1 again")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"2"
+        assert payload_of(await scheduler.next_chunk("a", 2, 2)) == b"0 again"
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"1 again"
+
+    play(scenario)
+
+
+def test_no_task_is_started_for_a_worker_that_has_a_process() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        feed(scheduler, b"0 again")
+        assert await start_tasks(scheduler) == 0
+        feed(scheduler, b"0", b"1")
+        assert await start_tasks(scheduler) == 1
+
+    play(scenario)
+
+
+def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "LOOK_S", 0.0)
+
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        feed(scheduler, b"0 again")
+        for place in range(2):
+            await scheduler.next_chunk("a", place, place, "first")
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"0 again"
+        repeating = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "second"))
+        await answers()
+        assert not repeating.done(), "another process is worker 0"
+        feed(scheduler, b"0 later")
+        assert await waits(scheduler, "b", 1, 1), "the chunk that is repeated comes first"
+        given = await repeating
+        assert (payload_of(given), given and given.replaced) == (b"0", ("first",))
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, "second")) == b"1"
+
+    play(scenario)
+
+
+def test_a_process_that_is_replaced_while_it_waits_for_a_worker_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "LOOK_S", 0.0)
+
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        feed(scheduler, b"0 again")
+        for place in range(2):
+            await scheduler.next_chunk("a", place, place, "first")
+        await scheduler.next_chunk("b", 0, 0)
+        second = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "second"))
+        await asyncio.sleep(0)
+        third = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "third"))
+        assert await second is None
+        assert await waits(scheduler, "b", 1, 1)
+        assert payload_of(await third) == b"0"
 
     play(scenario)
 
