@@ -476,8 +476,9 @@ def test_no_task_is_started_for_a_worker_that_has_a_process() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("early", [False, True])
 def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
-    monkeypatch: pytest.MonkeyPatch,
+    early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "LOOK_S", 0.0)
 
@@ -491,7 +492,8 @@ def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
         await answers()
         assert not repeating.done(), "another process is worker 0"
         feed(scheduler, b"0 later")
-        assert await waits(scheduler, "b", 1, 1), "the chunk that is repeated comes first"
+        assert await waits(scheduler, "b", 1, 1, early=early), "the repeated chunk comes first"
+        scheduler.delivered("b", "")
         given = await repeating
         assert (payload_of(given), given and given.replaced) == (b"0", ("first",))
         assert payload_of(await scheduler.next_chunk("a", 1, 1, "second")) == b"1"

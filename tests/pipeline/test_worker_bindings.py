@@ -40,6 +40,8 @@ def test_a_bound_worker_s_chunks_fit_its_own_lease_alone() -> None:
     assert made.chunk_index_for(a, chunks(1, 0)) == 1
     assert made.chunk_index_for(b, chunks(0, 1)) == 1
     assert made.chunk_index_for(b, chunks(0, 0)) is None
+    ask(made, a)
+    assert made.chunk_index_for(b, chunks(0, 0)) is None, "it has a process, which waits"
     a.end()
     assert made.taken() == set()
     assert made.chunk_index_for(b, chunks(0)) == 0
