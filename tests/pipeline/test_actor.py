@@ -258,7 +258,8 @@ def test_a_run_waits_for_the_tasks_of_a_pipeline_that_was_closed_before(
         asking = asyncio.ensure_future(ask(actor, pipeline="next"))
         if at_work:
             await asyncio.wait([asking], timeout=0.05)
-            assert not (feeding.done() or asking.done())
+            assert not feeding.done()
+            assert not asking.done()
             executions[0].tasks_ended.set()
         await feeding
         assert await asking == b"1"
