@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from cluster_programs import wait_until
 from cluster_programs.output import take_stdout
+from stateful import Alone, read_alone
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
@@ -148,6 +149,16 @@ def rows(batches: Any) -> list[Any]:
 
 def joined(lists: Iterable[list[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(lists))
+
+
+def alone() -> Any:
+    """Read epochs that first workers, Ray's worker processes and both make."""
+    arguments = {"batch_size": 2, "num_workers": 3}
+    loader = loader_of(Alone(300), **arguments)
+    # The first epoch is handed over to Ray.
+    got = [read_alone(loader), read_alone(loader)]
+    torchs = DataLoader(Alone(300), **arguments)  # type: ignore[arg-type]
+    return [got == [read_alone(torchs), read_alone(torchs)], "ray" in sys.modules]
 
 
 def wait_for_ray(loader: DpexDataLoader[Any]) -> None:

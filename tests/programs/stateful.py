@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
+import os
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,37 @@ class Counts(Numbers):
     def collate(self, samples: list[Any]) -> Any:
         self.seen += 100
         return samples
+
+
+class Alone(Numbers):
+    """Sample i is i; shared memory counts the times that two processes were one logical worker."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.processes = torch.zeros(8, dtype=torch.int64).share_memory_()
+        self.met = torch.zeros(8, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        worker, process = _info().id, os.getpid()
+        self.met[worker] += int(self.processes[worker]) not in {0, process}
+        self.processes[worker] = process
+        time.sleep(0.002 + index % 5 * 0.001)
+        self.met[worker] += int(self.processes[worker]) != process
+        self.processes[worker] = 0
+        return index
+
+
+def read_alone(loader: Any) -> list[Any]:
+    """Read epochs of ``Alone``, some of them not to the end, and return batches and meetings."""
+    read = []
+    for most in (1000, 3, 20, 3, 1000):
+        batches = iter(loader)
+        read.append([batch.tolist() for batch in itertools.islice(batches, most)])
+        del batches
+    return [read, int(loader.dataset.met.sum())]
 
 
 class CountsOddBatches(Counts):

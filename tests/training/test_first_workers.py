@@ -56,6 +56,10 @@ def test_an_epoch_goes_over_to_ray_when_a_task_waits() -> None:
     assert "lost" not in errors
 
 
+def test_no_two_processes_are_one_logical_worker_before_after_and_while_ray_starts() -> None:
+    assert outcome_of("alone")[0] == [True, True]
+
+
 @pytest.mark.extended
 def test_samples_that_wait_have_a_process_for_each_logical_worker_also_before_ray() -> None:
     assert outcome_of("spread_out")[0] == [True, True]

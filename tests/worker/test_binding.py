@@ -23,7 +23,18 @@ from cluster_programs import (
     workplace,
 )
 from cluster_programs.clusters import Cluster
-from stateful import BATCH_SIZE, KINDS, LENGTH, Counts, Draws, Numbers, epochs, log_start
+from stateful import (
+    BATCH_SIZE,
+    KINDS,
+    LENGTH,
+    Alone,
+    Counts,
+    Draws,
+    Numbers,
+    epochs,
+    log_start,
+    read_alone,
+)
 from torch.utils.data import DataLoader, get_worker_info
 
 from dpex import DpexDataLoader
@@ -215,6 +226,15 @@ def test_state_that_first_changes_at_a_later_sample_is_warned_of_once() -> None:
     told = [warning for warning in caught if changed in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]
     assert [index for index, _ in samples] == list(range(4_000))
+
+
+@on_shared_ray
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_two_processes_are_one_logical_worker(persistent: bool) -> None:
+    arguments: dict[str, Any] = {"batch_size": 2, "persistent_workers": persistent}
+    ours = read_alone(distributed(Alone(200), num_workers=3, **arguments))
+    assert ours == read_alone(DataLoader(Alone(200), num_workers=3, **arguments))
+    assert ours[1] == 0
 
 
 @on_shared_ray
