@@ -23,6 +23,7 @@ from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.exclusive_init import ConnectedMeanwhile, wait_for_program
+from dpex.cluster.forked_exit import leave_ray_to_parent
 from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
@@ -39,6 +40,7 @@ from dpex.cluster.nodes_here import (
 from dpex.cluster.own_process import FORKED, ray_job
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
+from dpex.compat.late_calls import prepare
 from dpex.errors import ClusterError
 from dpex.log import announce
 from dpex.worker import environment
@@ -133,6 +135,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         except ConnectedMeanwhile:
             hide_token()
             connection = _existing(request)
+        prepare()
         if connection.kind != "local":
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
@@ -600,7 +603,10 @@ def _note_fork() -> None:
     _lock = threading.Lock()
     ray = sys.modules.get("ray")
     initialized = getattr(ray, "is_initialized", None)  # absent while Ray is being imported
-    _forked_from_driver = starts or bool(initialized and initialized())
+    connected = bool(initialized and initialized())
+    _forked_from_driver = starts or connected
+    if _forked_from_driver:
+        leave_ray_to_parent(connected=connected)
 
 
 os.register_at_fork(after_in_child=_note_fork)
