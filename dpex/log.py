@@ -19,8 +19,12 @@ class _Stderr(logging.Handler):
     """Writes messages to stderr with the prefix ``dpex:`` unless the program configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _configured():
+        if sys.stderr is None or _configured():  # None: the program runs without the stream
+            return
+        try:
             sys.stderr.write(f"dpex: {self.format(record)}\n")
+        except Exception:  # such as that of a pipe which nobody reads
+            self.handleError(record)
 
 
 def _configured() -> bool:

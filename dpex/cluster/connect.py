@@ -38,6 +38,7 @@ from dpex.cluster.nodes_here import (
     split,
 )
 from dpex.cluster.own_process import FORKED, ray_job
+from dpex.cluster.standard_streams import open_missing_streams
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.compat.late_calls import prepare
@@ -128,6 +129,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         if _forked_from_driver:
             raise ClusterError(FORKED)
         die_by_interrupt()
+        open_missing_streams()
         # Do not import Ray here: dpex may still have to fork the fork server from this process.
         connected = "ray" in sys.modules and _is_connected()
         try:
@@ -174,6 +176,7 @@ def fork_first_workers(
         ):
             return []
         launch.check_settings()
+        open_missing_streams()
         die_by_interrupt()
         die_at_once()
         environment.remember(ray_follows=True)
