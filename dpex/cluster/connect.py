@@ -38,6 +38,7 @@ from dpex.cluster.nodes_here import (
     split,
 )
 from dpex.cluster.own_process import FORKED, ray_job
+from dpex.cluster.raylet_end import log_end_of_raylet
 from dpex.cluster.standard_streams import open_missing_streams
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
@@ -142,6 +143,8 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
             _announce(connection)
+            if connection.kind != "client":
+                log_end_of_raylet(connection.address)
         _current = (ray_job(), connection)
         return connection
 
