@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -21,10 +22,9 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or _configured():  # None: the program runs without the stream
             return
-        try:
-            sys.stderr.write(f"dpex: {self.format(record)}\n")
-        except Exception:  # such as that of a pipe which nobody reads
-            self.handleError(record)
+        text = f"dpex: {self.format(record)}\n"
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the pipe, or it is closed
+            sys.stderr.write(text)
 
 
 def _configured() -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import sys
+from typing import TYPE_CHECKING, cast
 
 from dpex.compat.late_calls import disconnect_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["leave_ray_to_parent"]
 
@@ -40,7 +44,7 @@ def _forget_ray() -> None:
     wait forever for answers. Python's and the C library's end free Ray's objects, whose destructors
     wait for threads that a fork does not have, or crash.
     """
-    atexit.unregister(_HandlersOfRay())
+    atexit.unregister(cast("Callable[[], None]", _HandlersOfRay()))
     modules = [module for name, module in list(sys.modules.items()) if _is_kept(name)]
     kept = [list(vars(module).values()) for module in modules]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # Python frees none of these objects

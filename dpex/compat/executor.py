@@ -111,8 +111,8 @@ def tune_executor() -> None:
 
     Only the pipeline actor's process changes: the user's Ray Data keeps its defaults.
     """
-    # A task lease lasts as long as an epoch and yields no rows. Where Ray Data runs tasks in actors,
-    # each actor has a second task in its queue, which would wait for the end of the first.
+    # A task lease lasts as long as an epoch and yields no rows. If Ray Data ran tasks in actors, a
+    # second task in an actor's queue would wait for the end of the first.
     os.environ[ACTOR_ONLY] = "0"
 
     import ray.data  # configures its logger

@@ -21,7 +21,8 @@ import os, sys, time
 from pathlib import Path
 
 place = Path(sys.argv[1])
-(place / "agents").open("a").write(f"{os.getpid()} {os.getppid()} {os.environ['RAY_RAYLET_PID']}\\n")
+pids = os.getpid(), os.getppid(), os.environ["RAY_RAYLET_PID"]
+(place / "agents").open("a").write(" ".join(map(str, pids)) + "\\n")
 while not (place / "fails").exists():
     time.sleep(0.01)
 sys.exit(7)
@@ -64,7 +65,8 @@ if __name__ == "__main__":
     assert indices == list(range(2000))
     assert wait_for_another({first})
     import ray
-    named = ray.remote(num_cpus=0, runtime_env={"env_vars": {"NAMED": "1"}})(lambda: os.environ["NAMED"])
+    env = {"env_vars": {"NAMED": "1"}}  # the agent makes it
+    named = ray.remote(num_cpus=0, runtime_env=env)(lambda: os.environ["NAMED"])
     print(ray.get(named.remote()))
 """
 

@@ -581,8 +581,6 @@ def _leave_training_process() -> None:
     sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - as long as the process
     # Without a stream at the start of Python, its descriptor may be that of another file.
     sys.stdout, sys.stderr = (
-        no_stream()
-        if stream is None
-        else os.fdopen(number, "w", buffering=1, closefd=False)
+        no_stream() if stream is None else os.fdopen(number, "w", buffering=1, closefd=False)
         for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
     )
