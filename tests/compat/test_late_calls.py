@@ -8,7 +8,8 @@ import pytest
 from cluster_programs import run_program, workplace
 
 from dpex.background_thread import BackgroundThread
-from dpex.compat.late_calls import _NotForDpex
+from dpex.compat import late_calls
+from dpex.compat.late_calls import FORKS_DISCONNECTED, _NotForDpex
 
 # The thread calls Ray when the program has shut it down, and another when Python exits.
 PROGRAM = """
@@ -50,6 +51,19 @@ def test_only_threads_of_dpex_start_no_ray(kind: type[threading.Thread], setting
     thread.join()
     assert seen == [setting and kind is threading.Thread]
     assert bool(_NotForDpex(setting)) == setting, "in the main thread"
+
+
+@pytest.mark.filterwarnings("ignore:dpex. ray")
+@pytest.mark.parametrize("value", [None, 0, "text"])
+def test_a_worker_object_of_another_kind_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    monkeypatch.setattr(FORKS_DISCONNECTED, "failed", False)
+    monkeypatch.setattr(late_calls, "_worker", None)
+    monkeypatch.setattr("ray._private.worker.global_worker", value)
+    late_calls.prepare()
+    late_calls.disconnect_fork()
+    assert FORKS_DISCONNECTED.failed
 
 
 @pytest.mark.multiprocess
