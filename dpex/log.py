@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -19,8 +20,11 @@ class _Stderr(logging.Handler):
     """Writes messages to stderr with the prefix ``dpex:`` unless the program configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _configured():
-            sys.stderr.write(f"dpex: {self.format(record)}\n")
+        if sys.stderr is None or _configured():  # None: the program runs without the stream
+            return
+        text = f"dpex: {self.format(record)}\n"
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the pipe, or it is closed
+            sys.stderr.write(text)
 
 
 def _configured() -> bool:

@@ -45,3 +45,12 @@ def test_messages_on_stderr(configuration: str, lines: list[str]) -> None:
     )
     assert done.stderr.splitlines() == lines
     assert not done.stdout
+
+
+@pytest.mark.parametrize("state", ["sys.stderr = None", "os.close(2)", "sys.stderr.close()"])
+def test_a_message_that_nobody_can_read_is_no_error(state: str) -> None:
+    program = f"import os, sys\n{state}\n" + MESSAGES.format(configuration="") + "print('goes on')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "goes on\n"

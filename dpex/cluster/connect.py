@@ -23,6 +23,7 @@ from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.exclusive_init import ConnectedMeanwhile, wait_for_program
+from dpex.cluster.forked_exit import leave_ray_to_parent
 from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
 from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
@@ -37,8 +38,11 @@ from dpex.cluster.nodes_here import (
     split,
 )
 from dpex.cluster.own_process import FORKED, ray_job
+from dpex.cluster.raylet_end import log_end_of_raylet
+from dpex.cluster.standard_streams import open_missing_streams
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
 from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
+from dpex.compat.late_calls import prepare
 from dpex.errors import ClusterError
 from dpex.log import announce
 from dpex.worker import environment
@@ -126,6 +130,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         if _forked_from_driver:
             raise ClusterError(FORKED)
         die_by_interrupt()
+        open_missing_streams()
         # Do not import Ray here: dpex may still have to fork the fork server from this process.
         connected = "ray" in sys.modules and _is_connected()
         try:
@@ -133,10 +138,13 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         except ConnectedMeanwhile:
             hide_token()
             connection = _existing(request)
+        prepare()
         if connection.kind != "local":
             environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
             _announce(connection)
+            if connection.kind != "client":
+                log_end_of_raylet(connection.address)
         _current = (ray_job(), connection)
         return connection
 
@@ -171,6 +179,7 @@ def fork_first_workers(
         ):
             return []
         launch.check_settings()
+        open_missing_streams()
         die_by_interrupt()
         die_at_once()
         environment.remember(ray_follows=True)
@@ -602,7 +611,10 @@ def _note_fork() -> None:
     _lock = threading.Lock()
     ray = sys.modules.get("ray")
     initialized = getattr(ray, "is_initialized", None)  # absent while Ray is being imported
-    _forked_from_driver = starts or bool(initialized and initialized())
+    connected = bool(initialized and initialized())
+    _forked_from_driver = starts or connected
+    if _forked_from_driver:
+        leave_ray_to_parent(connected=connected)
 
 
 os.register_at_fork(after_in_child=_note_fork)

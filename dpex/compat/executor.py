@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ from dpex.compat.shortcut import PrivateName, Shortcut
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = ["POLICIES", "failed_shortcuts", "limit_to_concurrency", "tune_executor"]
+__all__ = ["ACTOR_ONLY", "POLICIES", "failed_shortcuts", "limit_to_concurrency", "tune_executor"]
 
 POLICIES = "backpressure_policies.enabled"
 """Ray Data's setting for its backpressure policies. If Ray renames it, tasks start later."""
+
+ACTOR_ONLY = "RAY_DATA_ACTOR_ONLY_BACKEND"
+"""Environment variable of later versions of Ray, which makes Ray Data run tasks in actors."""
 
 _EXECUTION = "ray.data._internal.execution."
 
@@ -107,6 +111,10 @@ def tune_executor() -> None:
 
     Only the pipeline actor's process changes: the user's Ray Data keeps its defaults.
     """
+    # A task lease lasts as long as an epoch and yields no rows. If Ray Data ran tasks in actors, a
+    # second task in an actor's queue would wait for the end of the first.
+    os.environ[ACTOR_ONLY] = "0"
+
     import ray.data  # configures its logger
 
     # A forked actor inherits the user's warning filters, which may turn warnings into errors. No

@@ -1,7 +1,9 @@
 """A placeholder that a local Ray starts for an agent of its node, until the agent is wanted.
 
 The agent takes half a second of processor time to start, which would delay the first batch. The
-placeholder starts faster, because it imports only the modules that it needs.
+placeholder starts faster, because it imports only the modules that it needs. Then it is the agent's
+parent. The raylet ends when the process that it has started for an agent ends, and so the training
+ends too. The placeholder starts the agent again if a signal has killed it, for lack of memory.
 """
 
 import os
@@ -12,12 +14,13 @@ SHARE = "--share-port"
 _PORT_OPTION = "--runtime-env-agent-port="
 _WAIT_S = 0.05
 _IDLE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 def main(wanted: str, *command: str) -> None:
-    """Wait until the file ``wanted`` exists, then replace this process by the agent.
+    """Wait until the file ``wanted`` exists, then run the agent until it ends by itself.
 
-    If the parent process, the node's raylet, ends first, return: the agent would end then too.
+    If the parent process, the node's raylet, ends, return: the agent ends then too.
 
     Args:
         wanted: Path of the file.
@@ -30,8 +33,38 @@ def main(wanted: str, *command: str) -> None:
     while os.getppid() == node:
         if command and os.path.exists(wanted):  # noqa: PTH110 - pathlib would take longer to load
             program = [word.endswith(".py") for word in command].index(True)
-            os.execvp(command[0], [*command[:program], __file__, SHARE, *command[program:]])
+            run([*command[:program], __file__, SHARE, *command[program:]], node)
         time.sleep(_WAIT_S if command else _IDLE_S)
+
+
+def run(command: "list[str]", node: int) -> None:
+    """Run the agent; return if a signal has killed it, and exit as it does otherwise.
+
+    The agent ends with this process. It sees the end of the raylet by the pipe that is its standard
+    input, or if its parent is not the process in ``RAY_RAYLET_PID``.
+
+    Args:
+        command: The command.
+        node: Process id of the raylet.
+    """
+    import ctypes
+    import signal
+
+    parent = os.getpid()
+    environment = {**os.environ, "RAY_RAYLET_PID": str(parent)}
+    agent = os.fork()
+    if agent == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            os.execvpe(command[0], command, environment)
+        os._exit(1)
+    while os.getppid() == node:
+        ended, status = os.waitpid(agent, os.WNOHANG)
+        if ended and os.WIFSIGNALED(status):
+            return
+        if ended:
+            sys.exit(os.waitstatus_to_exitcode(status))
+        time.sleep(_IDLE_S)
 
 
 def is_raylet(pid: int) -> bool:

@@ -248,8 +248,9 @@ class Cached(Dataset[Any]):
         return CacheInfo(self._hits, self._misses, *self._store.size())
 
 
-# Jobs whose caches this process removes from its node's memory at exit.
+# Jobs whose caches this process removes from its node's memory at exit; its forks do not.
 _jobs: set[str] = set()
+os.register_at_fork(after_in_child=_jobs.clear)
 
 
 # Exit handlers run in reverse order. This one is registered at import, usually before Ray's, and so
@@ -265,12 +266,14 @@ def _forget_jobs() -> None:
 @functools.cache
 def _keep_at_exit(directory: Path) -> None:
     """Flush a directory's samples to disk at exit, whichever process wrote them."""
+    process = os.getpid()
 
     @atexit.register
     def keep() -> None:
-        from dpex.datasets.sample_store import keep_for_good
+        if os.getpid() == process:
+            from dpex.datasets.sample_store import keep_for_good
 
-        keep_for_good(directory)
+            keep_for_good(directory)
 
 
 def _transforms_of(dataset: Any) -> Iterator[Any]:

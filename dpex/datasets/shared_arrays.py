@@ -139,14 +139,16 @@ def _regions(arrays: list[_Array]) -> list[list[_Array]]:
 
 @functools.cache
 def forget_at_exit(job: str) -> None:
-    """Remove a job's arrays from this node when this process exits.
+    """Remove a job's arrays from this node when this process exits, but not when its forks do.
 
     Processes that have mapped the arrays keep their mappings.
     """
+    process = os.getpid()
 
     @atexit.register
     def forget_arrays() -> None:
-        shutil.rmtree(memory(_MEMORY) / job, ignore_errors=True)
+        if os.getpid() == process:
+            shutil.rmtree(memory(_MEMORY) / job, ignore_errors=True)
 
 
 def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:

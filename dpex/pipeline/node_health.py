@@ -14,6 +14,7 @@ import ray
 
 from dpex import tuning
 from dpex.cluster.local.launch import within
+from dpex.cluster.raylet_end import RAYLET_ENDED, raylet_ended
 from dpex.errors import ClusterError
 from dpex.log import waits
 
@@ -40,7 +41,8 @@ class Nodes:
 
     def __init__(self) -> None:
         # Read the ID now: after a shutdown of Ray, this call would start a new Ray.
-        self._here = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        self._here, self._address = context.get_node_id(), str(context.gcs_address)
         self._dead: set[str] = set()
         self.look(log=False)
         self.died_at = 0.0
@@ -56,17 +58,15 @@ class Nodes:
         """
         if not ray.is_initialized():
             return
+        if raylet_ended(self._address):  # the head notices it seconds later
+            raise ClusterError(RAYLET_ENDED)
         try:
             nodes = within(tuning.HEAD_ANSWER_S, ray.nodes)
         except Exception:  # such as gRPC's, if a Ray Client has lost its server
             return
         dead = {node["NodeID"]: node for node in nodes if not node["Alive"]}
         if self._here in dead:
-            raise ClusterError(
-                "the Ray node of this process has died: its raylet was killed, or the head could "
-                "not reach it. This process can read nothing from the cluster any more. Start it "
-                "again, and resume from the last state_dict()"
-            )
+            raise ClusterError(RAYLET_ENDED)
         new = dead.keys() - self._dead
         if new:
             self.died_at = time.monotonic()

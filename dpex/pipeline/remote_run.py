@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -48,6 +49,13 @@ def _end_open_runs() -> None:
         receiver.join(max(0.0, deadline - time.monotonic()))
 
 
+def _leave_runs_to_parent() -> None:
+    """Forget the runs in a fork, whose exit would end the runs of its parent."""
+    _open_runs.clear()
+    _receivers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_runs_to_parent)
 die_at_once()  # registered last, so its handler runs first
 
 

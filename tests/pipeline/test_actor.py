@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -13,8 +14,9 @@ from typing import Any, cast
 import pytest
 
 from dpex import tuning
+from dpex.compat.executor import ACTOR_ONLY
 from dpex.pipeline import actor as actor_module
-from dpex.pipeline.actor import Reply, _PipelineActor
+from dpex.pipeline.actor import Reply, _PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack, unpack
@@ -55,6 +57,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
         return executions[-1]
 
     monkeypatch.setattr(actor_module, "Execution", execution)
+    monkeypatch.setenv(ACTOR_ONLY, "1")  # the actor sets it, here in the test's own process
 
     async def run(scenario: Scenario) -> None:
         await scenario(_PipelineActor(), executions)
@@ -403,3 +406,19 @@ def test_only_the_latest_closed_pipelines_are_remembered(
         assert list(actor._closed) == ["b", "c"]
 
     play(scenario)
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_only_the_pipeline_actor_keeps_ray_data_from_running_tasks_in_actors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    def value(_: Any = None) -> str | None:
+        return os.environ.get(ACTOR_ONLY)
+
+    monkeypatch.setenv(ACTOR_ONLY, "1")
+    handle = get_pipeline_actor(None).handle
+    assert ray.get(handle.__ray_call__.remote(value)) == "0"
+    assert value() == "1", "in the training process"
+    assert ray.get(ray.remote(num_cpus=0)(value).remote()) != "0", "in a worker process"

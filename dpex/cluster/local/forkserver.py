@@ -47,6 +47,7 @@ from dpex.cluster.local.directory import make_directory
 from dpex.cluster.local.forked_worker import is_own
 from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_rays_warnings
 from dpex.cluster.local.process_end import hold, start_detached
+from dpex.cluster.standard_streams import no_stream
 from dpex.compat.shortcut import private_ray_allowed
 from dpex.wire import local_modules
 from dpex.worker import module_settings
@@ -581,6 +582,8 @@ def _leave_training_process() -> None:
     sys.setprofile(None)
     # A notebook's streams need threads that a fork does not have.
     sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - as long as the process
+    # Without a stream at the start of Python, its descriptor may be that of another file.
     sys.stdout, sys.stderr = (
-        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        no_stream() if stream is None else os.fdopen(number, "w", buffering=1, closefd=False)
+        for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
     )

@@ -24,6 +24,7 @@ from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_m
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
 from dpex.cluster.local.process_end import end_ray_after_us
+from dpex.cluster.standard_streams import stderr_for_ray
 from dpex.cluster.tokens import FILE, forget_token, hide_token, require_token, token_variables
 from dpex.errors import ClusterError
 
@@ -316,6 +317,7 @@ def init_ray(
     def call() -> Any:
         with (
             quiet_ray(),
+            stderr_for_ray(),
             on_loopback() if ours else contextlib.nullcontext(),
         ):
             breakpoint_hook = os.environ.get(_BREAKPOINT)
