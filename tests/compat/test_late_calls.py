@@ -21,7 +21,7 @@ from dpex.background_thread import BackgroundThread
 
 def call():
     try:
-        ray.nodes()
+        ray.put(1)
     except Exception as error:
         print(type(error).__name__, ray.is_initialized(), flush=True)
 
