@@ -262,9 +262,9 @@ class _PipelineActor:
     """The class of the pipeline actor.
 
     ``take``, ``over``, ``closed``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk`` wait
-    without a time limit. ``begin`` and ``close`` wait for a limited time until no task works. A
-    call that names a pipeline may arrive before ``open``, and waits for it. ``stored_job`` and
-    ``others`` wait for Ray in a thread. The other methods do not wait.
+    without a time limit. ``begin``, ``feed`` and ``close`` wait for a limited time until no task
+    works for an earlier run. A call that names a pipeline may arrive before ``open``, and waits for
+    it. ``stored_job`` and ``others`` wait for Ray in a thread. The other methods do not wait.
     """
 
     def __init__(self) -> None:

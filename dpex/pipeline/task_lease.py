@@ -189,7 +189,7 @@ class TaskLease:
         return unfinished
 
     def ask(self) -> None:
-        """Let the task wait for its next chunk, unless the lease has ended."""
+        """Switch to waiting for the next chunk, unless the lease has ended."""
         self._most_made = max(self._most_made, self.made)
         self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
 
