@@ -255,6 +255,8 @@ PUBLISH_S = 1.0
 """How often ``stats()`` is published as Ray metrics."""
 EXIT_S = 2.0
 """How long the end of the training process waits for Ray's answers."""
+UNPICKLED_S = 30.0
+"""How long that end waits for the batch that a thread unpickles, which may run the user's code."""
 
 CLUSTER_ANSWER_S = 15.0
 """How long dpex waits for the head of a cluster that the user names."""

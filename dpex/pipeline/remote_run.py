@@ -44,7 +44,7 @@ def _end_open_runs() -> None:
     """End all open runs, so that no thread is inside Ray when Ray shuts down."""
     for run in list(_open_runs):
         run.end()
-    deadline = time.monotonic() + tuning.EXIT_S
+    deadline = time.monotonic() + tuning.UNPICKLED_S
     for receiver in list(_receivers):
         receiver.join(max(0.0, deadline - time.monotonic()))
 
