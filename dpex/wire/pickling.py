@@ -30,6 +30,7 @@ import xxhash
 from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.log import warn
+from dpex.wire.mapped_files import set_attributes
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
 from dpex.wire.shared_views import SharedViews
@@ -124,6 +125,15 @@ def _rebuild_tensor(
     else:
         tensor = torch.empty_strided(size, stride, dtype=dtype)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_storage(content: torch.Tensor) -> torch.UntypedStorage:
+    """Return a storage of exactly a tensor's bytes, in the tensor's memory."""
+    return torch.from_numpy(content.numpy()).untyped_storage()
+
+
+def _rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _rebuild_memmap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -243,20 +253,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduce the objects that dpex pickles in a special way; leave all others to cloudpickle.
 
-        These objects are strided CPU tensors (not subclasses), arrays in shared memory, mapped
-        memory, caches and locks, and read-only arrays of batches. Further ones are object
+        These objects are strided CPU tensors (not subclasses), storages, arrays in shared memory,
+        mapped memory, caches and locks, and read-only arrays of batches. Further ones are object
         references, PIL images, memory views, open text files, modules of torch, and code.
         """
         if self._mappings is not None:
             reduced = self._mappings.reduce(obj) or reduce(obj)
             if reduced is not None:
                 self._buffers.reduced_by_us = True
-                return reduced
+                return _with_attributes(obj, reduced) if type(obj) is torch.Tensor else reduced
         kind = type(obj)
         if kind is CodeType:
             return self._reduce_code(obj)
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            return self._reduce_tensor(obj)
+            return _with_attributes(obj, self._reduce_tensor(obj))
+        if kind is torch.UntypedStorage and obj.device.type == "cpu":
+            # torch.save() puts all its bytes into the stream, and torch.load() refuses them.
+            return _rebuild_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj),)
+        if kind is torch.TypedStorage:
+            return _rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is np.ndarray and self._mappings is not None and not obj.dtype.hasobject:
             return self._reduce_view(obj)
         if kind is np.memmap:
@@ -358,6 +373,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         view = pickle.PickleBuffer(pixels)
         self._buffers.expected = ("image", view)
         return _rebuild_image, (view, *state)
+
+
+def _with_attributes(obj: Any, reduced: Any) -> Any:
+    """Add an object's attributes, which the user has set, to a reduction without a state."""
+    attributes = vars(obj)
+    if reduced is NotImplemented or not attributes:
+        return reduced
+    return (*reduced, dict(attributes), None, None, set_attributes)
 
 
 def _with_qualname(kind: type, reduced: Any) -> Any:
