@@ -30,6 +30,7 @@ import xxhash
 from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.log import warn
+from dpex.wire.classes_by_value import reduce_class
 from dpex.wire.mapped_files import set_attributes
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
@@ -301,10 +302,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is object and self._mappings is not None and id(obj) in self._sentinels:
             return _sentinel, self._sentinels[id(obj)][1:]
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
-            reduced = _with_qualname(obj, reduced)
-        if isinstance(obj, type) and "__slots__" in vars(obj):
-            reduced = _with_slots(obj, reduced)
+        if isinstance(obj, type):
+            # What a batch brings does not change a class of the process that reads it.
+            return reduce_class(obj, reduced, overwrite=self._mappings is not None)
         return reduced
 
     @functools.cached_property
@@ -381,31 +381,6 @@ def _with_attributes(obj: Any, reduced: Any) -> Any:
     if reduced is NotImplemented or not attributes:
         return reduced
     return (*reduced, dict(attributes), None, None, set_attributes)
-
-
-def _with_qualname(kind: type, reduced: Any) -> Any:
-    """Add the qualified name, which cloudpickle omits, to the reduction of a class by value."""
-    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):
-        attributes = reduced[2][0]
-        if isinstance(attributes, dict):
-            # As for the file name of code: string interning must not change the pickle.
-            attributes["__qualname__"] = "".join(kind.__qualname__)
-    return reduced
-
-
-def _with_slots(kind: type, reduced: Any) -> Any:
-    """Add the slots, which cloudpickle 3.1.3 omits, to the reduction of a class by value.
-
-    Without them the class's instances have a ``__dict__``, which those of the training process
-    lack, so a batch of them could not be unpickled there.
-    """
-    if isinstance(reduced, tuple) and len(reduced) > 2:
-        build, arguments, *rest = reduced
-        match arguments:
-            case (metaclass, name, bases, dict(contents), *more) if metaclass is type(kind):
-                contents = {"__slots__": vars(kind)["__slots__"], **contents}
-                return (build, (metaclass, name, bases, contents, *more), *rest)
-    return reduced
 
 
 def _sentinel(module: str, name: str) -> object:

@@ -262,23 +262,6 @@ def test_a_class_that_travels_by_value_keeps_its_qualified_name() -> None:
             assert load(dump(kind(), "dataset")).__class__.__qualname__ == kind.__qualname__
 
 
-def test_instances_of_a_class_with_slots_have_no_dict_in_another_process() -> None:
-    kind = type("Slotted", (), {"__slots__": ("part",), "__module__": "__main__"})
-    sample: Any = kind()
-    sample.part = 7
-    program = (
-        "import pickle, sys; read = pickle.load(sys.stdin.buffer); print(read.part, dir(read))"
-    )
-    read = subprocess.run(
-        [sys.executable, "-c", program],
-        input=dump_in_band(sample, "batch"),
-        capture_output=True,
-        check=True,
-    ).stdout
-    assert read.startswith(b"7 ")
-    assert b"__dict__" not in read
-
-
 def test_a_module_s_sentinel_is_the_same_object_in_a_dataset_s_copy() -> None:
     module: Any = types.ModuleType("of_sentinels")
     module.MISSING, unknown = object(), object()
