@@ -8,6 +8,7 @@ A pipeline serves one iteration of a loader at a time, and outlives the iteratio
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import time
@@ -480,9 +481,10 @@ class _PipelineActor:
         if job_key not in {pipeline.job_key for pipeline in self._opened()}:
             raise LookupError("the pipeline is closed")  # nothing would release the stored job
         if job_key not in self._stored_jobs:
-            self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
-                None, store_job, inheritance[job_key].pickled
-            )
+            # Only a local Ray's worker processes inherit a job.
+            store = functools.partial(store_job, inheritance[job_key].pickled, same_host=True)
+            loop = asyncio.get_running_loop()
+            self._stored_jobs[job_key] = loop.run_in_executor(None, store)
         storing = self._stored_jobs[job_key]
         try:
             return [await storing]

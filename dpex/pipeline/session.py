@@ -291,7 +291,7 @@ class Session(OwnProcess):
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
             )
-        return store_job(pickled)
+        return store_job(pickled, same_host=self._connection.single_host)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         _check_stage(number, stage)
@@ -313,7 +313,7 @@ class Session(OwnProcess):
             free = ray.available_resources().get("GPU", 0.0)
             most = min(most, max(1, int(free / stage.num_gpus)))
         return LaterStage(
-            [store_job(pickled)],
+            [store_job(pickled, same_host=self._connection.single_host)],
             pickled.digest,
             options,
             most,

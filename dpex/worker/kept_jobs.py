@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import sys
 import threading
@@ -47,7 +48,9 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
     if pickled is None:
         if not job:  # this process has inherited the job, and needs a second copy
             job = ask_actor(actor_name, "stored_job", job_key)
-        search_path, sources, *content = ray.get(job[0])
+        search_path, sources, authkey, *content = ray.get(job[0])
+        if authkey is not None:
+            multiprocessing.current_process().authkey = authkey
         # A worker process can import the script's modules, as torch's spawned workers can, if its
         # node has the directories and archives.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).exists())

@@ -140,7 +140,8 @@ def test_a_job_that_could_not_be_stored_is_stored_at_the_next_call(
     monkeypatch.setitem(actor_module.inheritance, *inherited)
     stored: list[bytes] = []
 
-    def store(pickled: bytes) -> bytes:
+    def store(pickled: bytes, *, same_host: bool) -> bytes:
+        assert same_host
         stored.append(pickled)
         if len(stored) == 1:
             raise OSError("full")

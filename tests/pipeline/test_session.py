@@ -83,6 +83,7 @@ class FakeRay:
         self.is_inherited = False
         self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
+        self.same_hosts: list[bool] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
         self.forks = False
@@ -130,7 +131,8 @@ class FakeRay:
         assert job_id == "01000000"
         return self.is_inherited
 
-    def store(self, pickled: Pickled) -> Ref:
+    def store(self, pickled: Pickled, *, same_host: bool) -> Ref:
+        self.same_hosts.append(same_host)
         ref = Ref(pickled.head)
         self.stored.append(ref.content)
         self.kept.add(ref)
@@ -304,6 +306,7 @@ def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
     ray.session(connection, **given).store(jobs[0], [(stage, jobs[1])])
     assert [job.by_value for job in jobs] == [[by_value]] * 2
     assert [job.here_only for job in jobs] == [[connection.single_host]] * 2
+    assert set(ray.same_hosts) == {connection.single_host}
 
 
 @pytest.mark.parametrize(
