@@ -410,6 +410,7 @@ class Session(OwnProcess):
             arrivals,
             pin_device=pin_device,
             through_client=self._connection.kind == "client",
+            persistent=self._persistent,
         )
 
     def _begun(
@@ -514,7 +515,7 @@ class Session(OwnProcess):
         for job in self._jobs:
             job.refs, job.later = [], ()
         if self._release.alive:
-            self._pipelines.close()
+            self._pipelines.close(wait=True)
             self._release.detach()
 
 

@@ -37,7 +37,10 @@ __all__ = [
     "ask_actor",
     "get_soon",
     "loss_of",
+    "origin_here",
     "pipeline_actor",
+    "process_name",
+    "process_of",
 ]
 
 NAMESPACE = "dpex"
@@ -267,9 +270,26 @@ _numbers = itertools.count()
 
 
 @functools.cache
+def process_name() -> str:
+    """Return ``"node:pid:unique"`` of this process."""
+    return f"{ray.get_runtime_context().get_node_id()}:{os.getpid()}:{_sender()}"
+
+
+def origin_here() -> tuple[str, str]:
+    """Return IDs of the task that runs here and of its process, as the origin of its blocks."""
+    return ray.get_runtime_context().get_task_id(), f"{process_name()}/{uuid.uuid4().hex}"
+
+
+def process_of(origin: tuple[str, str]) -> str:
+    """Return the name of the process of an ``origin_here``."""
+    return origin[1].partition("/")[0]
+
+
+@functools.cache
 def _sender() -> str:
     """Return a unique name for this process."""
     return uuid.uuid4().hex
 
 
 os.register_at_fork(after_in_child=_sender.cache_clear)
+os.register_at_fork(after_in_child=process_name.cache_clear)

@@ -22,6 +22,7 @@ from dpex.cluster.connect import Connection
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.forked_worker import SERVER
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
+from dpex.pipeline import remote_pipelines, remote_run
 from dpex.pipeline import session as session_module
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.pipeline.remote_run import RemoteRun
@@ -84,6 +85,8 @@ class FakeRay:
         self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
         self.same_hosts: list[bool] = []
+        # The pipelines of which something has waited until worker processes drop their copies.
+        self.waited_for: list[str] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
         self.forks = False
@@ -114,6 +117,8 @@ class FakeRay:
             "_load_ray_data": lambda: None,
         }.items():
             patch.setattr(session_module, name, value)
+        for module in (remote_pipelines, remote_run):
+            patch.setattr(module, "wait_for_release", lambda _, keys: self.waited_for.extend(keys))
         patch.setattr(connect, "cluster_size", self.size)
         patch.setattr(forkserver, "is_inherited", self.inherits)
         patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
@@ -837,6 +842,7 @@ def test_a_close_closes_the_pipelines_once(ray: FakeRay) -> None:
     for _ in range(2):
         session.close()
     assert calls(ray.actors[0]) == ["open", "open", "close", "close"]
+    assert len(set(ray.waited_for)) == 2, "for each pipeline, until no process holds a copy"
     assert not session.alive
     del session, runs
     assert ray.released == []
