@@ -17,6 +17,7 @@ from dpex import tuning
 from dpex.cluster.connect import connect, fork_first_workers, parse_address
 from dpex.cluster.local import forkserver
 from dpex.compat.torch_names import BaseDataLoaderIter
+from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
 from dpex.log import announce, warn
 from dpex.pipeline.worker_options import WorkerOptions
@@ -127,6 +128,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
     on_error: Literal["raise", "skip"]
     max_skipped: int
 
+    @untraced
     def __init__(
         self,
         dataset: Dataset[T_co],
@@ -359,6 +361,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             persistent=self.persistent_workers,
         )
 
+    @untraced
     def warm_up(self, *, wait: bool = False) -> None:
         """Start Ray and the first worker processes in a thread, for the next ``iter()``.
 
@@ -429,6 +432,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         if not self._distributed:
             super().check_worker_number_rationality()
 
+    @untraced
     def __iter__(self) -> BaseDataLoaderIter:
         if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
             self._iterator = None  # the Ray of its persistent workers is gone
@@ -449,6 +453,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             meter.count_samples_of(own._sampler_iter.epoch)
         return iterator
 
+    @untraced
     def stats(self) -> LoaderStats:
         """Return the statistics of the newest epoch, up to now.
 
@@ -474,6 +479,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
     def _index_sampler(self) -> IndexSampler:
         return IndexSampler(self._source, self._progress)
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, from which another process can resume.
 
@@ -501,6 +507,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             )
         return self._progress.state_dict(self._source, persistent_workers=self.persistent_workers)
 
+    @untraced
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at the next ``iter()`` from the position of a loader.
 
@@ -527,6 +534,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         if state_dict.get("dataset") is not None:
             self._end_iterator()  # persistent workers hold copies of the old dataset
 
+    @untraced
     def close(self) -> None:
         """Stop the workers and release their resources; a later ``iter()`` starts new workers."""
         self._end_iterator()
@@ -564,6 +572,7 @@ class DataLoader(DpexDataLoader[T_co]):
         dataset: This and all other arguments are those of ``DpexDataLoader``.
     """
 
+    @untraced
     def __init__(
         self,
         dataset: Dataset[T_co],

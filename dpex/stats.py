@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from dpex.compat.untraced import untraced, untraced_alone
 from dpex.wire.timings import Costs
 
 if TYPE_CHECKING:
@@ -178,10 +179,12 @@ class Meter:
         self._uncounted_samples = epoch.samples_delivered
 
     @property
+    @untraced
     def _samples(self) -> int:
         return 0 if self._epoch is None else self._epoch.samples_delivered - self._uncounted_samples
 
     @contextlib.contextmanager
+    @untraced_alone
     def asked(self, *, for_batch: bool = True) -> Iterator[None]:
         """Count the time inside the context as waiting time of the training loop.
 

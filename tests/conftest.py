@@ -183,6 +183,12 @@ def _compare_content(ours: Any, torchs: Any, at: str, above: set[tuple[int, int]
         _compare_tensors(ours, torchs, at, above)
     elif isinstance(torchs, (np.ndarray, np.generic)):
         _compare_arrays(ours, torchs, at, above)
+    elif isinstance(torchs, torch.TypedStorage):
+        _compare(ours.dtype, torchs.dtype, f"{at}.dtype", above)
+        _compare(ours.untyped(), torchs.untyped(), f"{at}.untyped()", above)
+    elif isinstance(torchs, torch.UntypedStorage):
+        contents = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (ours, torchs)]
+        assert torch.equal(*contents), f"{at}: other bytes"
     elif isinstance(torchs, PIL.Image.Image):
         _compare((ours.mode, ours.size), (torchs.mode, torchs.size), f"{at}.mode, .size", above)
         _compare(ours.getpalette(), torchs.getpalette(), f"{at}.palette", above)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -481,3 +483,49 @@ def test_map_data_pipes_are_read_as_torch_reads_them(shuffle: bool) -> None:
     torchs, ours = outcomes(read)
     assert ours == torchs
     assert sum(map(len, torchs[0])) == 7
+
+
+# --- managers of multiprocessing ------------------------------------------------------------------
+
+
+class Counted(Dataset[int]):
+    """Samples that are counted in a process of ``multiprocessing``'s manager."""
+
+    def __init__(self, manager: SyncManager) -> None:
+        self.made, self.lock = manager.Value("i", 0), manager.Lock()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.made.value += 1
+        return index
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_reach_a_manager_as_torch_s_workers_do(context: str) -> None:
+    with multiprocessing.Manager() as manager:
+        dataset = Counted(manager)
+        loader = DpexDataLoader(
+            dataset, num_workers=2, distribute_mode=True, multiprocessing_context=context
+        )
+        for epoch in (1, 2):
+            assert [int(batch) for batch in loader] == list(range(6))
+            assert dataset.made.value == 6 * epoch
+
+
+def double(sample: torch.Tensor, counted: Counted) -> int:
+    return 2 * counted[int(sample)]
+
+
+def test_a_later_stage_reaches_a_manager() -> None:
+    with multiprocessing.Manager() as manager:
+        counted = Counted(manager)
+        stage = Stage(functools.partial(double, counted=counted))
+        dataset = MappedDataset(list(range(6)), transforms=[stage])
+        loader = DpexDataLoader(
+            dataset, num_workers=2, distribute_mode=True, multiprocessing_context="spawn"
+        )
+        assert [int(batch) for batch in loader] == [0, 2, 4, 6, 8, 10]
+        assert counted.made.value == 6

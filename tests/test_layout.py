@@ -17,7 +17,10 @@ PACKAGE = Path(dpex.__file__).parent
 LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
 # Modules of these folders may import Ray, except WITHOUT_RAY. Of other folders, WITH_RAY may.
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
-WITHOUT_RAY = {"dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.pipeline.worker_options"}
+WITHOUT_RAY = {
+    *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
+    "dpex.pipeline.worker_options",
+}
 WITH_RAY = {
     "dpex.wire.receiver",
     "dpex.worker.actor_calls",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from cluster_programs import wait_until
 from living import ImageAndArrays, LargeArray, Plain, Remembers, Slow
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from dpex import BatchLostError, DpexDataLoader
 
@@ -423,3 +424,48 @@ def test_the_collector_meets_no_call_of_ray_s() -> None:
         sys.setprofile(None)
     assert gone() is None
     assert not called
+
+
+class Locking(Dataset[int]):
+    """Samples of a dataset whose copy holds a lock on a file from its first sample on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: Any = None
+        self.cycle: Any = None
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if self.file is None:
+            self.file = self.path.open()
+            self.cycle = self  # only the garbage collector frees the copy
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return index
+
+    def is_free(self) -> bool:
+        with self.path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+
+def test_what_dataset_copies_hold_is_free_after_the_epoch_and_after_close(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    dataset = Locking(path)
+    loader = loader_of(dataset)
+    for _ in range(3):
+        assert [int(index) for batch in loader for index in batch] == list(range(16))
+        assert dataset.is_free()
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert dataset.is_free()
+    with loader_of(dataset, persistent_workers=True) as persistent:
+        list(persistent)
+        assert not dataset.is_free(), "persistent workers keep their state"
+    assert dataset.is_free()

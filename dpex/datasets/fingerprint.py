@@ -19,6 +19,7 @@ import xxhash
 from dpex.datasets.built_on_node import KEY_PREFIX
 from dpex.datasets.code_behind import code_behind, imports_in
 from dpex.datasets.node_memory import job_name
+from dpex.wire.classes_by_value import class_keys
 from dpex.wire.pickling import Pickled, dump
 
 __all__ = ["fingerprint"]
@@ -49,13 +50,13 @@ def fingerprint(obj: Any, version: str) -> bytes:
 def _without_names(stream: bytes) -> bytes:
     """Remove the names that differ from job to job from a pickle.
 
-    These are the job's name, the keys of ``on_node``, and the ids that cloudpickle gives to classes
-    that it pickles by value. Names of a kind have the same length, so the lengths in the pickle do
-    not change.
+    These are the job's name, the keys of ``on_node``, and the ids that cloudpickle and dpex give to
+    classes that they pickle by value. Names of a kind have the same length, so the lengths in the
+    pickle do not change.
     """
     # If a later cloudpickle renames this dict, such a class differs in every process: a cache miss.
     classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", ())
-    for name in (job_name(), *classes):
+    for name in (job_name(), *classes, *class_keys()):
         stream = stream.replace(name.encode(), b"")
     return re.sub(KEY_PREFIX.encode() + b"[0-9a-f]{32}", b"", stream)
 

@@ -8,6 +8,7 @@ A pipeline serves one iteration of a loader at a time, and outlives the iteratio
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import time
@@ -24,6 +25,7 @@ from dpex import tuning
 from dpex.cluster.limits import IdleCores
 from dpex.cluster.own_process import ray_job
 from dpex.compat.executor import failed_shortcuts, tune_executor
+from dpex.pipeline.copy_holders import CopyHolders
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
@@ -34,6 +36,7 @@ from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 from dpex.worker.inherited_job import inheritance
+from dpex.worker.process_identity import process_of, runs_here
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]
 
@@ -86,6 +89,9 @@ class _Pipeline:
         earlier: Collection[asyncio.Future[None]] = (),
     ) -> None:
         self.job_key = spec.job_key
+        self.run: str | None = None
+        self.holders = CopyHolders(self._may_hold)
+        self._persistent = spec.persistent
         self._loop = loop
         self._blocks: deque[tuple[Any, int]] = deque()
         self._losses: list[Loss] = []
@@ -141,6 +147,7 @@ class _Pipeline:
     def close(self) -> None:
         """Cancel the run and end all task leases."""
         self.begin(None)
+        self.holders.end()
         self.scheduler.close()
 
     def join(self) -> None:
@@ -154,7 +161,16 @@ class _Pipeline:
         self.scheduler.drop()
         self._serve(run)
 
+    def _may_hold(self, process: str, waited_s: float) -> bool:
+        """Return whether a process that does not answer may still hold copies."""
+        if (runs := runs_here(process)) is not None:
+            return runs
+        # Ray ends idle processes, and the processes of other machines are not visible here.
+        return self.scheduler.has_work or waited_s < tuning.PROCESS_END_S
+
     def _serve(self, run: str | None) -> None:
+        if self.run is not None and not self._persistent:
+            self.holders.end()
         self.over.set()
         self.over = asyncio.Event()
         self.run = run
@@ -261,17 +277,17 @@ class _Pipeline:
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``over``, ``closed``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk`` wait
-    without a time limit. ``begin``, ``feed`` and ``close`` wait for a limited time until no task
-    works for an earlier run. A call that names a pipeline may arrive before ``open``, and waits for
-    it. ``stored_job`` and ``others`` wait for Ray in a thread. The other methods do not wait.
+    ``take``, ``over``, ``next_end``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk``
+    wait without a time limit. ``begin``, ``feed``, ``close`` and ``released`` wait for a limited
+    time until no task works for an earlier run. A call that names a pipeline may arrive before
+    ``open``, and waits for it. ``stored_job`` and ``others`` wait for Ray in a thread. The other
+    methods do not wait.
     """
 
     def __init__(self) -> None:
         self._pipelines: dict[str, asyncio.Future[_Pipeline]] = {}
         # A call asks for a closed pipeline soon after its end.
-        self._closed: Recent[str, None] = Recent(tuning.MAX_CLOSED_PIPELINES)
-        self._closing: dict[str, asyncio.Event] = {}
+        self._closed: Recent[str, CopyHolders | None] = Recent(tuning.MAX_CLOSED_PIPELINES)
         # The closed pipelines whose tasks may still make samples.
         self._at_work: set[asyncio.Future[None]] = set()
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
@@ -426,10 +442,13 @@ class _PipelineActor:
         if unchanged is not None:
             pipeline.scheduler.note_state(name, unchanged)
         try:
-            return await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
+            chunk = await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
         except DeadlyChunkError as error:
             pipeline.note_loss(Loss(LossCause.TASK, str(error)))
             return None
+        if chunk is not None:
+            pipeline.holders.hold(process_of(origin[1]))
+        return chunk
 
     @packed
     async def accept(
@@ -455,12 +474,21 @@ class _PipelineActor:
                 pipeline.accept(subject, content, stored)
 
     async def may_begin(
-        self, pipeline_key: str, block: tuple[str, int, int], origin: tuple[str, str]
+        self,
+        pipeline_key: str,
+        block: tuple[str, int, int],
+        origin: tuple[str, str],
+        process: str,
     ) -> bool:
-        """Return whether a later stage may begin a block; see ``_Pipeline.may_begin``."""
+        """Return whether a later stage may begin a block in a process.
+
+        See ``_Pipeline.may_begin``.
+        """
         if pipeline_key in self._closed:
             return False
-        return (await self._opening(pipeline_key)).may_begin(block, origin)
+        pipeline = await self._opening(pipeline_key)
+        pipeline.holders.hold(process)
+        return pipeline.may_begin(block, origin)
 
     async def release(self, pipeline_key: str, run: str) -> None:
         """End the task leases that wait, because the training process has lost a block."""
@@ -492,9 +520,10 @@ class _PipelineActor:
         if job_key not in {pipeline.job_key for pipeline in self._opened()}:
             raise LookupError("the pipeline is closed")  # nothing would release the stored job
         if job_key not in self._stored_jobs:
-            self._stored_jobs[job_key] = asyncio.get_running_loop().run_in_executor(
-                None, store_job, inheritance[job_key].pickled
-            )
+            # Only a local Ray's worker processes inherit a job.
+            store = functools.partial(store_job, inheritance[job_key].pickled, same_host=True)
+            loop = asyncio.get_running_loop()
+            self._stored_jobs[job_key] = loop.run_in_executor(None, store)
         storing = self._stored_jobs[job_key]
         try:
             return [await storing]
@@ -513,16 +542,41 @@ class _PipelineActor:
         if (pipeline := await self._serving(pipeline_key, run)) is not None:
             await pipeline.over.wait()
 
-    async def closed(self, pipeline_key: str) -> None:
-        """Wait until a pipeline is closed, and worker processes can drop what they keep for it."""
+    async def next_end(
+        self, pipeline_key: str, process: str, seen: int
+    ) -> tuple[int, str | None] | None:
+        """Wait until a worker process must drop copies; see ``CopyHolders.next_end``.
+
+        Returns:
+            The number of ends, and the run of which it keeps the copies. None if the pipeline is
+            closed, so that it drops everything.
+        """
         if pipeline_key not in self._closed:
-            await self._closing.setdefault(pipeline_key, asyncio.Event()).wait()
+            pipeline = await self._opening(pipeline_key)
+            seen = await pipeline.holders.next_end(process, seen)
+            if pipeline_key not in self._closed:
+                return seen, pipeline.run
+        elif (holders := self._closed[pipeline_key]) is not None:
+            holders.drop(process, seen)
+        return None
+
+    async def released(self, pipeline_key: str) -> list[str]:
+        """Wait until worker processes hold no copies of an iteration that is over.
+
+        Returns:
+            The processes that still hold copies after ``tuning.END_S``.
+        """
+        if pipeline_key in self._closed:
+            holders = self._closed[pipeline_key]
+        else:
+            holders = (await self._opening(pipeline_key)).holders
+        return [] if holders is None else await holders.released(tuning.END_S)
 
     async def close(self, pipeline_key: str) -> None:
         """Close a pipeline, even if its ``open`` has not arrived yet."""
-        self._closed[pipeline_key] = None
-        if pipeline_key in self._closing:
-            self._closing.pop(pipeline_key).set()
+        opening = self._pipelines.get(pipeline_key)
+        opened = opening is not None and opening.done() and not opening.exception()
+        self._closed[pipeline_key] = opening.result().holders if opening and opened else None
         if pipeline_key not in self._pipelines:
             return
         try:

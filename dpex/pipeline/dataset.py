@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class PipelineSpec:
     """The specification of a pipeline, from which ``build`` makes its Ray Datasets.
 
     Attributes:
-        job: Reference to the training process's ``sys.path`` and the parts of the pickled ``Job``.
+        job: Reference to what ``store_job`` has stored: the pickled ``Job``, and what it needs.
             A list holds it, so that Ray does not resolve it. The list is empty if worker processes
             should inherit the job.
         job_key: Digest of the job's bytes.
@@ -235,11 +236,18 @@ def _on_this_node() -> dict[str, Any]:
     return {"label_selector": {NODE_LABEL: here}} if labels.get(NODE_LABEL) == here else {}
 
 
-def store_job(pickled: Pickled) -> ray.ObjectRef:
+def store_job(pickled: Pickled, *, same_host: bool) -> ray.ObjectRef:
     """Put a pickled job into the object store, for the worker processes of all nodes.
 
-    The modules that it refers to go along, as the search path and their sources.
+    The modules that it refers to go along, as the search path and their sources. multiprocessing's
+    authentication key goes along too, but never leaves this machine: a manager in the job's dataset
+    accepts only clients that know it.
+
+    Args:
+        pickled: The job.
+        same_host: Whether all nodes are on this machine.
     """
     search_path = [str(Path(path).resolve()) for path in sys.path]
+    key = bytes(multiprocessing.current_process().authkey) if same_host else None
     content = (pickled.head, pickled.buffers, *pickled.slots, pickled.object_refs)
-    return ray.put((search_path, sources(), *content))
+    return ray.put((search_path, sources(), key, *content))

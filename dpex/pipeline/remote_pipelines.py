@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -20,7 +21,7 @@ from dpex.pipeline.dataset import PipelineSpec
 from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
 
-__all__ = ["ACTOR_LOST", "PipelineStart", "RemotePipelines", "RunToken"]
+__all__ = ["ACTOR_LOST", "PipelineStart", "RemotePipelines", "RunToken", "wait_for_release"]
 
 logger = logging.getLogger("dpex")
 
@@ -179,8 +180,38 @@ class RemotePipelines:
         with self._lock, contextlib.suppress(ValueError):
             self._pipelines.remove(pipeline)
 
-    def close(self) -> None:
-        """Close all pipelines."""
+    def close(self, *, wait: bool = False) -> None:
+        """Close all pipelines.
+
+        Args:
+            wait: Whether to return only when worker processes have dropped their dataset copies.
+        """
         if self._actor.alive:
-            for pipeline in list(self._pipelines):
+            closed = list(self._pipelines)
+            for pipeline in closed:
                 self._drop(pipeline)
+            if wait:
+                wait_for_release(self._actor, [pipeline.key for pipeline in closed])
+
+
+def wait_for_release(actor: PipelineActor, pipeline_keys: Sequence[str]) -> None:
+    """Wait until worker processes hold no dataset copies of iterations that are over.
+
+    torch waits as long for its workers. After that, the function warns of each process that still
+    holds a copy.
+    """
+    held: list[list[str]] = []
+    # Without the actor, its worker processes drop everything, and nothing can wait for them.
+    with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
+        answers = [actor.handle.released.remote(key) for key in pipeline_keys]
+        held = ray.get(answers, timeout=tuning.END_S + tuning.HEAD_ANSWER_S)
+    for process in itertools.chain.from_iterable(held):
+        node, pid, _ = process.split(":")
+        logger.warning(
+            "worker process %s on node %s still holds its copy of the dataset %.0f s after the end "
+            "of the iteration, because it is making a sample. The files, locks and ports of the "
+            "copy are free when the sample ends",
+            pid,
+            node,
+            tuning.END_S,
+        )

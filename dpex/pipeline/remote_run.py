@@ -16,7 +16,7 @@ from dpex.cluster.interrupted_exit import die_at_once
 from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken
+from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.packing import pack
@@ -43,7 +43,7 @@ _receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 def _end_open_runs() -> None:
     """End all open runs, so that no thread is inside Ray when Ray shuts down."""
     for run in list(_open_runs):
-        run.end()
+        run.end(wait=False)
     deadline = time.monotonic() + tuning.UNPICKLED_S
     for receiver in list(_receivers):
         receiver.join(max(0.0, deadline - time.monotonic()))
@@ -81,7 +81,9 @@ class RemoteRun:
         *,
         pin_device: int | None,
         through_client: bool,
+        persistent: bool,
     ) -> None:
+        self._persistent = persistent
         self.arrivals = arrivals
         self._fed = 0
         self._tasks_asked_for = 0
@@ -220,11 +222,18 @@ class RemoteRun:
         failure = self._failure or self.receiver.failure
         return isinstance(failure, _PIPELINE_LOST) or self.receiver.replaceable
 
-    def end(self) -> None:
-        """Cancel the run, finished or not, so that its pipeline is free for the next run."""
+    def end(self, *, wait: bool = True) -> None:
+        """Cancel the run, finished or not, so that its pipeline is free for the next run.
+
+        Args:
+            wait: Whether to return only when worker processes have dropped their dataset copies,
+                unless logical workers are persistent.
+        """
         if self._token is not None:
             self._token.cancel()
             self._token = None
             _open_runs.discard(self)
             if self._receiver is not None:
                 self._receiver.stop()
+            if wait and not self._persistent and self._actor.alive:
+                wait_for_release(self._actor, [self._pipeline_key])

@@ -291,7 +291,7 @@ class Session(OwnProcess):
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
             )
-        return store_job(pickled)
+        return store_job(pickled, same_host=self._connection.single_host)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
         _check_stage(number, stage)
@@ -313,7 +313,7 @@ class Session(OwnProcess):
             free = ray.available_resources().get("GPU", 0.0)
             most = min(most, max(1, int(free / stage.num_gpus)))
         return LaterStage(
-            [store_job(pickled)],
+            [store_job(pickled, same_host=self._connection.single_host)],
             pickled.digest,
             options,
             most,
@@ -410,6 +410,7 @@ class Session(OwnProcess):
             arrivals,
             pin_device=pin_device,
             through_client=self._connection.kind == "client",
+            persistent=self._persistent,
         )
 
     def _begun(
@@ -514,7 +515,7 @@ class Session(OwnProcess):
         for job in self._jobs:
             job.refs, job.later = [], ()
         if self._release.alive:
-            self._pipelines.close()
+            self._pipelines.close(wait=True)
             self._release.detach()
 
 

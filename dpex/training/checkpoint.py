@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpex.compat.untraced import untraced
 from dpex.training.index_source import IndexSource
 from dpex.training.resume_state import ResumeState
 from dpex.training.state_fit import fitted
@@ -215,6 +216,7 @@ class EpochProgress:
         return self._batches
 
     @property
+    @untraced
     def in_flight(self) -> int:
         """Number of batches that are drawn but not delivered."""
         return len(self._drawn)
@@ -317,6 +319,7 @@ class EpochProgress:
         known = map(states.get, range(len(self._streams)))
         return tuple(None if s is None else StreamState.unpacked(s) for s in known)
 
+    @untraced
     def deliver_next(self) -> None:
         """Record that the next batch, or an error in its place, was delivered."""
         if self._drawn:  # if no batch is drawn, the sampler raised the error
@@ -329,6 +332,7 @@ class EpochProgress:
             self._samples = last.end
             self._samplers = last.samplers
 
+    @untraced
     def finish(self) -> None:
         """Record that the epoch has been delivered to its end."""
         self.finished = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
+from dpex.compat.untraced import untraced
 from dpex.stats import Meter
 from dpex.training.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.training.deferred_errors import reraise
@@ -60,6 +61,7 @@ class ClusterIter(BaseDataLoaderIter):
         torch's ``_MultiProcessingDataLoaderIter``: order of draws, reset, life cycle.
     """
 
+    @untraced
     def __init__(
         self,
         loader: DataLoader[Any],
@@ -97,6 +99,7 @@ class ClusterIter(BaseDataLoaderIter):
         self._epoch: Epoch | None = None
         self._reset(loader, first_iter=True)
 
+    @untraced
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Start an epoch: the first at construction, and each further one of persistent workers."""
         # torch, too, creates the sampler's iterator twice for the first epoch.
@@ -145,6 +148,7 @@ class ClusterIter(BaseDataLoaderIter):
             patient=not self._timeout,
         )
 
+    @untraced
     def _shutdown_workers(self) -> None:
         """Stop the iteration. Frameworks call this method by torch's name."""
         if self._epoch is not None:
@@ -160,6 +164,7 @@ class ClusterIter(BaseDataLoaderIter):
         progress: EpochProgress = self._sampler_iter.epoch
         return progress
 
+    @untraced
     def _next_data(self) -> Any:
         assert self._epoch is not None
         try:

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from dpex.compat.untraced import untraced
 from dpex.log import warn
 from dpex.training.checkpoint import DrawnBatch, EpochProgress, Progress
 from dpex.training.index_source import IndexSource
@@ -31,6 +32,7 @@ class IndexSampler:
         self._source = source
         self._progress = progress
 
+    @untraced
     def __iter__(self) -> IndexIterator:
         return IndexIterator(self._source, self._progress)
 
@@ -152,6 +154,7 @@ class IndexIterator:
         """Draw the request for one batch of a stream: None for each sample in the batch."""
         return next(self._inner)
 
+    @untraced
     def __next__(self) -> Any:
         while True:
             indices = next(self._inner) if self._asked else self._first()

@@ -15,6 +15,7 @@ from dpex.compat.torch_names import (
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
 )
+from dpex.compat.untraced import untraced, untraced_alone
 from dpex.stats import Meter
 from dpex.worker.seeding import generators_kept
 from dpex.worker.stateful import StreamState, has_state
@@ -37,6 +38,7 @@ class LocalIter(BaseDataLoaderIter):
         meter: Statistics of the epoch.
     """
 
+    @untraced
     def __init__(self, loader: Any) -> None:
         self.meter = Meter()
         super().__init__(loader)
@@ -59,6 +61,7 @@ class LocalIter(BaseDataLoaderIter):
                         raise
 
     @property
+    @untraced
     def _received(self) -> int | None:
         """Number of the next batch of torch's workers; None if there are none."""
         return getattr(self, "_rcvd_idx", None)
@@ -73,6 +76,7 @@ class LocalIter(BaseDataLoaderIter):
         """
         return received is None or received != self._received
 
+    @untraced_alone
     def _next_data(self) -> Any:
         epoch = self._sampler_iter.epoch
         next_data: Callable[[], Any] = super()._next_data

@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 
 __all__ = [
+    "SCRIPTS",
     "by_value",
     "changed",
     "installed_roots",
@@ -54,7 +55,8 @@ class _Version:
     differs: bool
 
 
-_SCRIPTS = ("__main__", "__mp_main__")
+SCRIPTS = ("__main__", "__mp_main__")
+"""Names of the script as a module."""
 _seen: dict[str, _Version] = {}
 # Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
@@ -119,9 +121,9 @@ def _is_patched(code: dict[str, Any]) -> bool:
     """Return whether the script has assigned its own functions or classes to names in a module."""
     for first, second in code.values():
         if isinstance(first, CodeType):
-            found = second in _SCRIPTS
+            found = second in SCRIPTS
         else:
-            found = first.partition(".")[0] in _SCRIPTS or bool(second and _is_patched(second))
+            found = first.partition(".")[0] in SCRIPTS or bool(second and _is_patched(second))
         if found:
             return True
     return False
@@ -169,7 +171,7 @@ def users_modules() -> Iterator[tuple[str, ModuleType]]:
         if _others.get(name) is module:
             continue  # nearly every module; each iter() runs this loop
         file = getattr(module, "__file__", None)
-        if not (file and isinstance(module, ModuleType)) or name in _SCRIPTS:
+        if not (file and isinstance(module, ModuleType)) or name in SCRIPTS:
             continue
         if name.partition(".")[0] != "dpex" and _is_local(file):
             yield name, module

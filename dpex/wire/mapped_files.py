@@ -34,7 +34,7 @@ __all__ = [
     "rebuild_shared_memory",
     "rebuild_storage",
     "rebuild_tensor",
-    "rebuild_typed_storage",
+    "set_attributes",
 ]
 
 # From mman.h of Linux.
@@ -274,11 +274,6 @@ def rebuild_storage(mapped: MappedStorage) -> torch.UntypedStorage:
     return mapped.storage
 
 
-def rebuild_typed_storage(mapped: MappedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Return the storage as a ``TypedStorage``."""
-    return torch.TypedStorage(wrap_storage=mapped.storage, dtype=dtype, _internal=True)
-
-
 def rebuild_tensor(
     mapped: MappedStorage,
     dtype: torch.dtype,
@@ -301,7 +296,6 @@ def rebuild_array(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     writeable: bool,
-    attributes: dict[str, Any],
 ) -> np.ndarray[Any, Any]:
     """Return a numpy array in mapped memory.
 
@@ -313,7 +307,6 @@ def rebuild_array(
         shape: Its shape.
         strides: Its strides.
         writeable: Whether it is writeable.
-        attributes: Attributes of a ``numpy.memmap``; empty for other types.
     """
     memory, begin = file.buffer()
     # ``kind`` is a name because cloudpickle pickles the class numpy.recarray by value.
@@ -322,9 +315,14 @@ def rebuild_array(
     )
     if not writeable:
         array.flags.writeable = False
-    if attributes:
-        vars(array).update(attributes, _mmap=memory)
+    if kind == "memmap":
+        array._mmap = memory
     return cast("np.ndarray[Any, Any]", array)
+
+
+def set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    """Set the attributes of an object that is in a pickle, without a call of its class."""
+    vars(obj).update(attributes)
 
 
 def rebuild_arrow_buffer(file: MappedFile, offset: int, size: int) -> Any:

@@ -44,7 +44,7 @@ from dpex.wire.mapped_files import (
     rebuild_shared_memory,
     rebuild_storage,
     rebuild_tensor,
-    rebuild_typed_storage,
+    set_attributes,
 )
 from dpex.wire.memory_map import SEGMENT_NAME, Span, address_of, spans
 from dpex.wire.semaphores import move_to_memory_file
@@ -332,11 +332,7 @@ class Mappings:
         if found is None:
             return None
         file, offset = found
-        attributes = {}
-        if type(array) is np.memmap:
-            names = ("filename", "offset", "mode")
-            attributes = {name: getattr(array, name, None) for name in names}
-        return rebuild_array, (
+        arguments = (
             type(array).__name__,
             file,
             offset + address_of(array) - low,
@@ -344,8 +340,10 @@ class Mappings:
             array.shape,
             array.strides,
             array.flags.writeable,
-            attributes,
         )
+        # A memmap and a recarray have attributes: numpy's own, and those that the user has set.
+        attributes = {n: v for n, v in getattr(array, "__dict__", {}).items() if n != "_mmap"}
+        return rebuild_array, arguments, attributes or None, None, None, set_attributes
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
@@ -380,12 +378,6 @@ class Mappings:
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         mapped = self._storage(storage, storage) if storage.device.type == "cpu" else None
         return None if mapped is None else (rebuild_storage, (mapped,))
-
-    def _reduce_typed_storage(self, storage: torch.TypedStorage) -> Any:
-        if storage._untyped_storage.device.type != "cpu":
-            return None
-        mapped = self._storage(storage, storage._untyped_storage)
-        return None if mapped is None else (rebuild_typed_storage, (mapped, storage.dtype))
 
     def _reduce_arrow_buffer(self, buffer: Any) -> Any:
         if not buffer.is_cpu:
@@ -481,7 +473,6 @@ _REDUCERS: dict[str, Callable[[Mappings, Any], Any]] = {
     "multiprocessing.synchronize.Condition": Mappings._reduce_condition,
     "multiprocessing.synchronize.SemLock": Mappings._reduce_semaphore,
     "pyarrow.lib.Buffer": Mappings._reduce_arrow_buffer,
-    "torch.storage.TypedStorage": Mappings._reduce_typed_storage,
     "torch.storage.UntypedStorage": Mappings._reduce_storage,
 }
 

@@ -30,6 +30,8 @@ import xxhash
 from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.log import warn
+from dpex.wire.classes_by_value import reduce_class
+from dpex.wire.mapped_files import set_attributes
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
 from dpex.wire.shared_views import SharedViews
@@ -124,6 +126,15 @@ def _rebuild_tensor(
     else:
         tensor = torch.empty_strided(size, stride, dtype=dtype)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_storage(content: torch.Tensor) -> torch.UntypedStorage:
+    """Return a storage of exactly a tensor's bytes, in the tensor's memory."""
+    return torch.from_numpy(content.numpy()).untyped_storage()
+
+
+def _rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _rebuild_memmap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -243,20 +254,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduce the objects that dpex pickles in a special way; leave all others to cloudpickle.
 
-        These objects are strided CPU tensors (not subclasses), arrays in shared memory, mapped
-        memory, caches and locks, and read-only arrays of batches. Further ones are object
+        These objects are strided CPU tensors (not subclasses), storages, arrays in shared memory,
+        mapped memory, caches and locks, and read-only arrays of batches. Further ones are object
         references, PIL images, memory views, open text files, modules of torch, and code.
         """
         if self._mappings is not None:
             reduced = self._mappings.reduce(obj) or reduce(obj)
             if reduced is not None:
                 self._buffers.reduced_by_us = True
-                return reduced
+                return _with_attributes(obj, reduced) if type(obj) is torch.Tensor else reduced
         kind = type(obj)
         if kind is CodeType:
             return self._reduce_code(obj)
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            return self._reduce_tensor(obj)
+            return _with_attributes(obj, self._reduce_tensor(obj))
+        if kind is torch.UntypedStorage and obj.device.type == "cpu":
+            # torch.save() puts all its bytes into the stream, and torch.load() refuses them.
+            return _rebuild_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj),)
+        if kind is torch.TypedStorage:
+            return _rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is np.ndarray and self._mappings is not None and not obj.dtype.hasobject:
             return self._reduce_view(obj)
         if kind is np.memmap:
@@ -286,10 +302,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is object and self._mappings is not None and id(obj) in self._sentinels:
             return _sentinel, self._sentinels[id(obj)][1:]
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and obj.__qualname__ != obj.__name__:
-            reduced = _with_qualname(obj, reduced)
-        if isinstance(obj, type) and "__slots__" in vars(obj):
-            reduced = _with_slots(obj, reduced)
+        if isinstance(obj, type):
+            # What a batch brings does not change a class of the process that reads it.
+            return reduce_class(obj, reduced, overwrite=self._mappings is not None)
         return reduced
 
     @functools.cached_property
@@ -360,29 +375,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _rebuild_image, (view, *state)
 
 
-def _with_qualname(kind: type, reduced: Any) -> Any:
-    """Add the qualified name, which cloudpickle omits, to the reduction of a class by value."""
-    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):
-        attributes = reduced[2][0]
-        if isinstance(attributes, dict):
-            # As for the file name of code: string interning must not change the pickle.
-            attributes["__qualname__"] = "".join(kind.__qualname__)
-    return reduced
-
-
-def _with_slots(kind: type, reduced: Any) -> Any:
-    """Add the slots, which cloudpickle 3.1.3 omits, to the reduction of a class by value.
-
-    Without them the class's instances have a ``__dict__``, which those of the training process
-    lack, so a batch of them could not be unpickled there.
-    """
-    if isinstance(reduced, tuple) and len(reduced) > 2:
-        build, arguments, *rest = reduced
-        match arguments:
-            case (metaclass, name, bases, dict(contents), *more) if metaclass is type(kind):
-                contents = {"__slots__": vars(kind)["__slots__"], **contents}
-                return (build, (metaclass, name, bases, contents, *more), *rest)
-    return reduced
+def _with_attributes(obj: Any, reduced: Any) -> Any:
+    """Add an object's attributes, which the user has set, to a reduction without a state."""
+    attributes = vars(obj)
+    if reduced is NotImplemented or not attributes:
+        return reduced
+    return (*reduced, dict(attributes), None, None, set_attributes)
 
 
 def _sentinel(module: str, name: str) -> object:

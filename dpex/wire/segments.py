@@ -50,7 +50,6 @@ Source:
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import threading
@@ -67,6 +66,7 @@ import torch
 
 from dpex import tuning
 from dpex.log import warn
+from dpex.wire.machine import machine
 from dpex.wire.memory_map import SEGMENT_NAME, address_of
 from dpex.wire.pickling import Bytes
 
@@ -77,29 +77,11 @@ __all__ = [
     "SegmentPool",
     "SegmentReader",
     "SegmentsUnreadableError",
-    "machine",
     "readable_segments",
 ]
 
 _USE, _MAPPED, _RELEASED, _GONE = range(4)
 _HEADER_BYTES = mmap.PAGESIZE
-
-
-@functools.cache
-def machine() -> str:
-    """Return a name of this machine, user and process table; empty if there can be no segments.
-
-    Two processes with the same name can map each other's segments.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "user")]
-        shown_as = str(Path("/proc/self").readlink())
-    except OSError:
-        return ""
-    # In a container, /proc may show the processes of the namespace around it.
-    usable = hasattr(os, "memfd_create") and shown_as == str(os.getpid())
-    return " ".join([boot, *spaces, str(os.getuid())]) if usable else ""
 
 
 _readable = True

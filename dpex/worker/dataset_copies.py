@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -43,7 +43,7 @@ SHARED = -1
 _copies: dict[Slot, Copy[Any]] = {}
 # Guards `_copies`: another thread may release copies at any time.
 _lock = threading.RLock()
-_pipeline = ""
+_pipeline = _run = ""
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Copy(Generic[JobT]):
     Attributes:
         job: The copy itself.
         pipeline: The pipeline for which the process keeps the copy.
+        run: The last iteration that used the copy; empty if it serves all iterations.
         habits: The generators that its samples draw from.
         generators: The global generators that belong to its logical worker.
         watch: Detects whether batches change the copy; None if this does not matter.
@@ -67,6 +68,7 @@ class Copy(Generic[JobT]):
     job: JobT
     pipeline: str
     habits: Habits
+    run: str = ""
     generators: WorkerGenerators = field(default_factory=WorkerGenerators)
     watch: StateWatch | None = None
     initialised: bool = False
@@ -77,14 +79,19 @@ class Copy(Generic[JobT]):
 
 
 @contextlib.contextmanager
-def kept_for(pipeline: str) -> Iterator[None]:
-    """Keep the copies that the block uses until ``release_copies`` is called for ``pipeline``."""
-    global _pipeline
-    outer, _pipeline = _pipeline, pipeline
+def kept_for(pipeline: str, run: str = "") -> Iterator[None]:
+    """Keep the copies that the block uses until ``release_copies`` is called for ``pipeline``.
+
+    Args:
+        pipeline: The pipeline.
+        run: The iteration that the block works for; empty if the copies serve all iterations.
+    """
+    global _pipeline, _run
+    outer, (_pipeline, _run) = (_pipeline, _run), (pipeline, run)
     try:
         yield
     finally:
-        _pipeline = outer
+        _pipeline, _run = outer
 
 
 def copy_of(slot: Slot, read_job: Callable[[], JobT]) -> Copy[JobT]:
@@ -124,7 +131,7 @@ def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
             for other in [k for k, c in _copies.items() if c is copy]:
                 del _copies[other]
             _copies[slot] = copy
-        copy.pipeline = _pipeline
+        copy.pipeline, copy.run = _pipeline, _run
 
 
 def hand_over(slot: Slot, *, watched: bool = False) -> None:
@@ -155,9 +162,22 @@ def forget_copy(slot: Slot) -> None:
         _copies.pop(slot, None)
 
 
-def release_copies(pipeline: str) -> None:
-    """Drop all copies that this process keeps for a pipeline."""
+def release_copies(pipeline: str, but_of: Container[str] = ()) -> bool:
+    """Drop the copies that this process keeps for a pipeline.
+
+    Args:
+        pipeline: The pipeline.
+        but_of: The iterations whose copies stay.
+
+    Returns:
+        Whether there were copies to drop.
+    """
     with _lock:
-        for slot, copy in list(_copies.items()):
-            if copy.pipeline == pipeline:
-                del _copies[slot]
+        dropped = [
+            slot
+            for slot, copy in _copies.items()
+            if copy.pipeline == pipeline and copy.run not in but_of
+        ]
+        for slot in dropped:
+            del _copies[slot]
+    return bool(dropped)

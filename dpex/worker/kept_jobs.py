@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from dpex.compat.objects import private_mappings
 from dpex.worker.actor_calls import ACTOR_DIED, ask_actor, pipeline_actor
 from dpex.worker.inherited_job import inherited_job, with_size
 from dpex.worker.module_sources import import_from
+from dpex.worker.process_identity import process_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -31,9 +33,13 @@ __all__ = ["read_job", "release_when_closed", "working"]
 _stored_jobs: dict[str, Pickled] = {}
 # The open pipelines that this process keeps jobs for, each with the keys of these jobs.
 _jobs_of: dict[str, set[str]] = {}
-# The pipelines for which a task in this process is making batches.
-_at_work: set[str] = set()
+# The pipelines for which a task in this process is making batches, each with the iteration.
+_at_work: dict[str, str] = {}
+# By pipeline: what to do after the work for an iteration that is over.
+_after_work: dict[str, Callable[[], None]] = {}
 _keeping = threading.Lock()
+# Confirms that no copies are left.
+_ALL_ENDS = 1 << 62
 
 
 def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
@@ -47,7 +53,9 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
     if pickled is None:
         if not job:  # this process has inherited the job, and needs a second copy
             job = ask_actor(actor_name, "stored_job", job_key)
-        search_path, sources, *content = ray.get(job[0])
+        search_path, sources, authkey, *content = ray.get(job[0])
+        if authkey is not None:
+            multiprocessing.current_process().authkey = authkey
         # A worker process can import the script's modules, as torch's spawned workers can, if its
         # node has the directories and archives.
         sys.path.extend(p for p in search_path if p not in sys.path and Path(p).exists())
@@ -74,25 +82,59 @@ def release_when_closed(actor_name: str, pipeline_key: str, job_key: str) -> Non
         _jobs_of.setdefault(pipeline_key, set()).add(job_key)
     if not known:
         be_ready()
-        _ask_for_the_end(actor_name, pipeline_key)
+        _await_end(actor_name, pipeline_key, 0)
 
 
-def _ask_for_the_end(actor_name: str, pipeline_key: str) -> None:
-    def answered(closed: Future[None]) -> None:
-        error = closed.exception()
+def _await_end(actor_name: str, pipeline_key: str, seen: int) -> None:
+    """Drop copies at the next end of an iteration, and everything once the pipeline is closed.
+
+    Args:
+        actor_name: Name of the pipeline actor.
+        pipeline_key: The pipeline.
+        seen: For how many ends this process has dropped its copies.
+    """
+    release = functools.partial(_release, pipeline_key)
+
+    def answered(future: Future[tuple[int, str | None] | None]) -> None:
+        error = future.exception()
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ACTOR_DIED):
             # The pipeline actor is temporarily unreachable.
-            _later(tuning.ASK_AGAIN_S, _ask_for_the_end, actor_name, pipeline_key)
+            _later(tuning.ASK_AGAIN_S, _await_end, actor_name, pipeline_key, seen)
+        elif error is not None:
+            release_later(release)
+        elif (end := future.result()) is not None:
+            release_later(functools.partial(_drop_copies, actor_name, pipeline_key, *end))
         else:
-            release_later(functools.partial(_release, pipeline_key))
-            if error is None:
-                _later(tuning.END_S, _end_work, pipeline_key)
+            confirm = functools.partial(_confirm_close, actor_name, pipeline_key)
+            release_later(functools.partial(_release, pipeline_key, confirm))
+            _later(tuning.END_S, _end_work, pipeline_key)
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
-        closed = pipeline_actor(actor_name).closed.remote(pipeline_key).future()
-        closed.add_done_callback(answered)
+        actor = pipeline_actor(actor_name)
+        end = actor.next_end.remote(pipeline_key, process_name(), seen).future()
+        end.add_done_callback(answered)
         return
-    release_later(functools.partial(_release, pipeline_key))
+    release_later(release)
+
+
+def _confirm_close(actor_name: str, pipeline_key: str) -> None:
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
+        pipeline_actor(actor_name).next_end.remote(pipeline_key, process_name(), _ALL_ENDS)
+
+
+def _drop_copies(actor_name: str, pipeline_key: str, ends: int, run: str | None) -> None:
+    """Drop the copies of all iterations but one; during work for another, drop them after it."""
+    with _keeping:
+        at_work = _at_work.get(pipeline_key, run)
+        if at_work != run:
+            again = functools.partial(_drop_copies, actor_name, pipeline_key, ends, run)
+            _after_work[pipeline_key] = again
+            return
+    from dpex.worker.dataset_copies import release_copies  # loads torch
+
+    if release_copies(pipeline_key, ("", run or "")):
+        gc.collect()
+    _await_end(actor_name, pipeline_key, ends)
 
 
 def _later(seconds: float, function: Callable[..., None], *args: Any) -> None:
@@ -112,18 +154,25 @@ def _end_work(pipeline_key: str) -> None:
         os._exit(1)
 
 
-def _release(pipeline_key: str) -> None:
-    """Drop a pipeline's jobs and copies; while a task uses them, ``working`` does so at its end."""
+def _release(pipeline_key: str, confirm: Callable[[], None] | None = None) -> None:
+    """Drop a pipeline's jobs and copies; while a task uses them, ``working`` does so at its end.
+
+    Args:
+        pipeline_key: The pipeline.
+        confirm: Called after that.
+    """
     from dpex.wire.pickling import give_back_memory
     from dpex.wire.segments import OWN_SEGMENTS
-    from dpex.worker.dataset_copies import release_copies
 
     with _keeping:
         _jobs_of.pop(pipeline_key, None)
         if pipeline_key in _at_work:
+            _after_work[pipeline_key] = functools.partial(_release, pipeline_key, confirm)
             return
         for job_key in set(_stored_jobs).difference(*_jobs_of.values()):
             del _stored_jobs[job_key]
+    from dpex.worker.dataset_copies import release_copies
+
     release_copies(pipeline_key)
     OWN_SEGMENTS.close(pipeline_key)
     gc.collect()
@@ -131,25 +180,35 @@ def _release(pipeline_key: str) -> None:
         if not (_jobs_of or _at_work):
             # Only objects that belong to modules are left. Later collections skip all of them.
             gc.freeze()
+    if confirm is not None:
+        confirm()
     give_back_memory()
 
 
 @contextlib.contextmanager
-def working(pipeline_key: str) -> Iterator[None]:
-    """Keep a pipeline's jobs and copies at least until the end of the block."""
+def working(pipeline_key: str, run: str) -> Iterator[None]:
+    """Keep a pipeline's jobs and copies at least until the end of the block.
+
+    Args:
+        pipeline_key: The pipeline.
+        run: The iteration that the block works for; empty if the copies serve all iterations.
+    """
     from dpex.worker.dataset_copies import kept_for
 
     with _keeping:
         outer = pipeline_key in _at_work
-        _at_work.add(pipeline_key)
+        _at_work.setdefault(pipeline_key, run)
     try:
-        with kept_for(pipeline_key):
+        with kept_for(pipeline_key, run):
             yield
     finally:
-        with _keeping:
-            if not outer:
-                _at_work.discard(pipeline_key)
-            # The pipeline was closed during the block, or before the task began its chunk.
-            released = not outer and pipeline_key not in _jobs_of
-        if released:
-            _release(pipeline_key)
+        after: Callable[[], None] | None = None
+        if not outer:
+            with _keeping:
+                del _at_work[pipeline_key]
+                # The iteration has ended, or the pipeline was closed, during the block.
+                after = _after_work.pop(pipeline_key, None)
+                if after is None and pipeline_key not in _jobs_of:  # closed before the block
+                    after = functools.partial(_release, pipeline_key)
+        if after is not None:
+            after()

@@ -28,7 +28,7 @@ from dpex.worker.actor_calls import (
 )
 from dpex.worker.binding import Binding
 from dpex.worker.kept_jobs import read_job, release_when_closed, working
-from dpex.worker.replaced_processes import process_name, wait_for_end
+from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -121,7 +121,7 @@ def make_batches(
         wait_for_end(assigned.replaced, interest.lost)
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
-        with working(pipeline_key):
+        with working(pipeline_key, chunk.run.key):
             for writer in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
                 asking.made += 1
                 if last:
@@ -199,15 +199,15 @@ def transform_batches(
     # may have no batches.
     first_batch = frame.entries[0].batch if frame.entries else -1
     block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
-    if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin):
-        return
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
+    if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin, process_name()):
+        return
     segments = OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
     writer = BlockWriter(
         frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=segments
     )
-    with working(pipeline_key):
+    with working(pipeline_key, "" if kept else frame.run):
         batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
@@ -244,7 +244,7 @@ class _Asking:
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
         self._actor_name = actor_name
         self._pipeline_key = pipeline_key
-        self.origin = (ray.get_runtime_context().get_task_id(), process_name())
+        self.origin = (ray.get_runtime_context().get_task_id(), attempt_name())
         self._place = 0
         self.made = 0
         # How many blocks the task will have made at the end of a chunk in which it asked early.

@@ -27,6 +27,7 @@ SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)
 STAGE = LaterStage([], "stage", {}, 1, capped=False, keeps_processes=False)
 ORIGIN = ("lease", "process")
 BLOCK = ("stage", 0, 0)
+PROCESS = "node:1:unique"
 LOST = Loss(LossCause.TASK, "died")
 
 OnEnd = Callable[[BaseException | None], None]
@@ -157,7 +158,8 @@ def test_a_job_that_could_not_be_stored_is_stored_at_the_next_call(
     monkeypatch.setitem(actor_module.inheritance, *inherited)
     stored: list[bytes] = []
 
-    def store(pickled: bytes) -> bytes:
+    def store(pickled: bytes, *, same_host: bool) -> bytes:
+        assert same_host
         stored.append(pickled)
         if len(stored) == 1:
             raise OSError("full")
@@ -306,14 +308,15 @@ def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None
 def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
-        may = [await actor.may_begin("pipeline", BLOCK, ORIGIN) for _ in range(5)]
+        may = [await actor.may_begin("pipeline", BLOCK, ORIGIN, PROCESS) for _ in range(5)]
         assert may == [True] * tuning.MAX_DEATHS + [False]
-        assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN)
+        assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN, PROCESS)
         [loss] = (await take(actor)).losses
         assert loss.cause == LossCause.TASK
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
-        assert await actor.may_begin("pipeline", BLOCK, ORIGIN), "each run counts again"
+        again = await actor.may_begin("pipeline", BLOCK, ORIGIN, PROCESS)
+        assert again, "each run counts again"
 
         executions[0].end(None)
         assert (await take(actor, "second")).ended, "one execution has all tasks"
@@ -330,7 +333,7 @@ def test_close_ends_every_call(play: Any) -> None:
                 ask(actor),
                 take(actor),
                 actor.over("pipeline", "first"),
-                actor.closed("pipeline"),
+                actor.next_end("pipeline", PROCESS, 0),
                 actor.more_tasks("pipeline", 9),
             )
         ]
@@ -343,7 +346,38 @@ def test_close_ends_every_call(play: Any) -> None:
         assert await take(actor) == Reply(ended=True)
         assert await actor.more_tasks("pipeline", 0) is None
         assert not await actor.begin("pipeline", "second")
-        await actor.closed("pipeline")
+        assert await actor.next_end("pipeline", PROCESS, 0) is None
+        assert await actor.released("pipeline") == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_end_of_a_run_waits_until_processes_have_dropped_their_copies(
+    play: Any, persistent: bool
+) -> None:
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", replace(SPEC, persistent=persistent), "first")
+        ends = await started(actor.next_end("pipeline", ORIGIN[1], 0))
+        await feed(actor, 0, b"chunk")
+        assert await ask(actor) == b"chunk"
+        assert await actor.released("pipeline") == [], "the run is not over"
+        await actor.cancel("pipeline", "first")
+        if persistent:
+            assert await actor.released("pipeline") == [], "its copies stay until close()"
+            await actor.close("pipeline")
+            released = await started(actor.released("pipeline"))
+            assert await ends is None
+            assert not released.done()
+            assert await actor.next_end("pipeline", ORIGIN[1], 9) is None
+        else:
+            released = await started(actor.released("pipeline"))
+            assert await ends == (1, None)
+            assert not released.done()
+            confirmed = await started(actor.next_end("pipeline", ORIGIN[1], 1))
+            await actor.close("pipeline")
+            assert await confirmed is None
+        assert await released == []
 
     play(scenario)
 

@@ -1,7 +1,9 @@
-"""Tests of a pipeline's Ray Dataset: dpex uses no deprecated option of Ray."""
+"""Tests of a pipeline's Ray Dataset and of the jobs in the object store."""
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import warnings
 from typing import Any
 
@@ -38,3 +40,15 @@ def test_ray_warns_of_no_deprecated_option(
         for stages in ((), later):
             spec = PipelineSpec([], "key", "actor", options=options, later=stages)
             build(spec, first=first, further=further)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_the_authentication_key_of_multiprocessing_stays_on_its_machine(same_host: bool) -> None:
+    import ray
+
+    from dpex.pipeline.dataset import store_job
+    from dpex.wire.pickling import Pickled
+
+    key = bytes(multiprocessing.current_process().authkey)
+    stored = ray.get(store_job(Pickled(b"job"), same_host=same_host))
+    assert (key in pickle.dumps(stored)) is same_host

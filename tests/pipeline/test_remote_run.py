@@ -66,6 +66,7 @@ class Made:
             Arrivals(),
             pin_device=None,
             through_client=False,
+            persistent=True,
         )
 
     def cancel(self) -> None:

@@ -22,6 +22,7 @@ from dpex.cluster.connect import Connection
 from dpex.cluster.local import forkserver
 from dpex.cluster.local.forked_worker import SERVER
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
+from dpex.pipeline import remote_pipelines, remote_run
 from dpex.pipeline import session as session_module
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.pipeline.remote_run import RemoteRun
@@ -83,6 +84,9 @@ class FakeRay:
         self.is_inherited = False
         self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
+        self.same_hosts: list[bool] = []
+        # The pipelines of which something has waited until worker processes drop their copies.
+        self.waited_for: list[str] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
         self.forks = False
@@ -113,6 +117,8 @@ class FakeRay:
             "_load_ray_data": lambda: None,
         }.items():
             patch.setattr(session_module, name, value)
+        for module in (remote_pipelines, remote_run):
+            patch.setattr(module, "wait_for_release", lambda _, keys: self.waited_for.extend(keys))
         patch.setattr(connect, "cluster_size", self.size)
         patch.setattr(forkserver, "is_inherited", self.inherits)
         patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
@@ -130,7 +136,8 @@ class FakeRay:
         assert job_id == "01000000"
         return self.is_inherited
 
-    def store(self, pickled: Pickled) -> Ref:
+    def store(self, pickled: Pickled, *, same_host: bool) -> Ref:
+        self.same_hosts.append(same_host)
         ref = Ref(pickled.head)
         self.stored.append(ref.content)
         self.kept.add(ref)
@@ -304,6 +311,7 @@ def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
     ray.session(connection, **given).store(jobs[0], [(stage, jobs[1])])
     assert [job.by_value for job in jobs] == [[by_value]] * 2
     assert [job.here_only for job in jobs] == [[connection.single_host]] * 2
+    assert set(ray.same_hosts) == {connection.single_host}
 
 
 @pytest.mark.parametrize(
@@ -834,6 +842,7 @@ def test_a_close_closes_the_pipelines_once(ray: FakeRay) -> None:
     for _ in range(2):
         session.close()
     assert calls(ray.actors[0]) == ["open", "open", "close", "close"]
+    assert len(set(ray.waited_for)) == 2, "for each pipeline, until no process holds a copy"
     assert not session.alive
     del session, runs
     assert ray.released == []

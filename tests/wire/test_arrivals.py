@@ -11,7 +11,8 @@ import torch
 from dpex.wire.arrivals import Decoder
 from dpex.wire.block_format import Block, BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.segments import SegmentPool, machine
+from dpex.wire.machine import machine
+from dpex.wire.segments import SegmentPool
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
 

@@ -139,6 +139,19 @@ def test_views_of_a_mapped_tensor_are_views_of_it_again(
     assert torch.equal(found, tensor)
 
 
+def test_objects_in_mapped_memory_keep_their_attributes(file: Path) -> None:
+    array: Any = np.memmap(file, np.int64, "r+")
+    records: Any = array.view([("id", "<i4"), ("value", "<f4")]).view(np.recarray)
+    tensor: Any = torch.from_file(str(file), shared=True, size=ROWS, dtype=torch.int64)
+    shared: Any = torch.zeros(4).share_memory_()
+    for name, obj in (("array", array), ("records", records), ("tensor", tensor)):
+        obj.tag, obj.own = name, obj
+    shared.tag, shared.own = "shared", shared
+    found = sent([array, records, tensor, shared])
+    assert [obj.tag for obj in found] == ["array", "records", "tensor", "shared"]
+    assert all(obj.own is obj for obj in found)
+
+
 @pytest.mark.parametrize("mode", ["r", "r+", "c"])
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_a_tensor_on_an_array_on_a_file(file: Path, mode: Any) -> None:

@@ -262,24 +262,6 @@ def test_a_class_that_travels_by_value_keeps_its_qualified_name() -> None:
             assert load(dump(kind(), "dataset")).__class__.__qualname__ == kind.__qualname__
 
 
-@contextlib.contextmanager
-def test_instances_of_a_class_with_slots_have_no_dict_in_another_process() -> None:
-    kind = type("Slotted", (), {"__slots__": ("part",), "__module__": "__main__"})
-    sample: Any = kind()
-    sample.part = 7
-    program = (
-        "import pickle, sys; read = pickle.load(sys.stdin.buffer); print(read.part, dir(read))"
-    )
-    read = subprocess.run(
-        [sys.executable, "-c", program],
-        input=dump_in_band(sample, "batch"),
-        capture_output=True,
-        check=True,
-    ).stdout
-    assert read.startswith(b"7 ")
-    assert b"__dict__" not in read
-
-
 def test_a_module_s_sentinel_is_the_same_object_in_a_dataset_s_copy() -> None:
     module: Any = types.ModuleType("of_sentinels")
     module.MISSING, unknown = object(), object()
@@ -352,3 +334,85 @@ def test_code_may_name_any_module_of_torch() -> None:
     settings = names["settings"]
     assert load(dump(settings, "worker_init_fn"))() == settings()
     assert load(dump([torch.backends.cudnn], "dataset")) == [torch.backends.cudnn]
+
+
+HERE = Readers(same_host=True)
+
+
+class Noted(torch.Tensor):
+    pass
+
+
+def slot_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares memory with an attribute of it."""
+    tensor.part = tensor[1:]  # type: ignore[attr-defined]
+    return tensor
+
+
+TENSORS: dict[str, Callable[[], Any]] = {
+    "small": lambda: torch.arange(4.0),
+    "large": lambda: torch.zeros(1 << 16),
+    "empty": lambda: torch.zeros(0),
+    "requires grad": lambda: torch.zeros(4, requires_grad=True),
+    "bfloat16": lambda: torch.zeros(4, dtype=torch.bfloat16),
+    "transposed": lambda: torch.zeros(4, 3).t(),
+    "conjugated": lambda: torch.zeros(4, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8),
+    "parameter": lambda: torch.nn.Parameter(torch.zeros(4)),
+    "buffer": lambda: torch.nn.Buffer(torch.zeros(4)),
+    "subclass": lambda: torch.zeros(4).as_subclass(Noted),
+    "with a view": lambda: slot_of(torch.arange(4.0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("readers", [None, HERE], ids=["batch", "dataset"])
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_keeps_its_class_its_attributes_and_its_content(
+    kind: str, readers: Readers | None
+) -> None:
+    tensor: Any = TENSORS[kind]()
+    tensor.tag, tensor.weights = "yes", {"a": torch.ones(2)}
+    read = load(dump([tensor, tensor], "x", readers))
+    assert read[0] is read[1]
+    assert type(read[0]) is type(tensor)
+    assert vars(read[0]).keys() == vars(tensor).keys()
+    assert read[0].tag == "yes"
+    assert torch.equal(read[0].weights["a"], torch.ones(2))
+    assert read[0].requires_grad == tensor.requires_grad
+    if kind != "sparse":
+        assert torch.equal(read[0], tensor)
+
+
+def test_a_tensor_may_be_an_attribute_of_itself() -> None:
+    tensor: Any = torch.zeros(4)
+    tensor.own = tensor
+    for readers in (None, HERE):
+        read = load(dump(tensor, "x", readers))
+        assert read.own is read
+
+
+@pytest.mark.parametrize("readers", [None, HERE], ids=["batch", "dataset"])
+@pytest.mark.parametrize("size", [0, 3, 1 << 20])
+def test_a_storage_keeps_its_type_and_its_bytes(size: int, readers: Readers | None) -> None:
+    storage = torch.arange(size, dtype=torch.uint8).untyped_storage()
+    pickled = dump([storage, storage], "x", readers)
+    assert len(pickled.head) < 10_000, "large bytes are out of band"
+    first, second = load(pickled)
+    assert first is second
+    assert type(first) is torch.UntypedStorage
+    assert first.tolist() == storage.tolist()
+    before = storage.tolist()
+    first.fill_(7)
+    assert storage.tolist() == before
+
+
+@pytest.mark.parametrize("readers", [None, HERE], ids=["batch", "dataset"])
+def test_a_typed_storage_keeps_its_dtype(readers: Readers | None) -> None:
+    storage = torch.FloatStorage([1, 2])
+    read = load(dump(storage, "x", readers))
+    assert type(read) is type(storage)
+    assert read.dtype is torch.float32
+    assert read.tolist() == [1, 2]

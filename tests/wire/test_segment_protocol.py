@@ -20,8 +20,9 @@ import pytest
 
 from dpex import tuning
 from dpex.wire import segments
+from dpex.wire.machine import machine
 from dpex.wire.pickling import Bytes
-from dpex.wire.segments import Place, SegmentLostError, SegmentPool, SegmentReader, machine
+from dpex.wire.segments import Place, SegmentLostError, SegmentPool, SegmentReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no anonymous files")
 

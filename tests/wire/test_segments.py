@@ -26,6 +26,7 @@ from dpex.transforms import MappedDataset, Stage
 from dpex.wire import segments
 from dpex.wire.block_format import BlockWriter, Entry, decode, places_in, read_block
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.machine import machine
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.memory_map import SEGMENT_NAME, spans
 from dpex.wire.pickling import dump
@@ -35,7 +36,6 @@ from dpex.wire.segments import (
     SegmentPool,
     SegmentReader,
     SegmentsUnreadableError,
-    machine,
 )
 from dpex.wire.timings import Costs
 

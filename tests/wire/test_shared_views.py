@@ -14,6 +14,10 @@ from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump, load
 
 
+class Noted(torch.Tensor):
+    pass
+
+
 def pickled(obj: Any) -> Pickled:
     return dump(obj, "dataset", Readers(True, None))
 
@@ -193,3 +197,27 @@ def test_slices_that_share_no_element_are_pickled_without_the_rest() -> None:
     array = np.zeros((1000, 1000))
     assert pickled([array[3], array[9]]).size_bytes < 2 * 8000 + 2000
     assert pickled([array[3:5], array[4:6]]).size_bytes < 3 * 8000 + 2000
+
+
+def test_tensors_that_share_memory_keep_their_attributes() -> None:
+    whole: Any = torch.zeros(8)
+    part: Any = whole[2:6]
+    whole.tag, part.tag = "whole", "part"
+    read = load(pickled([whole, part]))
+    assert [tensor.tag for tensor in read] == ["whole", "part"]
+    read[1][0] = 5
+    assert read[0][2] == 5
+
+
+def test_a_storage_shares_its_memory_with_its_tensors() -> None:
+    tensor = torch.arange(8, dtype=torch.uint8)[1:]
+    noted = torch.arange(3.0).as_subclass(Noted)
+    read, storage, one, other = load(
+        pickled([tensor, tensor.untyped_storage(), noted[:2], noted[1:]])
+    )
+    assert storage.tolist() == list(range(8)), "all bytes of the storage, and no other"
+    storage[3] = 9
+    assert read[2] == 9
+    assert type(one) is type(other) is Noted
+    one[1] = 7
+    assert other[0] == 7

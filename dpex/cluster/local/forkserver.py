@@ -49,7 +49,7 @@ from dpex.cluster.local.launch import OUR_MODULES, load_ray, make_no_errors_of_r
 from dpex.cluster.local.process_end import hold, start_detached
 from dpex.cluster.standard_streams import no_stream
 from dpex.compat.shortcut import private_ray_allowed
-from dpex.wire import local_modules
+from dpex.wire import classes_by_value, local_modules
 from dpex.worker import module_settings
 from dpex.worker.inherited_job import Bequest, inheritance
 
@@ -198,6 +198,7 @@ def _fork(
     # Before the fork: afterwards each page that they read is copied.
     module_settings.remember()
     local_modules.remember()
+    classes_by_value.remember()
     digest = job.pickled.digest
     pipes = [multiprocessing.Pipe() for _ in range(first_workers)]
     try:

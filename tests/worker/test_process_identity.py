@@ -1,4 +1,4 @@
-"""Tests of the wait for processes that Ray has replaced."""
+"""Tests of the names of worker processes, and of the wait for their end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from dpex import tuning
-from dpex.worker import replaced_processes
-from dpex.worker.replaced_processes import process_name, wait_for_end
+from dpex.worker import process_identity
+from dpex.worker.process_identity import (
+    attempt_name,
+    process_name,
+    process_of,
+    runs_here,
+    wait_for_end,
+)
 
 SECONDS = 20
 
@@ -24,8 +30,8 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def name_of(process: subprocess.Popen[bytes]) -> str:
-    own, machine, _, _ = process_name().split(" ")
-    return f"{own} {machine} {process.pid} {replaced_processes._started(process.pid)}"
+    machine, _, _, unique = process_name().split(" ")
+    return f"{machine} {process.pid} {process_identity._started(process.pid)} {unique}"
 
 
 def never() -> bool:
@@ -65,16 +71,32 @@ def test_other_processes_are_not_waited_for(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "END_S", 0.0)
-    own, machine, pid, started = name_of(child).split(" ")
-    of_another_machine = f"{own} another {pid} {started}"
-    of_an_earlier_process = f"{own} {machine} {pid} {int(started) - 1}"
-    of_no_known_machine = f"{own}  {pid} {started}"
-    wait_for_end([of_another_machine, of_an_earlier_process, of_no_known_machine], never)
-    wait_for_end([process_name()], never)
+    machine, pid, started, own = name_of(child).split(" ")
+    of_another_machine = f"another {pid} {started} {own}"
+    of_an_earlier_process = f"{machine} {pid} {int(started) - 1} {own}"
+    of_no_known_machine = f" {pid} {started} {own}"
+    others = [of_another_machine, of_an_earlier_process, of_no_known_machine]
+    assert [runs_here(name) for name in others] == [None, False, None]
+    wait_for_end(others, never)
+    wait_for_end([process_name(), attempt_name()], never)
     assert child.poll() is None
 
 
-def test_a_process_has_another_name_for_each_task() -> None:
-    names = {process_name() for _ in range(2)}
-    assert len(names) == 2
-    assert all(name.split(" ")[2] == str(os.getpid()) for name in names)
+def test_a_process_has_one_name_and_another_name_for_each_attempt() -> None:
+    attempts = {attempt_name() for _ in range(2)}
+    assert len(attempts) == 2
+    assert {process_of(attempt) for attempt in attempts} == {process_name()}
+    assert process_name().split(" ")[1] == str(os.getpid())
+    assert runs_here(process_name())
+
+
+def test_a_fork_has_a_name_of_its_own() -> None:
+    read_end, write_end = os.pipe()
+    before = process_name()
+    if (pid := os.fork()) == 0:
+        os.write(write_end, process_name().encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    name = os.read(read_end, 1000).decode()
+    assert name != before
+    assert name.split(" ")[1] == str(pid)
