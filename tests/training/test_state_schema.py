@@ -174,7 +174,9 @@ def test_a_state_of_this_and_of_the_first_version_is_the_same_state(form: Any) -
     assert dump_state(load_state(form(state))) == state
 
 
-@pytest.mark.parametrize("wrong", [None, [], [1, 2], "abc", b"abc", 3, object()], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [None, [], [1, 2], "abc", b"abc", 3, object()], ids=lambda value: type(value).__name__
+)
 def test_what_is_not_a_dict_is_a_type_error(wrong: Any) -> None:
     loader = LOADERS["map"]()
     with pytest.raises(
