@@ -227,6 +227,10 @@ STATE_QUIET_S = 60.0
 """The same for persistent logical workers, which keep state: torch waits for them as well."""
 END_S = 5.0
 """How long a closed pipeline waits for its execution and tasks; torch gives its workers as long."""
+KILLED_S = 1.0
+"""How long a closed pipeline waits then for the end of the tasks whose process it has killed."""
+END_POLL_S = 0.01
+"""How often a worker process looks whether a process that it replaces has ended."""
 NODE_REPLACED_S = 10.0
 """Ray mostly restarts the work of a dead node elsewhere within this time."""
 NODE_JOINS_S = 300.0
@@ -321,6 +325,8 @@ SLOW_PICKLING_S = 1.0
 
 MAX_ENDED_LEASES = 256
 """Ended leases that are kept, because Ray restarts a task if its output is lost."""
+MAX_REPLACED = 16
+"""Processes that a task waits for, because Ray has restarted their tasks: more than die at once."""
 MAX_BLOCKS_TRIED = 10_000
 """Blocks of which the attempts by a later stage are counted: far more than are in flight."""
 MAX_SENDERS = 10_000

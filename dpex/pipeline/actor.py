@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class _Pipeline:
     Attributes:
         job_key: Digest of the job that the worker processes read.
         arrived: The latest messages from worker processes, to recognise resent messages.
+        earlier: Closed pipelines whose tasks may still make samples, each as a future of the end.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class _Pipeline:
         run: str,
         loop: asyncio.AbstractEventLoop,
         somebody_waits: Callable[[], bool],
+        earlier: Collection[asyncio.Future[None]] = (),
     ) -> None:
         self.job_key = spec.job_key
         self._loop = loop
@@ -107,6 +109,7 @@ class _Pipeline:
         # Number of attempts of a later stage for each block.
         self._starts: Recent[tuple[str, int, int], int] = Recent(tuning.MAX_BLOCKS_TRIED)
         self.arrived = Arrived()
+        self.earlier = earlier
         self._serve(run)
         self._failed_before = failed_shortcuts()
         self._executions: list[Execution] = []
@@ -141,9 +144,10 @@ class _Pipeline:
         self.scheduler.close()
 
     def join(self) -> None:
-        """Wait some seconds for the executions to end."""
+        """Wait some seconds for the executions to end, and so for their tasks."""
+        deadline = time.monotonic() + tuning.END_S + tuning.KILLED_S
         for execution in self._executions:
-            execution.close()
+            execution.close(deadline)
 
     def begin(self, run: str | None) -> None:
         """Serve another run, or none; drop the chunks that wait."""
@@ -268,6 +272,8 @@ class _PipelineActor:
         # A call asks for a closed pipeline soon after its end.
         self._closed: Recent[str, None] = Recent(tuning.MAX_CLOSED_PIPELINES)
         self._closing: dict[str, asyncio.Event] = {}
+        # The closed pipelines whose tasks may still make samples.
+        self._at_work: set[asyncio.Future[None]] = set()
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         self._sharing: asyncio.Future[None] | None = None
         self._fair_share = FairShare(free_cpus)
@@ -308,7 +314,8 @@ class _PipelineActor:
             opening.set_exception(LookupError("the pipeline actor has not inherited the job"))
             return False
         try:
-            opening.set_result(_Pipeline(spec, run, loop, self._somebody_waits))
+            earlier = tuple(self._at_work)
+            opening.set_result(_Pipeline(spec, run, loop, self._somebody_waits, earlier))
             if spec.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
@@ -331,6 +338,7 @@ class _PipelineActor:
         if pipeline.broken or pipeline.scheduler.has_work or pipeline_key in self._closed:
             return False
         pipeline.begin(run)
+        pipeline.earlier = tuple(self._at_work)
         return True
 
     async def keeps_state(self, pipeline_key: str) -> bool:
@@ -369,6 +377,10 @@ class _PipelineActor:
         if pipeline_key in self._closed:
             return
         pipeline = await self._opening(pipeline_key)
+        if pipeline.run == run and pipeline.earlier:
+            # Their tasks may make samples of the same logical workers, for a run that has ended.
+            await asyncio.wait(pipeline.earlier)
+            pipeline.earlier = ()
         if pipeline.run == run:
             pipeline.scheduler.parallel, pipeline.scheduler.starting = parallel, starting
             pipeline.scheduler.one_by_one = one_by_one
@@ -520,11 +532,18 @@ class _PipelineActor:
         finally:
             self._pipelines.pop(pipeline_key, None)
         pipeline.close()
+        left = asyncio.get_running_loop().create_future()
+        if pipeline.scheduler.has_work:
+            self._at_work.add(left)
         still_read = {other.job_key for other in self._opened()}
         if pipeline.job_key not in still_read:
             self._stored_jobs.pop(pipeline.job_key, None)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, pipeline.join)
+        try:
+            await loop.run_in_executor(None, pipeline.join)
+        finally:
+            left.set_result(None)
+            self._at_work.discard(left)
         del pipeline
         # Ray Data's plan is a reference cycle, which keeps the job in the object store.
         await loop.run_in_executor(None, gc.collect)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from dpex import tuning
 
 if TYPE_CHECKING:
     import ray.data
@@ -48,7 +47,11 @@ class Execution:
         if not self._closed:
             self._on_end(error)
 
-    def close(self) -> None:
-        """Wait some seconds for the execution to end, which it does when its tasks have ended."""
+    def close(self, deadline: float) -> None:
+        """Wait for the execution to end, which it does when its tasks have ended.
+
+        Args:
+            deadline: When the wait ends at the latest, in seconds of ``time.monotonic``.
+        """
         self._closed = True
-        self._thread.join(tuning.END_S)
+        self._thread.join(max(0.0, deadline - time.monotonic()))

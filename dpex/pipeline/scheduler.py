@@ -16,7 +16,8 @@ import contextlib
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dpex import tuning
 from dpex.pipeline.fair_share import OtherJobs
@@ -95,6 +96,8 @@ class Scheduler:
         self._tasks = TaskStarts(first_tasks)
         # Set when a further task may be needed.
         self._changed = asyncio.Event()
+        # The latest processes that may not have ended, although Ray has restarted their tasks.
+        self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
         # How many tasks are to wait for the first chunks of an iteration.
         self._prepared = 0
         # Set when a task has asked for its first chunk, or none is awaited any more.
@@ -174,24 +177,45 @@ class Scheduler:
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
         self._waiting.pop(name, None)
-        lease.note_process(attempt, made)
+        replaced = lease.attempt
+        if lease.note_request(attempt, place, made, early=early):
+            self._replaced.append(replaced)
         if place < lease.given:
-            had_ended = lease.ended
-            try:
-                return lease.repeat(place, self._bindings.of(lease))
-            except DeadlyChunkError:
-                if not had_ended:
-                    self._note_ended()
-                raise
-        lease.ask(place, early=early)
+            return await self._repeat(lease, place)
+        lease.ask()
         self._bindings.note_asked(lease)
         if lease.waiting and not self._advance(lease):
             self._waiting[name] = lease
+        self._hand_out()  # no lease may hold the logical worker of its last chunk any more
         self._settle()
         await self._wait_for_answer(lease)
         if place == lease.given or attempt != lease.attempt:
             return None
-        return lease.last_chunk(self._bindings.of(lease))
+        return self._assigned(lease.last_chunk(self._bindings.of(lease)))
+
+    async def _repeat(self, lease: TaskLease, place: int) -> AssignedChunk | None:
+        """Return a chunk that a restarted task has to make again, once its logical worker is free.
+
+        Such a chunk waits only for a process that makes samples of its logical worker. A lease may
+        hold the logical worker for a later chunk, and wait in turn for a chunk to repeat.
+        """
+        had_ended, attempt = lease.ended, lease.attempt
+        try:
+            chunk = lease.repeat(place, self._bindings.of(lease))
+        except DeadlyChunkError:
+            if not had_ended:
+                self._note_ended()
+            raise
+        self._hand_out()
+        while self._bindings.runs_elsewhere(lease, lease.repeats):
+            await asyncio.sleep(tuning.LOOK_S)
+            if attempt != lease.attempt:
+                return None
+        lease.begin_repeat()
+        return self._assigned(chunk)
+
+    def _assigned(self, chunk: AssignedChunk) -> AssignedChunk:
+        return replace(chunk, replaced=tuple(self._replaced)) if self._replaced else chunk
 
     async def _wait_for_answer(self, lease: TaskLease) -> None:
         """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""
@@ -229,8 +253,12 @@ class Scheduler:
 
     def _hand_out(self) -> None:
         """Give the waiting chunks to the waiting leases, first to the task that asked first."""
-        while self._chunks:
-            lease = next((t for t in self._waiting.values() if self._has_chunk_for(t)), None)
+        while self._chunks and self._waiting:
+            holders = self._bindings.holders()
+            if not any(_may_be_given(chunk, holders) for chunk in self._chunks):
+                break  # most often, and the search below takes longer
+            leases = self._waiting.values()
+            lease = next((t for t in leases if self._chunk_index_for(t, holders) is not None), None)
             # A lease that is held back from this moment on waits for the next note_others().
             if lease is None or not self._advance(lease):
                 break
@@ -270,14 +298,13 @@ class Scheduler:
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
         return waited_for or (lease.run == self._run and bool(self._chunks))
 
-    def _has_chunk_for(self, lease: TaskLease) -> bool:
-        return self._chunk_index_for(lease) is not None
-
-    def _chunk_index_for(self, lease: TaskLease) -> int | None:
+    def _chunk_index_for(
+        self, lease: TaskLease, holders: Mapping[int, TaskLease | None] | None = None
+    ) -> int | None:
         """Return the index of the first waiting chunk that a lease may get, or None."""
-        return (
-            None if self._held_back(lease) else self._bindings.chunk_index_for(lease, self._chunks)
-        )
+        if self._held_back(lease):
+            return None
+        return self._bindings.chunk_index_for(lease, self._chunks, holders)
 
     def _held_back(self, lease: TaskLease) -> bool:
         """Return whether a bound lease leaves its CPU to a task of another training job."""
@@ -301,7 +328,8 @@ class Scheduler:
         """
         lease = self._leases.get(name)
         if lease is not None and lease.attempt == attempt:
-            lease.note_delivered()
+            if lease.note_delivered():
+                self._hand_out()
             self._settle()
 
     def finish(self, name: str, attempt: str, place: int) -> None:
@@ -318,6 +346,7 @@ class Scheduler:
         lease = self._leases.get(name)
         if lease is not None and lease.attempt == attempt:
             lease.finish(place)
+            self._hand_out()
 
     def _settle(self) -> None:
         """Update ``quiet_at`` if nothing is in flight, and report a change once."""
@@ -331,7 +360,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any chunk waits or is being made."""
-        return bool(self._chunks) or any(t.busy or t.making for t in self._leases.values())
+        return bool(self._chunks) or any(t.busy or t.running for t in self._leases.values())
 
     @property
     def tasks_at_work(self) -> int:
@@ -356,7 +385,7 @@ class Scheduler:
         self._changed.set()
 
     def _forget_ended(self) -> None:
-        ended = [name for name, lease in self._leases.items() if lease.ended]
+        ended = [n for n, lease in self._leases.items() if lease.ended and not lease.held]
         for name in ended[: max(0, len(ended) - max(tuning.MAX_ENDED_LEASES, 4 * self.parallel))]:
             del self._leases[name]
 
@@ -478,10 +507,10 @@ class Scheduler:
         """Return how many tasks to start."""
         active = self._active
         self._stuck = self._stuck or self._is_stuck()
-        wanted = len(self._chunks)
+        wanted = len(self._bindings.without_process(self._chunks))
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
-            wanted = min(len(self._bindings.without_process(self._chunks)), self.starting)
+            wanted = min(wanted, self.starting)
         wanted = max(wanted, self._prepared - self._running)
         if self._bindings.binding is not Binding.ALWAYS and self._others is not None:
             # One task can make all batches. A second task would have to start another process, and
@@ -499,3 +528,11 @@ class Scheduler:
         if self._tasks.pending or not self._chunks or quiet_s < tuning.STUCK_IDLE_S:
             return False
         return quiet_s >= tuning.STUCK_S or self._idle_machine is None or self._idle_machine()
+
+
+def _may_be_given(chunk: WaitingChunk, holders: Mapping[int, TaskLease | None]) -> bool:
+    """Return whether a lease that waits may get a chunk, if that lease has no bound worker."""
+    if chunk.worker not in holders:
+        return True
+    holder = holders[chunk.worker]
+    return holder is not None and holder.waiting

@@ -80,12 +80,17 @@ class TaskLease:
         run: Number of the iteration in which it got the last chunk.
         alone: Whether the lease may contain no chunk but the last chunk.
         last_worker: The logical worker of the last chunk.
+        runs: The logical worker of the chunk that the task's process makes now; None if it makes
+            none.
+        making: The logical worker of the chunk before, if the task asked before its last sample of
+            that chunk, and may still make that sample; else None.
+        repeats: The logical worker of a chunk that a restarted task has to repeat, but must not
+            repeat yet; else None.
         workers: The logical workers that are bound to the task's process.
         restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
             to another process before.
         made: How many blocks this process has made, or will have made when it finishes the chunk.
         delivered: How many of these blocks have been delivered.
-        making: Whether the task asked before its last sample, and may still make that sample.
     """
 
     name: str
@@ -99,17 +104,19 @@ class TaskLease:
     run: int = 0
     alone: bool = False
     last_worker: int = 0
+    runs: int | None = None
+    making: int | None = None
+    repeats: int | None = None
     workers: set[int] = field(default_factory=set)
     restarted: bool = False
     made: int = 0
     delivered: int = 0
-    making: bool = False
     # How many blocks the process will have made when it has made the last sample.
     _made_then: int = 0
     # The place of the last request whose task has made its last sample.
     _finished: int = -1
-    # The last payloads, and for each how many blocks the task had made before it.
-    _payloads: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    # The last chunks, and for each how many blocks the task had made before it.
+    _chunks: deque[WaitingChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     # How often the process has died since the task got the last chunk.
     _deaths: int = 0
@@ -139,49 +146,77 @@ class TaskLease:
         """Whether a chunk is being made, or a block has been made and not delivered."""
         return self.busy or self.made > self.delivered
 
+    @property
+    def running(self) -> set[int]:
+        """The logical workers whose samples the task's process may make now."""
+        return {worker for worker in (self.runs, self.making) if worker is not None}
+
+    @property
+    def held(self) -> set[int]:
+        """The logical workers whose further chunks no other lease may get."""
+        held = self.running if self.ended else self.running | self.workers
+        if self.repeats is not None:
+            held.add(self.repeats)
+        return held
+
     def is_past(self, attempt: str) -> bool:
         """Return whether a process is not the task's last one."""
         return attempt in self._past_attempts
 
-    def note_process(self, attempt: str, made: int) -> None:
-        """Record which process of the task asks, and how many blocks it has made."""
-        if attempt != self.attempt:
+    def note_request(self, attempt: str, place: int, made: int, *, early: bool) -> bool:
+        """Record that a process of the task requests its next chunk.
+
+        Args:
+            attempt: Name of the process.
+            place: How many chunks the task has made.
+            made: How many blocks the process has made of these chunks, or is about to finish.
+            early: Whether it still makes samples of the last chunk. The report of their end may
+                overtake the request.
+
+        Returns:
+            Whether the process replaces a process that had not reported the end of its samples.
+        """
+        replaces = attempt != self.attempt
+        unfinished = replaces and bool(self.running)
+        if replaces:
             self._past_attempts.add(self.attempt)
             self.attempt, self.delivered = attempt, 0
             self._finished = -1
-        self.made = made
-        self.making = False
+        self.made = self._made_then = made
+        nearly_made = early and self.delivered < made and self._finished < place
+        self.making = self.runs if nearly_made else None
+        self.runs = self.repeats = None
+        return unfinished
 
-    def ask(self, place: int, *, early: bool) -> None:
-        """Record that the task requests its next chunk.
-
-        Args:
-            place: How many chunks the task has made.
-            early: Whether it still makes samples of the last chunk. The report of their end may
-                overtake the request.
-        """
-        self._made_then = self.made
-        self.making = early and self.delivered < self.made and self._finished < place
+    def ask(self) -> None:
+        """Let the task wait for its next chunk, unless the lease has ended."""
         self._most_made = max(self._most_made, self.made)
         self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
 
-    def note_delivered(self) -> None:
-        """Record that a block of the task's process has been delivered, or is lost."""
+    def note_delivered(self) -> bool:
+        """Record that a block of the task's process has been delivered, or is lost.
+
+        Returns:
+            Whether this is the end of the samples that the process still made after a request.
+        """
         self.delivered += 1
-        if self.delivered >= self._made_then:
-            self.making = False
+        ended = self.making is not None and self.delivered >= self._made_then
+        if ended:
+            self.making = None
+        return ended
 
     def finish(self, place: int) -> None:
         """Record that the task has made the last sample before a request."""
         self._finished = place
-        self.making = False
+        self.making = None
 
     def give(self, chunk: WaitingChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
-        self._payloads.append(chunk.payload)
+        self._chunks.append(chunk)
         self._blocks.append(self._most_made)
         self.given += 1
-        self.run, self.alone, self.last_worker = run, chunk.alone, chunk.worker
+        self.run, self.alone = run, chunk.alone
+        self.last_worker = self.runs = chunk.worker
         self._deaths = 0
         self._enter(LeaseState.WORKING)
 
@@ -206,10 +241,13 @@ class TaskLease:
             binding: The binding of the chunk's logical worker.
         """
         restarted, self.restarted = self.restarted, False
-        return AssignedChunk(self._payloads[-1], self.given - 1, binding, restarted=restarted)
+        payload = self._chunks[-1].payload
+        return AssignedChunk(payload, self.given - 1, binding, restarted=restarted)
 
     def repeat(self, place: int, binding: Binding) -> AssignedChunk:
         """Return a chunk that the lease has had before, because Ray has restarted its task.
+
+        The task may make the chunk after ``begin_repeat``.
 
         Args:
             place: How many chunks the task has made since it was restarted.
@@ -227,19 +265,25 @@ class TaskLease:
             )
         # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
-        # Invariant: ``_payloads[kept]`` is the chunk after the first ``place`` chunks. If that one
+        # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one
         # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as
         # made and delivered.
-        kept = max(0, place - self.given + len(self._payloads))
+        kept = max(0, place - self.given + len(self._chunks))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
         self.made += skipped
         self.delivered += skipped
+        self.repeats = self._chunks[kept].worker
         return AssignedChunk(
-            self._payloads[kept],
-            self.given - len(self._payloads) + kept,
+            self._chunks[kept].payload,
+            self.given - len(self._chunks) + kept,
             binding,
             again=True,
             restarted=bool(self.workers) and not kept,
             skipped_blocks=skipped,
         )
+
+    def begin_repeat(self) -> None:
+        """Record that the restarted task makes the chunk that it has to repeat."""
+        if self.repeats is not None:  # else an earlier call of the task has done this
+            self.runs, self.repeats = self.repeats, None

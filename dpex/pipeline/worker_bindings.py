@@ -1,9 +1,13 @@
-"""The bindings of a pipeline's logical workers to task leases.
+"""Which task lease may get the next chunk of each logical worker.
+
+Invariant: the chunks of a logical worker never run in two processes at once, whatever its binding.
+So a chunk fits a lease only if no other lease holds its logical worker (``TaskLease.held``).
 
 A bound logical worker lives in one worker process (``worker/binding.py``). The task lease that got
 its first chunk gets only chunks of logical workers that are bound to this lease. The lease waits
 for these chunks while the iterator lives. Streams are always bound. A watched logical worker may
-move to another process after each chunk that left its dataset copy unchanged.
+move to another process after each chunk that left its dataset copy unchanged, and a released
+logical worker after each chunk.
 """
 
 from __future__ import annotations
@@ -38,9 +42,8 @@ class WorkerBindings:
         self._persistent = persistent
         # Logical workers that have had a process, in this iteration or, if persistent, in any.
         self._placed: set[int] = set()
-        # Leases that have not reported yet whether their chunk changes its dataset copy, and the
-        # logical worker of each chunk.
-        self._unreported: dict[str, int] = {}
+        # Leases that have not reported yet whether their chunk changes its dataset copy.
+        self._unreported: set[str] = set()
         # Logical workers whose first batches left the dataset copy unchanged.
         self._unchanged: set[int] = set()
 
@@ -68,22 +71,43 @@ class WorkerBindings:
         workers: set[int] = set()
         return workers.union(*(t.workers for t in self._leases.values() if not t.ended))
 
-    def without_process(self, chunks: Iterable[WaitingChunk]) -> list[int]:
-        """Return the logical workers of these chunks that have no process, in order."""
-        if not self.bound:
-            return []
-        taken = self.taken()
-        return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in taken]
+    def holders(self) -> dict[int, TaskLease | None]:
+        """Return the lease that holds each logical worker; None if several leases hold it."""
+        holders: dict[int, TaskLease | None] = {}
+        for lease in self._leases.values():
+            if lease.ended and not lease.busy and lease.making is None:
+                continue  # it holds none; there are many such leases
+            for worker in lease.held:
+                holders[worker] = lease if worker not in holders else None
+        return holders
 
-    def chunk_index_for(self, lease: TaskLease, chunks: Iterable[WaitingChunk]) -> int | None:
-        """Return the index of the first chunk that a lease may get, or None."""
-        if not self.bound:
-            unknown = self._unreported.values()
-            fitting = (i for i, chunk in enumerate(chunks) if chunk.worker not in unknown)
-            return next(fitting, None)
-        taken = self.taken() if not lease.workers else ()
+    def runs_elsewhere(self, lease: TaskLease, worker: int | None) -> bool:
+        """Return whether the process of another lease may make samples of a logical worker."""
+        return any(worker in t.running for t in self._leases.values() if t is not lease)
+
+    def without_process(self, chunks: Iterable[WaitingChunk]) -> list[int]:
+        """Return the logical workers of these chunks that no lease holds, in order."""
+        holders = self.holders()
+        return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in holders]
+
+    def chunk_index_for(
+        self,
+        lease: TaskLease,
+        chunks: Iterable[WaitingChunk],
+        holders: Mapping[int, TaskLease | None] | None = None,
+    ) -> int | None:
+        """Return the index of the first chunk that a lease may get, or None.
+
+        Args:
+            lease: The lease.
+            chunks: The chunks that wait.
+            holders: What ``holders`` returns, if the caller knows it.
+        """
+        if holders is None:
+            holders = self.holders()
         for place, chunk in enumerate(chunks):
-            if chunk.worker in lease.workers or not (lease.workers or chunk.worker in taken):
+            alone = holders.get(chunk.worker, lease) is lease
+            if alone and (chunk.worker in lease.workers or not lease.workers):
                 return place
         return None
 
@@ -98,12 +122,12 @@ class WorkerBindings:
         if self.bound and worker not in lease.workers:
             self.bind(lease, worker)
         if self.binding is Binding.WATCHED:
-            self._unreported[lease.name] = worker
+            self._unreported.add(lease.name)
 
     def note_asked(self, lease: TaskLease) -> None:
         """Record that a lease's task has requested its next chunk."""
         # Without a report, the chunk was cancelled or not started.
-        self._unreported.pop(lease.name, None)
+        self._unreported.discard(lease.name)
         if not self.bound:
             lease.workers.clear()
 
@@ -118,7 +142,7 @@ class WorkerBindings:
             name: Name of the lease that made the batch.
             unchanged: Whether the copy is unchanged.
         """
-        self._unreported.pop(name, None)
+        self._unreported.discard(name)
         lease = self._leases.get(name)
         if not unchanged:
             self.binding = Binding.ALWAYS

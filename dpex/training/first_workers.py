@@ -80,21 +80,28 @@ class _FirstWorker:
 
     Attributes:
         connection: The connection to its process.
-        has_process: Whether its process exists.
+        usable: Whether its process exists, and its connection works.
+        lost: Whether its connection is closed at the other end. Its process may still run.
         work: The chunk that its process makes; None if it is idle.
         cancelled_at: When the run of its chunk ended; infinite before.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.has_process = False
+        self.usable = False
+        self.lost = False
         self.work: _Work | None = None
         self.cancelled_at = math.inf
         self._process: int | None = None
 
+    @property
+    def awaited(self) -> Connection | int:
+        """The connection; once that is lost, the process, whose end is still awaited."""
+        return self._process if self.lost and self._process is not None else self.connection
+
     def know_process(self, pid: int) -> None:
         """Open its process, so that no later process with the same id is taken for it."""
-        self.has_process = True
+        self.usable = True
         with contextlib.suppress(OSError):  # it has ended already
             self._process = os.pidfd_open(pid)
 
@@ -102,6 +109,11 @@ class _FirstWorker:
         """Send a message; if its process has ended, the next read reports that."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
+
+    def lose(self) -> None:
+        """Record that the connection is lost, and kill its process."""
+        self.usable, self.lost = False, True
+        self.kill()
 
     def kill(self) -> None:
         """Kill its process."""
@@ -145,6 +157,8 @@ class FirstWorkers:
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.lock = threading.RLock()
+        # Notified when a first worker has become idle.
+        self._idle = threading.Condition(self.lock)
         self._workers = [_FirstWorker(connection) for connection in connections]
         self.start_now = threading.Event()
         self.ending = threading.Event()
@@ -162,14 +176,22 @@ class FirstWorkers:
         """Number of first workers that make a chunk."""
         return sum(worker.work is not None for worker in list(self._workers))
 
-    def watched(self, queue: ChunkQueue) -> set[int]:
-        """Return the watched logical workers of which a chunk is being made."""
-        works = [w.work for w in self._workers if w.work is not None and w.work.queue is queue]
-        return {work.chunk.worker for work in works if work.watched}
+    def running(self, queue: ChunkQueue | None) -> set[int]:
+        """Return the logical workers whose samples are being made, of a queue and of ended runs.
+
+        The sample of a chunk whose run has ended may take as long as it likes.
+        """
+        works = [worker.work for worker in self._workers if worker.work is not None]
+        return {w.chunk.worker for w in works if w.queue is queue or w.queue.ended}
+
+    def wait_for_ended_runs(self) -> None:
+        """Wait until no sample of a run that has ended is being made; kill those that hang."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self.running(None))
 
     def give(self, work: _Work) -> bool:
         """Give a chunk to an idle first worker, and return whether there is one."""
-        idle = next((w for w in self._workers if w.has_process and w.work is None), None)
+        idle = next((w for w in self._workers if w.usable and w.work is None), None)
         if idle is None or self.at_work >= work.queue.parallel or self.ending.is_set():
             return False
         idle.work = work
@@ -219,9 +241,12 @@ class FirstWorkers:
                     worker.send(END)
 
     def _receive(self) -> None:
-        while workers := {worker.connection: worker for worker in self._workers}:
+        while workers := {worker.awaited: worker for worker in self._workers}:
             for ready in wait(list(workers), tuning.END_S):
-                worker = workers[cast("Connection", ready)]
+                worker = workers[cast("Connection | int", ready)]
+                if worker.lost:
+                    self._remove(worker)
+                    continue
                 try:
                     message = worker.connection.recv()
                 except Exception as error:  # most often EOFError: the process has ended
@@ -247,16 +272,24 @@ class FirstWorkers:
             return
         with self.lock:
             worker.work, worker.cancelled_at = None, math.inf
+            self._idle.notify_all()
             work.queue.made(work, message)
             self._hand_out()
             if self.ending.is_set():
                 worker.send(END)
 
     def _lose(self, worker: _FirstWorker) -> None:
+        """Kill a first worker whose connection is lost. It counts until its process has ended."""
+        with self.lock:
+            worker.lose()
+            if isinstance(worker.awaited, Connection):
+                self._remove(worker)  # its process is known to have ended
+
+    def _remove(self, worker: _FirstWorker) -> None:
         with self.lock:
             self._workers.remove(worker)
-            worker.kill()
             worker.close()
+            self._idle.notify_all()
             if worker.work is not None:
                 worker.work.queue.lose()
             if not self._workers:
@@ -271,8 +304,9 @@ class FirstWorkers:
 class ChunkQueue:
     """The chunks of one run: first workers make them, and the pipeline once it has its tasks.
 
-    Invariant: the chunks of a watched logical worker are made one after another. So if a batch
-    changes the dataset copy, the pipeline gets its chunk, and then the later ones.
+    Invariant: the chunks of a logical worker are made one after another, also those of a run that
+    has ended. So they never run in two processes at once, and if a batch of a watched logical
+    worker changes its dataset copy, the pipeline gets its chunk, and then the later ones.
 
     Args:
         run: Key of the run.
@@ -355,12 +389,14 @@ class ChunkQueue:
         with self._workers.lock:
             if not self.ended:
                 self.remote = remote
+                # They would not know which logical workers the pipeline runs for an ended run.
+                self._workers.end()
                 self.hand_out()
             return not self.ended
 
     def hand_out(self) -> None:
         """Give each chunk that need not wait to an idle first worker, or to the pipeline."""
-        held = self._workers.watched(self)
+        held = self._workers.running(self)
         waiting, self._waiting = self._waiting, []
         for_pipeline = []
         for chunk in waiting:
@@ -375,8 +411,7 @@ class ChunkQueue:
                 given = not chunk.alone and self._workers.give(work)
                 if not given:
                     self._waiting.append(chunk)
-                if watched or not given:
-                    held.add(worker)
+                held.add(worker)
         for how, group in itertools.groupby(for_pipeline, lambda c: (c.alone, c.one_by_one)):
             self._send(list(group), *how)
 

@@ -330,7 +330,8 @@ class StartingSession(OwnProcess):
             if self._session is not None:
                 if isinstance(job, UnstoredJob):
                     job = self._stored(self._session, job)
-                return self._session.open(run, job, binding=binding, pin_device=pin_device)
+                opening = self._session.open(run, job, binding=binding, pin_device=pin_device)
+                return functools.partial(self._open_after_first_workers, opening)
             self._check()
             assert isinstance(job, UnstoredJob)
             queue = ChunkQueue(run, self._workers, self._num_workers, pin_device)
@@ -338,6 +339,10 @@ class StartingSession(OwnProcess):
             self._iterations = deque([*live, _Iteration(run, job, binding, pin_device, queue)])
         first_run = FirstRun(queue, self.begin, self._raise_error)
         return lambda: first_run
+
+    def _open_after_first_workers(self, opening: Callable[[], RemoteRun]) -> RemoteRun:
+        self._workers.wait_for_ended_runs()
+        return opening()
 
     def claims_cpus(self) -> bool:
         """Return whether Ray's CPUs limit the tasks; wait for Ray, unless a local Ray starts."""

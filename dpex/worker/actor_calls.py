@@ -61,6 +61,8 @@ class AssignedChunk:
         again: Whether an earlier attempt of the task had the chunk and died.
         restarted: Whether its logical worker restarts here because it was bound to another task.
         skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
+        replaced: Names of processes whose tasks Ray has restarted, but that may not have ended. The
+            task waits for their end, because they may make batches of the same logical worker.
     """
 
     payload: bytes
@@ -69,6 +71,7 @@ class AssignedChunk:
     again: bool = False
     restarted: bool = False
     skipped_blocks: int = 0
+    replaced: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,7 +7,6 @@ import functools
 import os
 import pickle
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +28,7 @@ from dpex.worker.actor_calls import (
 )
 from dpex.worker.binding import Binding
 from dpex.worker.kept_jobs import read_job, release_when_closed, working
+from dpex.worker.replaced_processes import process_name, wait_for_end
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -118,6 +118,7 @@ def make_batches(
             asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
+        wait_for_end(assigned.replaced, interest.lost)
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
         with working(pipeline_key):
@@ -243,7 +244,7 @@ class _Asking:
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
         self._actor_name = actor_name
         self._pipeline_key = pipeline_key
-        self.origin = (ray.get_runtime_context().get_task_id(), uuid.uuid4().hex)
+        self.origin = (ray.get_runtime_context().get_task_id(), process_name())
         self._place = 0
         self.made = 0
         # How many blocks the task will have made at the end of a chunk in which it asked early.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,9 +37,12 @@ class FakeExecution:
     def __init__(self, build: Any, on_end: OnEnd) -> None:
         self.end = on_end
         self.closed = False
+        self.tasks_ended = threading.Event()
+        self.tasks_ended.set()
 
-    def close(self) -> None:
+    def close(self, deadline: float) -> None:
         self.closed = True
+        self.tasks_ended.wait(deadline - time.monotonic())
 
 
 @pytest.fixture
@@ -57,17 +62,26 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     return lambda scenario: asyncio.run(asyncio.wait_for(run(scenario), 30))
 
 
-async def feed(actor: _PipelineActor, number: int, *payloads: bytes, run: str = "first") -> None:
+async def feed(
+    actor: _PipelineActor,
+    number: int,
+    *payloads: bytes,
+    run: str = "first",
+    pipeline: str = "pipeline",
+    worker: int = 0,
+) -> None:
     limits = {"parallel": 4, "starting": 4, "one_by_one": False}
-    workers = [0] * len(payloads)
+    workers = [worker] * len(payloads)
     await actor.feed(
-        pack("pipeline", run, number, list(payloads), workers=workers, alone=False, **limits)
+        pack(pipeline, run, number, list(payloads), workers=workers, alone=False, **limits)
     )
 
 
-async def ask(actor: _PipelineActor, place: int = 0, made: int = 0) -> bytes | None:
+async def ask(
+    actor: _PipelineActor, place: int = 0, made: int = 0, pipeline: str = "pipeline"
+) -> bytes | None:
     """Return the payload of the next chunk of a task."""
-    found = unpack(await actor.next_chunk(pack("pipeline", ORIGIN, place, made, unchanged=None)))
+    found = unpack(await actor.next_chunk(pack(pipeline, ORIGIN, place, made, unchanged=None)))
     return None if found is None else found.payload
 
 
@@ -225,6 +239,35 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
     play(scenario)
 
 
+@pytest.mark.parametrize("at_work", [True, False])
+def test_a_run_waits_for_the_tasks_of_a_pipeline_that_was_closed_before(
+    play: Any, at_work: bool
+) -> None:
+    """These tasks may make samples of the same logical workers until they end."""
+
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        executions[0].tasks_ended.clear()
+        await feed(actor, 0, b"0")
+        if at_work:
+            assert await ask(actor) == b"0"
+        await actor.cancel("pipeline", "first")
+        closing = await started(actor.close("pipeline"))
+        await actor.open("next", SPEC, "second")
+        feeding = asyncio.ensure_future(feed(actor, 0, b"1", run="second", pipeline="next"))
+        asking = asyncio.ensure_future(ask(actor, pipeline="next"))
+        if at_work:
+            await asyncio.wait([asking], timeout=0.05)
+            assert not (feeding.done() or asking.done())
+            executions[0].tasks_ended.set()
+        await feeding
+        assert await asking == b"1"
+        executions[0].tasks_ended.set()
+        await closing
+
+    play(scenario)
+
+
 def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", SPEC, "first")
@@ -244,7 +287,8 @@ def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None
 
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", replace(SPEC, binding=Binding.RELEASED), "first")
-        await feed(actor, 0, *[b"chunk"] * 4)
+        await feed(actor, 0, b"0")
+        await feed(actor, 1, b"1", worker=1)
         while len(executions) < 2:
             await asyncio.sleep(0)
         executions[0].end(None)

@@ -58,6 +58,12 @@ async def waits(scheduler: Scheduler, *request: Any, early: bool = False) -> boo
     return waiting
 
 
+async def answers() -> None:
+    """Let the requests return whose answer is known."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 def payload_of(assignment: AssignedChunk | None) -> bytes | None:
     return None if assignment is None else assignment.payload
 
@@ -126,7 +132,7 @@ def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> Non
         of_the_dead = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
-        feed(scheduler, b"1")  # only the dead process waits for it
+        scheduler.feed(b"1", 1, alone=False)  # only the dead process waits for it
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
         feed(scheduler, b"2")
         assert payload_of(await scheduler.next_chunk("a", 1, 2)) == b"2"
@@ -296,7 +302,7 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
         assert not waiting.done()
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
-        feed(scheduler, b"2")
+        scheduler.feed(b"2", 2, alone=False)
         assert await waiting == 1
         waiting = asyncio.ensure_future(scheduler.more_tasks(3))
         await asyncio.sleep(0)
@@ -408,6 +414,114 @@ def test_the_end_of_the_last_sample_may_overtake_the_request(
     play(scenario)
 
 
+@pytest.mark.parametrize("end", [deliver_last_block, finish])
+def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early(
+    end: Callable[[Scheduler], None],
+) -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        await scheduler.next_chunk("a", 0, 0, "process")
+        given = await scheduler.next_chunk("a", 1, 1, "process", early=True)
+        assert payload_of(given) == b"1"
+        feed(scheduler, b"0 again")
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        end(scheduler)
+        await answers()
+        assert waiting.done(), "it does not wait for a later look"
+        assert payload_of(await waiting) == b"0 again"
+
+    play(scenario)
+
+
+def test_a_worker_s_next_chunk_goes_to_a_task_that_waits_when_a_lease_ends() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", alone=True)
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
+        feed(scheduler, b"0 again")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        await answers()
+        assert waiting.done(), "it does not wait for a later look"
+        assert payload_of(await waiting) == b"0 again"
+
+    play(scenario)
+
+
+def test_the_oldest_chunk_is_given_whose_worker_is_free() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1", b"2")
+        feed(scheduler, b"0 again", b"1 again")
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"2"
+        assert payload_of(await scheduler.next_chunk("a", 2, 2)) == b"0 again"
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"1 again"
+
+    play(scenario)
+
+
+def test_no_task_is_started_for_a_worker_that_has_a_process() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        feed(scheduler, b"0 again")
+        assert await start_tasks(scheduler) == 0
+        feed(scheduler, b"0", b"1")
+        assert await start_tasks(scheduler) == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "LOOK_S", 0.0)
+
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        feed(scheduler, b"0 again")
+        for place in range(2):
+            await scheduler.next_chunk("a", place, place, "first")
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"0 again"
+        repeating = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "second"))
+        await answers()
+        assert not repeating.done(), "another process is worker 0"
+        feed(scheduler, b"0 later")
+        assert await waits(scheduler, "b", 1, 1, early=early), "the repeated chunk comes first"
+        scheduler.delivered("b", "")
+        given = await repeating
+        assert (payload_of(given), given and given.replaced) == (b"0", ("first",))
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, "second")) == b"1"
+
+    play(scenario)
+
+
+def test_a_process_that_is_replaced_while_it_waits_for_a_worker_gets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "LOOK_S", 0.0)
+
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        feed(scheduler, b"0 again")
+        for place in range(2):
+            await scheduler.next_chunk("a", place, place, "first")
+        await scheduler.next_chunk("b", 0, 0)
+        second = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "second"))
+        await asyncio.sleep(0)
+        third = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "third"))
+        assert await second is None
+        assert await waits(scheduler, "b", 1, 1)
+        assert payload_of(await third) == b"0"
+
+    play(scenario)
+
+
 def test_a_process_that_dies_after_an_early_request_makes_no_sample() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
@@ -432,7 +546,9 @@ def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts(
         assert payload_of(await waiting) == b"1"
         assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
         redone = await scheduler.next_chunk("a", 1, 3, "second")
-        assert redone == AssignedChunk(b"1", place=1, again=True, skipped_blocks=6)
+        assert redone == AssignedChunk(
+            b"1", place=1, again=True, skipped_blocks=6, replaced=("first",)
+        )
 
     play(scenario)
 
@@ -807,9 +923,10 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
             assert given == AssignedChunk(payload, place, Binding.WATCHED)
         waiting = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
         await asyncio.sleep(0)
-        assert not waiting.done(), "worker 1 has a batch in flight"
         scheduler.note_state("b", unchanged=True)
-        assert await waiting == AssignedChunk(b"1b", 0, Binding.RELEASED)
+        assert not waiting.done(), "a process is still worker 1"
+        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
+        waiting.cancel()
 
     play(scenario, **WATCHED)
 
@@ -835,11 +952,10 @@ def test_a_batch_in_flight_at_the_release_is_reported_before_its_worker_s_next(
         again = await scheduler.next_chunk("a", 0, 0)
         assert again == AssignedChunk(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
         scheduler.note_state("a", unchanged=unchanged)
-        if unchanged:
-            assert await waiting == AssignedChunk(b"0c", 2, Binding.RELEASED)
-        else:
-            assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, Binding.ALWAYS)
-            waiting.cancel()
+        binding = Binding.RELEASED if unchanged else Binding.ALWAYS
+        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, binding)
+        assert not waiting.done()
+        waiting.cancel()
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
@@ -855,7 +971,7 @@ def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
         scheduler.note_state("b", unchanged=True)
         feed(scheduler, b"0c")
         assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
-        assert await scheduler.next_chunk("b", 2, 2) == AssignedChunk(b"0c", 2, Binding.RELEASED)
+        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, Binding.RELEASED)
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
@@ -928,18 +1044,16 @@ def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) ->
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
+        asking = {n: asyncio.ensure_future(scheduler.next_chunk(n, 1, 1)) for n in "ab"}
+        await asyncio.sleep(0)
         scheduler.begin(in_run=False)
         scheduler.begin(in_run=True)
+        of_1, of_0 = "ba" if persistent else "ab"
         scheduler.feed(b"1 of the next epoch", 1, alone=False)
-        given = await asyncio.wait_for(scheduler.next_chunk("b", 1, 1), 5)
-        assert payload_of(given) == b"1 of the next epoch"
+        assert payload_of(await asking[of_1]) == b"1 of the next epoch"
+        assert not asking[of_0].done()
         feed(scheduler, b"0 of the next epoch")
-        found = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
-        await asyncio.sleep(0)
-        assert found.done() is not persistent
-        if persistent:
-            assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0 of the next epoch"
-            found.cancel()
+        assert payload_of(await asking[of_0]) == b"0 of the next epoch"
 
     play(scenario, **BOUND, persistent=persistent)
 

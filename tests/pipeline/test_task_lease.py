@@ -22,12 +22,17 @@ def give(lease: TaskLease, payload: bytes, *, worker: int = 0, alone: bool = Fal
     lease.give(WaitingChunk(payload, worker, alone), run=1)
 
 
+def ask(lease: TaskLease, place: int = 1, *, made: int = 0, attempt: str = "process") -> None:
+    lease.note_request(attempt, place, made, early=False)
+    lease.ask()
+
+
 def test_a_lease_waits_works_and_ends() -> None:
     lease = new_lease()
     seen = [lease.state]
     give(lease, b"0")
     seen.append(lease.state)
-    lease.ask(1, early=False)
+    ask(lease)
     seen.append(lease.state)
     lease.end()
     seen.append(lease.state)
@@ -54,18 +59,18 @@ def test_a_restarted_task_repeats_its_chunk_and_ends_only_if_it_had_ended(ended:
     lease = new_lease()
     give(lease, b"0")
     if ended:
-        lease.ask(1, early=False)
+        ask(lease)
         lease.end()
     assert lease.repeat(0, RELEASED) == AssignedChunk(b"0", 0, RELEASED, again=True)
     assert lease.state is (LeaseState.REPEATING if ended else LeaseState.WORKING)
-    lease.ask(1, early=False)
+    ask(lease)
     assert lease.state is (LeaseState.ENDED if ended else LeaseState.WAITING)
 
 
 def test_a_chunk_that_kills_its_processes_ends_the_lease() -> None:
     lease = new_lease()
     give(lease, b"0")
-    lease.note_process("process", 3)
+    ask(lease, 0, made=3)
     for _ in range(MAX_DEATHS - 1):
         lease.repeat(0, RELEASED)
     with pytest.raises(DeadlyChunkError, match=rf"died {MAX_DEATHS} times in a row\. Ray's"):
@@ -80,17 +85,16 @@ def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
         give(lease, payload)
         for _ in range(MAX_DEATHS - 1):
             lease.repeat(0, RELEASED)
-        lease.ask(1, early=False)
+        ask(lease)
     assert lease.waiting
 
 
 def test_blocks_of_an_earlier_process_are_no_longer_in_flight() -> None:
     lease = new_lease()
     give(lease, b"0")
-    lease.note_process("process", 2)
-    lease.ask(1, early=False)
+    ask(lease, made=2)
     assert lease.in_flight
-    lease.note_process("another", 0)
+    ask(lease, 0, attempt="another")
     assert not lease.in_flight
 
 
@@ -100,7 +104,7 @@ def test_who_waits_learns_of_each_change(change: str) -> None:
         lease = new_lease()
         if change == "repeat":
             give(lease, b"0")
-            lease.ask(1, early=False)
+            ask(lease)
         waiting = asyncio.ensure_future(lease.wait_for_answer(30))
         await asyncio.sleep(0)
         assert not await lease.wait_for_answer(0.001)
@@ -125,8 +129,8 @@ def test_a_worker_that_restarts_is_told_so_once() -> None:
 
 def test_a_call_of_an_earlier_process_is_known() -> None:
     lease = new_lease()
-    lease.note_process("process", 0)
+    ask(lease, 0)
     assert not lease.is_past("process")
-    lease.note_process("another", 0)
+    ask(lease, 0, attempt="another")
     assert lease.is_past("process")
     assert not lease.is_past("another")

@@ -26,6 +26,12 @@ def give(made: WorkerBindings, lease: TaskLease, worker: int) -> None:
     made.note_given(lease, worker)
 
 
+def ask(made: WorkerBindings, lease: TaskLease, *, early: bool = False) -> None:
+    lease.note_request(lease.attempt, lease.given, lease.given, early=early)
+    lease.ask()
+    made.note_asked(lease)
+
+
 def test_a_bound_worker_s_chunks_fit_its_own_lease_alone() -> None:
     made, a, b = bindings()
     give(made, a, 0)
@@ -34,16 +40,49 @@ def test_a_bound_worker_s_chunks_fit_its_own_lease_alone() -> None:
     assert made.chunk_index_for(a, chunks(1, 0)) == 1
     assert made.chunk_index_for(b, chunks(0, 1)) == 1
     assert made.chunk_index_for(b, chunks(0, 0)) is None
+    ask(made, a)
+    assert made.chunk_index_for(b, chunks(0, 0)) is None, "it has a process, which waits"
     a.end()
     assert made.taken() == set()
     assert made.chunk_index_for(b, chunks(0)) == 0
 
 
-def test_released_workers_chunks_fit_any_lease() -> None:
+@pytest.mark.parametrize("binding", [Binding.RELEASED, Binding.WATCHED])
+def test_a_worker_s_chunks_fit_any_lease_once_no_process_makes_its_samples(
+    binding: Binding,
+) -> None:
+    made, a, b = bindings(binding=binding)
+    give(made, a, 0)
+    assert made.chunk_index_for(b, chunks(0)) is None
+    assert made.chunk_index_for(b, chunks(0, 1)) == 1
+    assert made.without_process(chunks(0, 1)) == [1]
+    made.note_state("a", unchanged=True)
+    assert made.chunk_index_for(b, chunks(0)) is None, "the batch is reported, and not yet sent"
+    ask(made, a)
+    assert made.chunk_index_for(b, chunks(0)) == 0
+    assert made.without_process(chunks(0, 1)) == [0, 1]
+
+
+def test_a_task_that_asks_early_holds_its_worker_until_its_last_sample() -> None:
     made, a, b = bindings(binding=Binding.RELEASED)
     give(made, a, 0)
+    ask(made, a, early=True)
+    assert made.chunk_index_for(b, chunks(0)) is None
+    assert made.chunk_index_for(a, chunks(0)) == 0
+    give(made, a, 1)
+    assert made.chunk_index_for(b, chunks(0, 1)) is None
+    a.note_delivered()
+    assert made.chunk_index_for(b, chunks(1, 0)) == 1
+
+
+def test_a_lease_that_has_ended_holds_its_worker_until_its_last_sample() -> None:
+    made, a, b = bindings(binding=Binding.RELEASED)
+    give(made, a, 0)
+    ask(made, a, early=True)
+    a.end()
+    assert made.chunk_index_for(b, chunks(0)) is None
+    a.finish(place=1)
     assert made.chunk_index_for(b, chunks(0)) == 0
-    assert made.without_process(chunks(0, 1)) == []
 
 
 def test_watched_workers_are_released_when_each_first_batch_changed_nothing() -> None:
@@ -73,7 +112,7 @@ def test_a_chunk_that_was_watched_stays_so_until_it_reports() -> None:
     assert made.binding is Binding.RELEASED
     assert made.of(a) is Binding.RELEASED
     assert made.of(b) is Binding.WATCHED
-    made.note_asked(b)
+    ask(made, b)
     assert made.of(b) is Binding.RELEASED
     assert made.chunk_index_for(a, chunks(1)) == 0
 
