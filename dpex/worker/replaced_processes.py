@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dpex import tuning
-from dpex.wire.segments import machine
 
 __all__ = ["process_name", "wait_for_end"]
 
@@ -64,6 +63,8 @@ def _kill(pid: int, started: str) -> None:
 
 @functools.cache
 def _machine() -> str:
+    from dpex.wire.segments import machine
+
     name = machine()
     return hashlib.blake2s(name.encode(), digest_size=8).hexdigest() if name else ""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import subprocess
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,9 +41,9 @@ class Process:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def begin(self) -> None:
-        """Send a process id, which no process has."""
-        self._connection.send(0)
+    def begin(self, pid: int = 0) -> None:
+        """Send a process id; no process has the default."""
+        self._connection.send(pid)
 
     def message(self) -> bytes:
         assert self._connection.poll(SECONDS), "no message has come"
@@ -193,8 +195,12 @@ def test_logical_workers_are_released_once_each_has_left_its_copy_unchanged(firs
         first.processes[number % 2].deliver(chunk)
         first.arrived(1)
     assert quiet(first.run.arrivals, LOGICAL_WORKERS)
-    first.feed(0, 0)
-    assert left.given()[1] is right.given()[1] is Binding.RELEASED
+    first.feed(0, 0, 1)
+    (first_of_0, binding), (of_1, _) = left.given(), right.given()
+    assert binding is Binding.RELEASED
+    assert of_1.worker == 1, "the second chunk of worker 0 waits for the first"
+    left.deliver(first_of_0)
+    assert left.given()[0].worker == 0
 
 
 def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_ones(
@@ -218,18 +224,20 @@ def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_on
 
 def test_chunks_go_to_the_pipeline_once_it_has_a_task(first: Played) -> None:
     left, right = first.processes
-    first.feed(0, 1, 2, 3)
+    first.feed(0, 1, 2, 3, 0)
     made = left.given()[0], right.given()[0]
     remote = attach(first.run)
-    assert remote.sent == [2, 3]
+    assert remote.sent == [2, 3], "a first worker still makes a chunk of worker 0"
     left.deliver(made[0])
+    wait_until(lambda: remote.sent == [2, 3, 4], SECONDS, "the next chunk of worker 0")
+    first.feed(1)
+    assert remote.sent == [2, 3, 4], "a first worker still makes a chunk of worker 1"
     right.deliver(made[1], Made.UNCOMPARED)
     first.arrived(2)
     assert quiet(first.run.arrivals, 2)
     first.feed(0)
-    assert remote.sent == [2, 3, 4]
-    assert left.idle()
-    assert right.idle()
+    assert remote.sent == [2, 3, 4, 5, 6]
+    assert left.message() == right.message() == END
     first.run.end()
     assert remote.ended == 1
 
@@ -254,6 +262,52 @@ def test_the_chunk_of_a_process_that_dies_is_lost(first: Played) -> None:
     assert right.given()[0].number == 2, "the other first worker works on"
 
 
+def test_a_process_whose_connection_is_lost_is_its_worker_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dpex.training.first_workers._FirstWorker.kill", lambda _: None)
+    first = Played(begin=False)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        left, right = first.processes
+        left.begin(process.pid)
+        first.feed(0, 0)
+        left.given()
+        right.begin()
+        left.die()
+        [worker] = [worker for worker in first.workers._workers if worker.work is not None]
+        wait_until(lambda: worker.lost, SECONDS, "loss of the connection")
+        first.feed(1)
+        assert right.given()[0].worker == 1
+        assert not first.run.arrivals.take_losses()
+        right.report(Made.UNCHANGED)
+        assert quiet(first.run.arrivals, 1)
+        assert right.idle(), "worker 0 may still make samples"
+        process.kill()
+        assert right.given()[0].worker == 0
+        assert len(first.run.arrivals.take_losses()) == 1
+    right.die()
+
+
+def test_a_run_on_the_pipeline_begins_after_the_samples_of_runs_that_have_ended(
+    first: Played,
+) -> None:
+    left, right = first.processes
+    first.feed(0)
+    chunk, _ = left.given()
+    ended = first.run
+    first.run = first.new_run("live")
+    first.feed(1)
+    right.given()
+    ended.end()
+    waiting = threading.Thread(target=first.workers.wait_for_ended_runs, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    left.deliver(chunk)
+    waiting.join(SECONDS)
+    assert not waiting.is_alive(), "a run that has not ended has its own logical workers"
+
+
 def test_the_blocks_of_a_cancelled_run_are_dropped(first: Played) -> None:
     left, right = first.processes
     first.feed(0)
@@ -263,10 +317,11 @@ def test_the_blocks_of_a_cancelled_run_are_dropped(first: Played) -> None:
     assert left.message() == CANCEL
     first.run = first.new_run("next")
     first.feed(0, 1)
-    assert right.given()[0].run.key == "next"
+    of_next = right.given()[0]
+    assert (of_next.run.key, of_next.worker) == ("next", 1), "worker 0 still makes a sample"
     left.deliver(chunk)
     chunk, _ = left.given()
-    assert (chunk.run.key, chunk.number) == ("next", 1), "idle after it has reported"
+    assert (chunk.run.key, chunk.worker) == ("next", 0), "idle after it has reported"
     assert before.arrivals.take() is None
     assert before.arrivals.ended
 
