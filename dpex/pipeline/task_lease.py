@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dpex import tuning
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["DeadlyChunkError", "LeaseState", "TaskLease", "WaitingChunk"]
+__all__ = ["DeadlyChunkError", "LeaseState", "TaskLease"]
 
 
 # Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
@@ -20,7 +22,15 @@ _KEPT_CHUNKS = 2
 
 
 class DeadlyChunkError(Exception):
-    """The worker process of a chunk has died too often."""
+    """The worker process of a chunk has died too often.
+
+    Attributes:
+        parts: The chunks that the process may have had to make.
+    """
+
+    def __init__(self, text: str, parts: Iterable[Part]) -> None:
+        super().__init__(text)
+        self.parts = list(parts)
 
 
 class LeaseState(enum.Enum):
@@ -47,21 +57,6 @@ class LeaseState(enum.Enum):
     WORKING = "the task makes a chunk"
     ENDED = "the task gets no more chunks"
     REPEATING = "the lease has ended, and the restarted task makes a chunk again"
-
-
-@dataclass(frozen=True)
-class WaitingChunk:
-    """A chunk that no task has yet.
-
-    Attributes:
-        payload: The pickled chunk.
-        worker: The logical worker that its batches belong to.
-        alone: Whether its lease may contain no other chunk, because it may have killed a process.
-    """
-
-    payload: bytes
-    worker: int
-    alone: bool
 
 
 @dataclass
@@ -116,7 +111,7 @@ class TaskLease:
     # The place of the last request whose task has made its last sample.
     _finished: int = -1
     # The last chunks, and for each how many blocks the task had made before it.
-    _chunks: deque[WaitingChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     # How often the process has died since the task got the last chunk.
     _deaths: int = 0
@@ -140,11 +135,6 @@ class TaskLease:
             if not self._answer.done():
                 self._answer.set_result(None)
             self._answer = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a chunk is being made, or a block has been made and not delivered."""
-        return self.busy or self.made > self.delivered
 
     @property
     def running(self) -> set[int]:
@@ -210,7 +200,7 @@ class TaskLease:
         self._finished = place
         self.making = None
 
-    def give(self, chunk: WaitingChunk, run: int) -> None:
+    def give(self, chunk: PickledChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
         self._chunks.append(chunk)
         self._blocks.append(self._most_made)
@@ -258,11 +248,9 @@ class TaskLease:
         """
         self._deaths += place == 0
         if self._deaths >= tuning.MAX_DEATHS:
-            self.made = self.delivered
             self.end()
-            raise DeadlyChunkError(
-                f"its worker process died {self._deaths} times in a row. Ray's logs say why"
-            )
+            text = f"its worker process died {self._deaths} times in a row. Ray's logs say why"
+            raise DeadlyChunkError(text, (chunk.part for chunk in self._chunks))
         # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one

@@ -22,6 +22,7 @@ import numpy as np
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.chunks import Part
 from dpex.wire.pickling import Bytes, Pickled, load
 from dpex.wire.pinning import pinned
 from dpex.wire.segments import Place, SegmentPool, SegmentReader
@@ -77,6 +78,11 @@ class Block:
     costs: Costs
     size_bytes: int
     origin: tuple[str, str]
+
+    @property
+    def part(self) -> Part:
+        """The batches of the block."""
+        return Part(self.run, self.chunk, tuple(entry.batch for entry in self.entries))
 
 
 def _binary_column(memory: Any) -> pa.Array:
@@ -172,6 +178,11 @@ class BlockWriter:
         return Block(
             self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
         )
+
+    @property
+    def part(self) -> Part:
+        """The batches of the present block."""
+        return self._block().part
 
     def block(self) -> Block:
         """Return the block, whose batches are still pickled, and start the next one."""

@@ -142,8 +142,9 @@ def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) ->
         origin: The task that began the block, and its process.
         messages: The messages of the current task to the pipeline actor.
     """
+    part = writer.part
     if (block := writer.message()) is not None:
-        messages.send("block", origin, block, len(block), None)
+        messages.send("block", origin, part, block, len(block), None)
         return
     table = writer.table()
     stored, loss = None, None
@@ -151,8 +152,8 @@ def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) ->
         # A block in the object store, however small, keeps an autoscaler from removing its node.
         stored = ray.put(table)
     except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
-        loss = loss_of(failure)
-    messages.send("block", origin, None, table.nbytes, loss, stored=stored)
+        loss = loss_of(failure, part)
+    messages.send("block", origin, part, None, table.nbytes, loss, stored=stored)
 
 
 def transform_batches(
@@ -195,11 +196,8 @@ def transform_batches(
         return
     interest = _interest(actor_name, pipeline_key)
     interest.in_run(frame.run)
-    # If Ray runs two stages in one task, the task has several blocks. A block of a cancelled run
-    # may have no batches.
-    first_batch = frame.entries[0].batch if frame.entries else -1
-    block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
-    if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin):
+    task = ray.get_runtime_context().get_task_id()
+    if not ask_actor(actor_name, "may_begin", pipeline_key, task, frame.part, frame.origin):
         return
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)

@@ -15,7 +15,7 @@ import pytest
 
 from dpex import tuning
 from dpex.pipeline.scheduler import Scheduler
-from dpex.pipeline.task_lease import DeadlyChunkError
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -113,11 +113,7 @@ class Model:
         """Take the answer, and begin the chunk."""
         if process.asked is None or not process.asked.done() or process.runs is not None:
             return
-        try:
-            assigned = process.asked.result()
-        except DeadlyChunkError:
-            self.scheduler.release()
-            assigned = None
+        assigned = process.asked.result()
         process.asked, process.early = None, False
         if assigned is None:
             while process.delivering:
@@ -144,7 +140,8 @@ class Model:
         if self.scheduler.in_run:
             worker = self.chunks % WORKERS
             self.chunks += 1
-            self.scheduler.feed(b"%d" % worker, worker, alone=alone)
+            part = Part("run", self.chunks)
+            self.scheduler.feed(PickledChunk(b"%d" % worker, worker, part, alone, resent=alone))
 
     def end_iteration(self) -> None:
         self.scheduler.drop()
@@ -165,8 +162,6 @@ class Model:
         rare = self.draws.random()
         if rare < 0.05:
             self.end_iteration()
-        elif rare < 0.1:
-            self.scheduler.release()
         elif rare < 0.2 and self.processes:
             self.die(self.draws.choice(self.processes))
         elif rare < 0.3:
@@ -195,7 +190,7 @@ def test_no_two_processes_are_the_same_worker(
 
     async def play(seed: int) -> None:
         options: dict[str, Any] = {"binding": binding, "persistent": persistent}
-        scheduler = Scheduler(lambda: None, num_workers=WORKERS, **options)
+        scheduler = Scheduler(lambda _: None, num_workers=WORKERS, **options)
         scheduler.parallel = scheduler.starting = TASKS
         model = Model(scheduler, random.Random(seed))
         for _ in range(STEPS):
