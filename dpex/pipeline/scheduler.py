@@ -248,6 +248,9 @@ class Scheduler:
             # A lease that is held back from this moment on waits for the next note_others().
             if lease is None or not self._advance(lease):
                 break
+        if self.one_by_one and self._chunks:  # no other task can start for them
+            for lease in list(self._waiting.values()):
+                self._end(lease)
 
     def _advance(self, lease: TaskLease) -> bool:
         """Give a lease its next chunk, or end it; return False if it has to wait."""

@@ -871,6 +871,21 @@ def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> Non
     play(scenario, num_workers=9)
 
 
+def test_a_task_that_waits_gives_way_if_only_one_may_run() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        scheduler.one_by_one = True
+        feed_one(scheduler, b"1 again", 1, alone=True)
+        assert await waiting is None
+        assert await start_tasks(scheduler) == 1
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1 again"
+
+    play(scenario, **BOUND)
+
+
 def test_a_resent_chunk_that_need_not_be_alone_comes_before_new_ones() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1")
