@@ -186,13 +186,10 @@ class _Pipeline:
             self._losses.append(loss)
             self.changed.set()
 
-    def deliver(
-        self, origin: tuple[str, str], part: Part, block: Any, size_bytes: int, loss: Loss | None
-    ) -> None:
+    def deliver(self, part: Part, block: Any, size_bytes: int, loss: Loss | None) -> None:
         """Accept a block from a worker process, or its loss.
 
         Args:
-            origin: The task of the first stage that made the block, and its process.
             part: The batches of the block.
             block: A reference to the block, or the pickled block if it is small; None if it is
                 lost.
@@ -203,25 +200,25 @@ class _Pipeline:
             self._blocks.append((block, size_bytes, part))
         if loss is not None:
             self.note_loss(loss)
-        self.scheduler.delivered(*origin)
         self.changed.set()
 
     def accept(self, subject: str, content: tuple[Any, ...], stored: Sequence[Any]) -> None:
         """Accept the content of a message from a worker process."""
         match subject:
             case "block":
-                origin, part, block, size_bytes, loss = content
-                self.deliver(origin, part, stored[0] if stored else block, size_bytes, loss)
+                part, block, size_bytes, loss, finished = content
+                self.deliver(part, stored[0] if stored else block, size_bytes, loss)
+                if finished is not None:
+                    self.scheduler.finish(*finished)
             case "finished":
-                name, attempt, place = content
-                self.scheduler.finish(name, attempt, place)
+                self.scheduler.finish(*content)
             case "state":
                 name, unchanged = content
                 self.scheduler.note_state(name, unchanged)
             case _:
                 raise ValueError(subject)
 
-    def may_begin(self, task: str, part: Part, origin: tuple[str, str]) -> bool:
+    def may_begin(self, task: str, part: Part) -> bool:
         """Return whether a later stage may begin a block, and count its attempts.
 
         After ``MAX_DEATHS`` attempts, the block is lost.
@@ -229,14 +226,13 @@ class _Pipeline:
         Args:
             task: The stage's task, which has several blocks if Ray runs two stages in one task.
             part: The batches of the block.
-            origin: The task of the first stage that made the block, and its process.
         """
         attempts = self._starts.get((task, part), 0) + 1
         self._starts[task, part] = attempts
         if attempts <= tuning.MAX_DEATHS:
             return True
         text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
-        self.deliver(origin, part, None, 0, Loss(LossCause.TASK, text, part))
+        self.note_loss(Loss(LossCause.TASK, text, part))
         return False
 
     def _take_end(self, error: BaseException) -> None:
@@ -439,13 +435,11 @@ class _PipelineActor:
             if pipeline.arrived.add(number):
                 pipeline.accept(subject, content, stored)
 
-    async def may_begin(
-        self, pipeline_key: str, task: str, part: Part, origin: tuple[str, str]
-    ) -> bool:
+    async def may_begin(self, pipeline_key: str, task: str, part: Part) -> bool:
         """Return whether a later stage may begin a block; see ``_Pipeline.may_begin``."""
         if pipeline_key in self._closed:
             return False
-        return (await self._opening(pipeline_key)).may_begin(task, part, origin)
+        return (await self._opening(pipeline_key)).may_begin(task, part)
 
     async def take(self, pipeline_key: str, run: str) -> bytes | Reply:
         """Wait for news of a run, and return it; for a cancelled run, ``ended`` is set."""

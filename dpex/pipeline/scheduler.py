@@ -316,22 +316,8 @@ class Scheduler:
         self._bindings.note_state(name, unchanged)
         self._hand_out()
 
-    def delivered(self, name: str, attempt: str) -> None:
-        """Record that a block has been delivered, or is lost.
-
-        Args:
-            name: Name of the lease that made the block.
-            attempt: Name of the process that made the block.
-        """
-        lease = self._leases.get(name)
-        if lease is not None and lease.attempt == attempt and lease.note_delivered():
-            self._hand_out()
-
     def finish(self, name: str, attempt: str, place: int) -> None:
         """Record that a task that asked early has no more samples to make.
-
-        The delivery of the chunk's last block says the same. So this call comes only if there is no
-        such block, or if a later stage delivers it.
 
         Args:
             name: Name of the task's lease.

@@ -84,8 +84,7 @@ class TaskLease:
         workers: The logical workers that are bound to the task's process.
         restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
             to another process before.
-        made: How many blocks this process has made, or will have made when it finishes the chunk.
-        delivered: How many of these blocks have been delivered.
+        made: How many blocks the process had made at its last request, or was about to finish.
     """
 
     name: str
@@ -105,10 +104,8 @@ class TaskLease:
     workers: set[int] = field(default_factory=set)
     restarted: bool = False
     made: int = 0
-    delivered: int = 0
-    # How many blocks the process will have made when it has made the last sample.
-    _made_then: int = 0
-    # The place of the last request whose task has made its last sample.
+    # The places of the last request, and of the last one before which no sample is left.
+    _asked: int = 0
     _finished: int = -1
     # The last chunks, and for each how many blocks the task had made before it.
     _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
@@ -170,11 +167,9 @@ class TaskLease:
         unfinished = replaces and bool(self.running)
         if replaces:
             self._past_attempts.add(self.attempt)
-            self.attempt, self.delivered = attempt, 0
-            self._finished = -1
-        self.made = self._made_then = made
-        nearly_made = early and self.delivered < made and self._finished < place
-        self.making = self.runs if nearly_made else None
+            self.attempt, self._finished = attempt, -1
+        self.made, self._asked = made, place
+        self.making = self.runs if early and self._finished < place else None
         self.runs = self.repeats = None
         return unfinished
 
@@ -183,22 +178,11 @@ class TaskLease:
         self._most_made = max(self._most_made, self.made)
         self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
 
-    def note_delivered(self) -> bool:
-        """Record that a block of the task's process has been delivered, or is lost.
-
-        Returns:
-            Whether this is the end of the samples that the process still made after a request.
-        """
-        self.delivered += 1
-        ended = self.making is not None and self.delivered >= self._made_then
-        if ended:
-            self.making = None
-        return ended
-
     def finish(self, place: int) -> None:
         """Record that the task has made the last sample before a request."""
         self._finished = place
-        self.making = None
+        if place >= self._asked:
+            self.making = None
 
     def give(self, chunk: PickledChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
@@ -255,12 +239,10 @@ class TaskLease:
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one
         # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as
-        # made and delivered.
+        # made.
         kept = max(0, place - self.given + len(self._chunks))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
-        self.made += skipped
-        self.delivered += skipped
         self.repeats = self._chunks[kept].worker
         return AssignedChunk(
             self._chunks[kept].payload,

@@ -69,7 +69,6 @@ class Block:
         entries: The batches, in order.
         costs: Costs of the batches in the worker processes.
         size_bytes: Size of the block in bytes.
-        origin: IDs of the task and of the process that made it; empty strings if unknown.
     """
 
     run: str
@@ -77,7 +76,6 @@ class Block:
     entries: list[Entry]
     costs: Costs
     size_bytes: int
-    origin: tuple[str, str]
 
     @property
     def part(self) -> Part:
@@ -104,7 +102,6 @@ class BlockWriter:
         run: Key of the iteration that the chunk belongs to.
         chunk: Number of the chunk.
         costs: Earlier costs of the batches, which the first block includes.
-        origin: IDs of the task and of the process that make the blocks.
         segments: Segments for tensors, if the training process reads the blocks.
 
     Attributes:
@@ -118,12 +115,10 @@ class BlockWriter:
         chunk: int,
         costs: Costs | None = None,
         *,
-        origin: tuple[str, str] = ("", ""),
         segments: SegmentPool | None = None,
     ) -> None:
         self._run = run
         self._segments = segments
-        self._origin = origin
         self._chunk = chunk
         self._clear()
         self._costs.add(costs or Costs())
@@ -175,9 +170,7 @@ class BlockWriter:
                 return
 
     def _block(self) -> Block:
-        return Block(
-            self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
-        )
+        return Block(self._run, self._chunk, self._entries, self._costs, self.batch_bytes)
 
     @property
     def part(self) -> Part:
@@ -236,7 +229,6 @@ class BlockWriter:
             (
                 self._run,
                 self._chunk,
-                self._origin,
                 self._costs.plain(),
                 [
                     (replace(e, value=None), e.value.head, e.value.slots, places)
@@ -290,7 +282,7 @@ def read_block(table: pa.Table) -> Block:
     Args:
         table: A block that ``BlockWriter.table`` returned.
     """
-    run, chunk, origin, costs, rows = pickle.loads(_view(table, 0).tobytes())
+    run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     size_bytes = table.nbytes
 
@@ -306,7 +298,7 @@ def read_block(table: pa.Table) -> Block:
         replace(entry, value=Pickled(head, list(map(buffer_at, places)), *slots))
         for entry, head, slots, places in rows
     ]
-    return Block(run, chunk, entries, Costs(*costs), size_bytes, origin)
+    return Block(run, chunk, entries, Costs(*costs), size_bytes)
 
 
 def read_message(message: bytes) -> Block:

@@ -95,7 +95,7 @@ async def deliver(
     part: Part = PART,
 ) -> None:
     """Deliver a message of a worker process."""
-    content = (ORIGIN, part, block, 9, loss)
+    content = (part, block, 9, loss, None)
     await actor.accept(pack("pipeline", ("sender", number), "block", content))
 
 
@@ -335,14 +335,14 @@ def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
         part = PART
-        may = [await actor.may_begin("pipeline", "stage", part, ORIGIN) for _ in range(5)]
+        may = [await actor.may_begin("pipeline", "stage", part) for _ in range(5)]
         assert may == [True] * tuning.MAX_DEATHS + [False]
-        assert await actor.may_begin("pipeline", "stage", replace(part, batches=(1,)), ORIGIN)
+        assert await actor.may_begin("pipeline", "stage", replace(part, batches=(1,)))
         [loss] = (await take(actor)).losses
         assert (loss.cause, loss.part) == (LossCause.TASK, part)
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
-        assert await actor.may_begin("pipeline", "stage", part, ORIGIN), "each run counts again"
+        assert await actor.may_begin("pipeline", "stage", part), "each run counts again"
 
         executions[0].end(None)
         assert (await take(actor, "second")).ended, "one execution has all tasks"

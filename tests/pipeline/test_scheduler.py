@@ -328,18 +328,11 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
     play(scenario)
 
 
-def deliver_last_block(scheduler: Scheduler) -> None:
-    scheduler.delivered("a", "process")
-
-
 def finish(scheduler: Scheduler) -> None:
     scheduler.finish("a", "process", 1)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_a_task_that_asks_early_is_at_work_until_its_last_sample() -> None:
     """Otherwise the next iteration would give a chunk to a task whose last sample hangs."""
 
     async def scenario(scheduler: Scheduler) -> None:
@@ -349,9 +342,8 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
         waiting = asyncio.ensure_future(request)
         await asyncio.sleep(0)
         scheduler.begin(in_run=False)
-        scheduler.delivered("a", "process")  # the block before the last one
         assert scheduler.has_work
-        end(scheduler)
+        finish(scheduler)
         assert not scheduler.has_work
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
@@ -360,14 +352,11 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
     play(scenario)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_the_end_of_the_last_sample_may_overtake_the_request(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_the_end_of_the_last_sample_may_overtake_the_request() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "process")
-        end(scheduler)
+        finish(scheduler)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "process", early=True))
         await asyncio.sleep(0)
         assert not scheduler.has_work
@@ -377,10 +366,7 @@ def test_the_end_of_the_last_sample_may_overtake_the_request(
     play(scenario)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0, "process")
@@ -390,7 +376,7 @@ def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_ea
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        end(scheduler)
+        finish(scheduler)
         await answers()
         assert waiting.done(), "it does not wait for a later look"
         assert payload_of(await waiting) == b"0 again"
@@ -456,7 +442,7 @@ def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
         assert not repeating.done(), "another process is worker 0"
         feed(scheduler, b"0 later")
         assert await waits(scheduler, "b", 1, 1, early=early), "the repeated chunk comes first"
-        scheduler.delivered("b", "")
+        scheduler.finish("b", "", 1)
         given = await repeating
         assert (payload_of(given), given and given.replaced) == (b"0", ("first",))
         assert payload_of(await scheduler.next_chunk("a", 1, 1, "second")) == b"1"

@@ -37,7 +37,8 @@ class Process:
         made: Number of blocks that it has made.
         asked: Its request for the next chunk, if it has sent one.
         early: Whether it made samples when it sent the request.
-        delivering: Number of blocks that are on their way to the scheduler.
+        delivering: The blocks on their way to the scheduler. A last block that was made after a
+            request has the place of that request.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Process:
     made: int = 0
     asked: asyncio.Future[AssignedChunk | None] | None = None
     early: bool = False
-    delivering: int = 0
+    delivering: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Model:
             self.scheduler.finish(process.name, process.attempt, process.place)
             return
         process.made += 1
-        process.delivering += 1
+        process.delivering.append(process.place if process.early else None)
         if process.binding is Binding.WATCHED:
             self.scheduler.note_state(process.name, self.draws.random() < 0.9)
         if not process.early:
@@ -106,8 +107,9 @@ class Model:
 
     def deliver(self, process: Process) -> None:
         if process.delivering:
-            process.delivering -= 1
-            self.scheduler.delivered(process.name, process.attempt)
+            place = process.delivering.pop(0)
+            if place is not None:
+                self.scheduler.finish(process.name, process.attempt, place)
 
     def take(self, process: Process) -> None:
         """Take the answer, and begin the chunk."""

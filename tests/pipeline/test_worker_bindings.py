@@ -72,7 +72,7 @@ def test_a_task_that_asks_early_holds_its_worker_until_its_last_sample() -> None
     assert made.chunk_index_for(a, chunks(0)) == 0
     give(made, a, 1)
     assert made.chunk_index_for(b, chunks(0, 1)) is None
-    a.note_delivered()
+    a.finish(place=1)
     assert made.chunk_index_for(b, chunks(1, 0)) == 1
 
 

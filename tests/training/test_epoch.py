@@ -85,7 +85,7 @@ class FakeRun:
                 self.ended = self.lost = True
                 continue
             if entries := [part for part in fate if isinstance(part, Entry)]:
-                block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100, ("", ""))
+                block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100)
                 late = self._pipeline.late in chunk.numbers
                 (self._late if late else self._news).append(Arrival(block, entries))
             for loss in fate:

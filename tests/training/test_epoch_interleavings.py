@@ -216,13 +216,12 @@ class World:
                 return
         part = Part(chunk.run.key, chunk.number, tuple(entry.batch for entry in entries))
         task.made += 1
-        self.scheduler.delivered(task.name, task.attempt)
         if not task.left:
             task.chunk = None
         if self.draws.random() < 0.02 and self.may_lose(LossCause.STORE_FULL, part):
             self.run.travels.append(Loss(LossCause.STORE_FULL, "full", part))
             return
-        block = Block(chunk.run.key, chunk.number, [], Costs(seconds=1e-3), 100, ("", ""))
+        block = Block(chunk.run.key, chunk.number, [], Costs(seconds=1e-3), 100)
         self.run.travels.append(Arrival(block, entries))
         if self.draws.random() < 0.05:
             self.run.travels.append(Arrival(block, entries))
