@@ -141,6 +141,8 @@ class InFlight:
     def __init__(self) -> None:
         self.sent = 0
         self._chunks: dict[int, ChunkInFlight] = {}
+        # Numbers of all chunks that were sent with ``Attempt.one_by_one``.
+        self._one_by_one: list[int] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -148,7 +150,7 @@ class InFlight:
     @property
     def one_by_one(self) -> bool:
         """Whether only one task may run, because Ray has no space for the blocks of several."""
-        return any(sent.attempt.one_by_one for sent in self._chunks.values())
+        return any(number in self._chunks for number in self._one_by_one)
 
     def numbered(self, chunks: Iterable[Chunk], run: Run) -> list[Chunk]:
         """Return chunks with the run and the numbers that they have if they are sent next."""
@@ -158,6 +160,7 @@ class InFlight:
         """Record chunks, numbered from ``sent``, as sent."""
         for chunk in chunks:
             self._chunks[chunk.number] = ChunkInFlight(chunk, attempt)
+            self._one_by_one += [chunk.number] if attempt.one_by_one else []
             self.sent += 1
 
     def arrive(self, number: int, entries: Iterable[Entry]) -> list[Entry] | None:
@@ -222,7 +225,7 @@ class InFlight:
     def take(self) -> list[ChunkInFlight]:
         """Return all chunks in flight, and begin another run, in which nothing has been sent."""
         taken, self._chunks = list(self._chunks.values()), {}
-        self.sent = 0
+        self.sent, self._one_by_one = 0, []
         return taken
 
     def holding(self, batch: int | None) -> ChunkInFlight | None:

@@ -150,21 +150,25 @@ class Receiver:
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._known_at = time.perf_counter()
-            stored: list[StoredBlock] = []
+            stored: list[tuple[StoredBlock, Part]] = []
             for block, size_bytes, part in reply.blocks:
                 if isinstance(block, ray.ObjectRef):
-                    stored.append((block, size_bytes))
-                    self._unread.append((stored[-1], part))
+                    stored.append(((block, size_bytes), part))
                 else:
                     self._take_in(self._decode(block))
-            self._unread.extend(reply.losses)
+            with self._changing:
+                self._unread.extend(stored)
+                self._unread.extend(reply.losses)
             self._report_losses()
             ended = reply.ended
             self.replaceable = reply.replaceable
-            reply = block = None  # while it waits, this frame must keep no block alive
+            blocks = [entry[0] for entry in stored]
+            # While it waits, this frame must keep no block alive. The caller empties ``blocks``.
+            reply = block = None
+            stored.clear()
             if not self._may_call:
                 return
-            yield stored
+            yield blocks
             self._all_told = ended
 
     def _stored(self, replies: Iterator[list[StoredBlock]]) -> Iterator[list[StoredBlock]]:
