@@ -93,7 +93,7 @@ LOOK_S = 0.1
 MAX_DEATHS = 4
 """How often a worker process may die on one chunk or block. Ray restarts tasks without limit."""
 MOST_LOSSES = 3
-"""Consecutive losses, of pipelines or blocks, with no block in between, that fail the epoch."""
+"""Losses of pipelines with no block in between, or of blocks of one batch, that fail the epoch."""
 STREAM_TRIES = 2
 """How often dpex sends a stream's chunk to a task that makes no other chunk."""
 STORE_FULL_TRIES = 6

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from cluster_programs import ask_actor, wait_until
+from cluster_programs import wait_until
 from living import (
     AlwaysKills,
     DividesByZero,
@@ -28,7 +28,6 @@ from living import (
 
 from dpex import BatchLostError, DpexDataLoader, SerializationError
 from dpex.transforms import MappedDataset, Stage
-from dpex.wire.loss_causes import Loss, LossCause
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
@@ -114,7 +113,7 @@ def test_an_interrupt_while_lost_batches_are_resent_leaves_none_out(
     def interrupted(*_: Any, **__: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(iterator._epoch, "_send_all", interrupted)
+    monkeypatch.setattr(iterator._epoch, "_resend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
     with pytest.raises(BatchLostError, match="the next one is 5"):
@@ -226,20 +225,6 @@ def test_an_error_elsewhere_does_not_stop_a_loader() -> None:
     with pytest.raises(BatchLostError):
         list(loader_of(AlwaysKills()))
     assert len(list(ours)) == 199
-
-
-def test_why_a_block_was_lost_is_known_also_if_its_task_waits_for_the_next_chunk() -> None:
-    """The task asks for its next chunk while Ray stores the block."""
-    loader = loader_of(Plain(40))
-    iterator: Any = iter(loader)
-    next(iterator)
-    epoch = iterator._epoch
-    arrivals = epoch._remote_run.arrivals
-    wait_until(lambda: arrivals.quiet_at == epoch._in_flight.sent, 30, "end of all chunks")
-    full = Loss(LossCause.STORE_FULL, "a full disk")
-    ask_actor(loader, lambda actor: [pipeline.note_loss(full) for pipeline in actor._opened()])
-    wait_until(lambda: arrivals._losses == [full], 30, "reason")
-    assert len(list(iterator)) == 3
 
 
 def test_a_timeout_names_the_batch_and_the_loader_works_on(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import gc
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +29,8 @@ from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
 from dpex.pipeline.scheduler import Scheduler
-from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.recent import Recent
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
@@ -49,25 +48,22 @@ class Reply:
     """The news of a run.
 
     Attributes:
-        blocks: New blocks, each with its size in bytes. An entry has a reference to the block, or
-            the pickled block itself if it is small.
-        quiet_at: How many chunks the run had when all of them were last done. This reply or an
-            earlier reply contains all their blocks.
+        blocks: New blocks, each with its size in bytes and its batches. An entry has a reference to
+            the block, or the pickled block itself if it is small.
         ended: Whether the run gets no more blocks.
         replaceable: Whether a private name of Ray ended the pipeline. A new pipeline then uses the
             public way.
-        losses: Chunks or blocks in flight that were lost.
+        losses: Batches in flight that were lost, or the reason why the pipeline ended.
     """
 
-    blocks: list[tuple[Any, int]] = field(default_factory=list)
-    quiet_at: int = 0
+    blocks: list[tuple[Any, int, Part]] = field(default_factory=list)
     ended: bool = False
     replaceable: bool = False
     losses: list[Loss] = field(default_factory=list)
 
     def pack(self) -> bytes | Reply:
         """Return the pickled reply, or the reply if only Ray can pickle its references."""
-        whole = all(isinstance(block, bytes) for block, _ in self.blocks)
+        whole = all(isinstance(block, bytes) for block, *_ in self.blocks)
         return pack_answer(self) if whole else self
 
 
@@ -93,14 +89,13 @@ class _Pipeline:
         self.holders = CopyHolders(self._may_hold)
         self._persistent = spec.persistent
         self._loop = loop
-        self._blocks: deque[tuple[Any, int]] = deque()
+        self._blocks: list[tuple[Any, int, Part]] = []
         self._losses: list[Loss] = []
-        self._reported_quiet_at = 0
         self.broken = False
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
         self.scheduler = Scheduler(
-            self.changed.set,
+            self.note_loss,
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
             claims_cpus=spec.claims_cpus,
             later_stages=bool(spec.later),
@@ -113,7 +108,7 @@ class _Pipeline:
             first_tasks=tuning.FIRST_TASKS,
         )
         # Number of attempts of a later stage for each block.
-        self._starts: Recent[tuple[str, int, int], int] = Recent(tuning.MAX_BLOCKS_TRIED)
+        self._starts: Recent[tuple[str, Part], int] = Recent(tuning.MAX_BLOCKS_TRIED)
         self.arrived = Arrived()
         self.earlier = earlier
         self._serve(run)
@@ -175,90 +170,85 @@ class _Pipeline:
         self.over = asyncio.Event()
         self.run = run
         self.scheduler.begin(in_run=run is not None)
-        self._first_chunk = self.scheduler.fed
-        self._early: dict[int, tuple[bytes, int, bool]] = {}
+        self._fed = 0
+        self._early: dict[int, PickledChunk] = {}
         self._blocks.clear()
         self._losses.clear()
         self._starts.clear()
         self.changed.set()
 
-    def feed(self, number: int, payloads: list[bytes], workers: list[int], *, alone: bool) -> None:
-        """Append chunks, of which the first has the index ``number`` in the run.
+    def feed(self, number: int, chunks: list[PickledChunk]) -> None:
+        """Add chunks; before the first of them, ``number`` chunks of the run were sent.
 
         Calls of an async actor may overtake one another, but chunks must stay in order.
         """
-        chunks = zip(payloads, workers, strict=True)
-        self._early.update((at, (*chunk, alone)) for at, chunk in enumerate(chunks, number))
-        while (chunk := self._early.pop(self.scheduler.fed - self._first_chunk, None)) is not None:
-            self.scheduler.feed(chunk[0], chunk[1], alone=chunk[2])
+        self._early.update(enumerate(chunks, number))
+        while (chunk := self._early.pop(self._fed, None)) is not None:
+            self._fed += 1
+            self.scheduler.feed(chunk)
 
     def news(self) -> Reply | None:
         """Return the news since the last call, or None if there is none."""
-        blocks, losses, quiet_at = list(self._blocks), list(self._losses), self.scheduler.quiet_at
+        (blocks, self._blocks), (losses, self._losses) = (self._blocks, []), (self._losses, [])
         broken = self.broken
-        self._blocks.clear()
-        self._losses.clear()
-        if not (blocks or losses or broken or quiet_at != self._reported_quiet_at):
+        if not (blocks or losses or broken):
             return None
-        self._reported_quiet_at = quiet_at
         replaceable = broken and failed_shortcuts() > self._failed_before
-        return Reply(blocks, quiet_at - self._first_chunk, broken, replaceable, losses)
+        return Reply(blocks, broken, replaceable, losses)
 
     def note_loss(self, loss: Loss) -> None:
-        """Record the loss of chunks or blocks in flight."""
-        self._losses.append(loss)
-        self.changed.set()
-        self.scheduler.release()
+        """Record the loss of batches in flight, unless their run is over."""
+        if loss.part is None or loss.part.run == self.run:
+            self._losses.append(loss)
+            self.changed.set()
 
-    def deliver(
-        self, origin: tuple[str, str], block: Any, size_bytes: int, loss: Loss | None
-    ) -> None:
+    def deliver(self, part: Part, block: Any, size_bytes: int, loss: Loss | None) -> None:
         """Accept a block from a worker process, or its loss.
 
         Args:
-            origin: The task of the first stage that made the block, and its process.
+            part: The batches of the block.
             block: A reference to the block, or the pickled block if it is small; None if it is
                 lost.
             size_bytes: The block's size.
             loss: The loss of the block, or None.
         """
-        if block is not None:
-            self._blocks.append((block, size_bytes))
+        if block is not None and part.run == self.run:
+            self._blocks.append((block, size_bytes, part))
         if loss is not None:
             self.note_loss(loss)
-        self.scheduler.delivered(*origin)
         self.changed.set()
 
     def accept(self, subject: str, content: tuple[Any, ...], stored: Sequence[Any]) -> None:
         """Accept the content of a message from a worker process."""
         match subject:
             case "block":
-                origin, block, size_bytes, loss = content
-                self.deliver(origin, stored[0] if stored else block, size_bytes, loss)
+                part, block, size_bytes, loss, finished = content
+                self.deliver(part, stored[0] if stored else block, size_bytes, loss)
+                if finished is not None:
+                    self.scheduler.finish(*finished)
             case "finished":
-                name, attempt, place = content
-                self.scheduler.finish(name, attempt, place)
+                self.scheduler.finish(*content)
             case "state":
                 name, unchanged = content
                 self.scheduler.note_state(name, unchanged)
             case _:
                 raise ValueError(subject)
 
-    def may_begin(self, block: tuple[str, int, int], origin: tuple[str, str]) -> bool:
+    def may_begin(self, task: str, part: Part) -> bool:
         """Return whether a later stage may begin a block, and count its attempts.
 
         After ``MAX_DEATHS`` attempts, the block is lost.
 
         Args:
-            block: The stage's task, and the block's chunk and first batch.
-            origin: The task of the first stage that made the block, and its process.
+            task: The stage's task, which has several blocks if Ray runs two stages in one task.
+            part: The batches of the block.
         """
-        attempts = self._starts.get(block, 0) + 1
-        self._starts[block] = attempts
+        attempts = self._starts.get((task, part), 0) + 1
+        self._starts[task, part] = attempts
         if attempts <= tuning.MAX_DEATHS:
             return True
         text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
-        self.deliver(origin, None, 0, Loss(LossCause.TASK, text))
+        self.note_loss(Loss(LossCause.TASK, text, part))
         return False
 
     def _take_end(self, error: BaseException) -> None:
@@ -268,8 +258,7 @@ class _Pipeline:
         def end() -> None:
             self.broken = True
             self.scheduler.stop_preparing()
-            self._losses.append(loss)
-            self.changed.set()
+            self.note_loss(loss)
 
         self._loop.call_soon_threadsafe(end)
 
@@ -369,10 +358,8 @@ class _PipelineActor:
         pipeline_key: str,
         run: str,
         number: int,
-        payloads: list[bytes],
+        chunks: list[PickledChunk],
         *,
-        workers: list[int],
-        alone: bool,
         parallel: int,
         starting: int,
         one_by_one: bool,
@@ -382,10 +369,8 @@ class _PipelineActor:
         Args:
             pipeline_key: The pipeline.
             run: The run that the chunks belong to. If it was cancelled, the call does nothing.
-            number: Index of the first of these chunks in the run.
-            payloads: Pickled chunks.
-            workers: The logical worker of each chunk.
-            alone: Whether each chunk needs a task lease to itself.
+            number: How many chunks of the run were sent before.
+            chunks: The chunks.
             parallel: Number of tasks that may run at once, if logical workers are not bound.
             starting: Number of tasks that may start at once, if logical workers are bound.
             one_by_one: Whether only one task may run at a time.
@@ -400,7 +385,7 @@ class _PipelineActor:
         if pipeline.run == run:
             pipeline.scheduler.parallel, pipeline.scheduler.starting = parallel, starting
             pipeline.scheduler.one_by_one = one_by_one
-            pipeline.feed(number, payloads, workers, alone=alone)
+            pipeline.feed(number, chunks)
 
     async def start_tasks_and_wait(self, pipeline_key: str, run: str, tasks: int) -> None:
         """Start tasks for a run, and wait for them; see ``Scheduler.start_tasks_and_wait``."""
@@ -441,13 +426,9 @@ class _PipelineActor:
         name, attempt = origin
         if unchanged is not None:
             pipeline.scheduler.note_state(name, unchanged)
-        try:
-            chunk = await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
-        except DeadlyChunkError as error:
-            pipeline.note_loss(Loss(LossCause.TASK, str(error)))
-            return None
+        chunk = await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
         if chunk is not None:
-            pipeline.holders.hold(process_of(origin[1]))
+            pipeline.holders.hold(process_of(attempt))
         return chunk
 
     @packed
@@ -473,13 +454,7 @@ class _PipelineActor:
             if pipeline.arrived.add(number):
                 pipeline.accept(subject, content, stored)
 
-    async def may_begin(
-        self,
-        pipeline_key: str,
-        block: tuple[str, int, int],
-        origin: tuple[str, str],
-        process: str,
-    ) -> bool:
+    async def may_begin(self, pipeline_key: str, task: str, part: Part, process: str) -> bool:
         """Return whether a later stage may begin a block in a process.
 
         See ``_Pipeline.may_begin``.
@@ -488,12 +463,7 @@ class _PipelineActor:
             return False
         pipeline = await self._opening(pipeline_key)
         pipeline.holders.hold(process)
-        return pipeline.may_begin(block, origin)
-
-    async def release(self, pipeline_key: str, run: str) -> None:
-        """End the task leases that wait, because the training process has lost a block."""
-        if (pipeline := await self._serving(pipeline_key, run)) is not None:
-            pipeline.scheduler.release()
+        return pipeline.may_begin(task, part)
 
     async def take(self, pipeline_key: str, run: str) -> bytes | Reply:
         """Wait for news of a run, and return it; for a cancelled run, ``ended`` is set."""

@@ -19,9 +19,9 @@ from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.chunks import PickledChunk
 from dpex.wire.packing import pack
-from dpex.wire.pickling import dump_in_band
-from dpex.worker.map_style import Chunk
+from dpex.worker.map_style import Chunk, pickled_chunks
 
 if TYPE_CHECKING:
     from dpex.wire.receiver import Receiver
@@ -120,39 +120,36 @@ class RemoteRun:
             weakref.finalize(self, self._receiver.stop).atexit = False
         return self._receiver
 
-    def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:
+    def feed(
+        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
+    ) -> None:
         """Pickle chunks and send them; see ``send``.
 
         Raises:
             SerializationError: A chunk's indices cannot be pickled.
         """
-        payloads = [dump_in_band(chunk, "chunk") for chunk in chunks]
-        self.send(payloads, [chunk.worker for chunk in chunks], **how)
+        self.send(pickled_chunks(chunks, alone=alone, resent=resent), **limits)
 
     def send(
         self,
-        payloads: list[bytes],
-        workers: list[int],
+        chunks: list[PickledChunk],
         *,
-        alone: bool,
         one_by_one: bool,
         parallel: int,
         starting: int,
     ) -> None:
-        """Send pickled chunks of these logical workers; see ``_PipelineActor.feed``."""
+        """Send pickled chunks; see ``_PipelineActor.feed``."""
         fed = pack(
             self._pipeline_key,
             self._run,
             self._fed,
-            payloads,
-            workers=workers,
-            alone=alone,
+            chunks,
             one_by_one=one_by_one,
             parallel=parallel,
             starting=starting,
         )
         self._actor.handle.feed.remote(fed)
-        self._fed += len(payloads)
+        self._fed += len(chunks)
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 

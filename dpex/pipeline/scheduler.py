@@ -21,9 +21,11 @@ from dataclasses import replace
 
 from dpex import tuning
 from dpex.pipeline.fair_share import OtherJobs
-from dpex.pipeline.task_lease import DeadlyChunkError, TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import DeadlyChunkError, TaskLease
 from dpex.pipeline.task_starts import TaskStarts
 from dpex.pipeline.worker_bindings import WorkerBindings
+from dpex.wire.chunks import PickledChunk
+from dpex.wire.loss_causes import Loss, LossCause
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -34,7 +36,7 @@ class Scheduler:
     """The chunks of a pipeline, and the leases of the tasks that make them.
 
     Args:
-        on_quiet: Called when ``quiet_at`` has changed.
+        on_loss: Called with each loss of a chunk.
         holds_resources: Whether a waiting task holds resources that keep other tasks from running.
         claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
         later_stages: Whether later stages take the blocks. A restarted task then yields an empty
@@ -52,14 +54,11 @@ class Scheduler:
         starting: Number of tasks that may be starting at once, if logical workers are bound.
         one_by_one: Whether only one task at a time may work.
         in_run: Whether the pipeline serves an iteration.
-        fed: Number of chunks fed so far.
-        quiet_at: How many chunks had been fed when last all of them were done, and all their blocks
-            were delivered or lost.
     """
 
     def __init__(
         self,
-        on_quiet: Callable[[], None],
+        on_loss: Callable[[Loss], None],
         *,
         holds_resources: bool = False,
         claims_cpus: bool = False,
@@ -72,7 +71,7 @@ class Scheduler:
         somebody_waits: Callable[[], bool] = lambda: True,
         first_tasks: int = 0,
     ) -> None:
-        self._on_quiet = on_quiet
+        self._on_loss = on_loss
         self._holds_resources = holds_resources
         self._prefers_nodes = prefers_nodes
         self._num_workers = num_workers
@@ -85,9 +84,8 @@ class Scheduler:
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
-        self.fed = self.quiet_at = 0
         self._run = 0
-        self._chunks: deque[WaitingChunk] = deque()
+        self._chunks: deque[PickledChunk] = deque()
         # The lease whose task asked last is the last one.
         self._leases: OrderedDict[str, TaskLease] = OrderedDict()
         # The leases that wait, in the same order.
@@ -108,7 +106,6 @@ class Scheduler:
         self._warm = False
         # Whether samples of this iteration may have waited for logical workers without a process.
         self._stuck = False
-        self._releasing = False
         self._closed = False
         self._others: OtherJobs | None = None
         self._waited_for_since = math.inf
@@ -118,29 +115,18 @@ class Scheduler:
         self._run += in_run
         self._stuck = False
         self.stop_preparing()
-        for lease in self._leases.values():
-            lease.made = lease.delivered  # blocks in flight are no longer awaited
         self._asked_at = math.inf
         self._bindings.begin(in_run=in_run)
         self.in_run = in_run
 
     # --- chunks -----------------------------------------------------------------------------------
 
-    def feed(self, payload: bytes, worker: int, *, alone: bool) -> None:
-        """Append a chunk.
-
-        Args:
-            payload: The pickled chunk.
-            worker: The logical worker that its batches belong to.
-            alone: Whether its lease may contain no other chunk, because it may have killed a
-                process before.
-        """
-        self.fed += 1
+    def feed(self, chunk: PickledChunk) -> None:
+        """Add a chunk to those that wait: after the others, or if it is resent, before new ones."""
         self.stop_preparing()
-        if self._releasing and self._bindings.bound:
-            self._settle()
-            return  # lost with its logical worker; the training process resends it
-        self._chunks.append(WaitingChunk(payload, worker, alone))
+        new = (place for place, waiting in enumerate(self._chunks) if not waiting.resent)
+        end = len(self._chunks)
+        self._chunks.insert(next(new, end) if chunk.resent else end, chunk)
         self._hand_out()
         if self._chunks:
             self._changed.set()
@@ -158,10 +144,8 @@ class Scheduler:
             early: Whether the task still makes samples of its last chunk; see ``finish``.
 
         Returns:
-            The next chunk, or None if the lease has ended.
-
-        Raises:
-            DeadlyChunkError: The process has died too often on one chunk, which is lost.
+            The next chunk, or None if the lease has ended: for example, because its process has
+            died too often on one chunk, which is lost.
         """
         lease = self._leases.get(name)
         if lease is None:
@@ -187,7 +171,6 @@ class Scheduler:
         if lease.waiting and not self._advance(lease):
             self._waiting[name] = lease
         self._hand_out()  # no lease may hold the logical worker of its last chunk any more
-        self._settle()
         await self._wait_for_answer(lease)
         if place == lease.given or attempt != lease.attempt:
             return None
@@ -202,10 +185,13 @@ class Scheduler:
         had_ended, attempt = lease.ended, lease.attempt
         try:
             chunk = lease.repeat(place, self._bindings.of(lease))
-        except DeadlyChunkError:
+        except DeadlyChunkError as error:
             if not had_ended:
                 self._note_ended()
-            raise
+            self._hand_out()
+            for part in error.parts:
+                self._on_loss(Loss(LossCause.TASK, str(error), part))
+            return None
         self._hand_out()
         while self._bindings.runs_elsewhere(lease, lease.repeats):
             await asyncio.sleep(tuning.LOOK_S)
@@ -262,6 +248,9 @@ class Scheduler:
             # A lease that is held back from this moment on waits for the next note_others().
             if lease is None or not self._advance(lease):
                 break
+        if self.one_by_one and self._chunks:  # no other task can start for them
+            for lease in list(self._waiting.values()):
+                self._end(lease)
 
     def _advance(self, lease: TaskLease) -> bool:
         """Give a lease its next chunk, or end it; return False if it has to wait."""
@@ -275,13 +264,11 @@ class Scheduler:
             lease.give(chunk, self._run)
             self._asked_at = time.monotonic()
             self._bindings.note_given(lease, chunk.worker)
-        elif self._releasing:
-            self._end(lease)
         else:
             return False
         return True
 
-    def _must_end(self, lease: TaskLease, chunk: WaitingChunk | None) -> bool:
+    def _must_end(self, lease: TaskLease, chunk: PickledChunk | None) -> bool:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
         if self._closed or self._running > self._most_tasks or self._expired(lease):
             return True
@@ -304,7 +291,17 @@ class Scheduler:
         """Return the index of the first waiting chunk that a lease may get, or None."""
         if self._held_back(lease):
             return None
-        return self._bindings.chunk_index_for(lease, self._chunks, holders)
+        place = self._bindings.chunk_index_for(lease, self._chunks, holders)
+        if place is None or not self._chunks[place].alone or lease.workers or not lease.given:
+            return place
+        # For a chunk that is sent alone, the lease ends, unless enough tasks are about to start.
+        alone = [chunk for chunk in self._chunks if chunk.alone]
+        if self._tasks.pending < len(self._bindings.without_process(alone)):
+            return place
+        workers = {chunk.worker for chunk in alone}
+        rest = [chunk for chunk in self._chunks if chunk.worker not in workers]
+        place = self._bindings.chunk_index_for(lease, rest, holders)
+        return None if place is None else self._chunks.index(rest[place])
 
     def _held_back(self, lease: TaskLease) -> bool:
         """Return whether a bound lease leaves its CPU to a task of another training job."""
@@ -319,24 +316,8 @@ class Scheduler:
         self._bindings.note_state(name, unchanged)
         self._hand_out()
 
-    def delivered(self, name: str, attempt: str) -> None:
-        """Record that a block has been delivered, or is lost.
-
-        Args:
-            name: Name of the lease that made the block.
-            attempt: Name of the process that made the block.
-        """
-        lease = self._leases.get(name)
-        if lease is not None and lease.attempt == attempt:
-            if lease.note_delivered():
-                self._hand_out()
-            self._settle()
-
     def finish(self, name: str, attempt: str, place: int) -> None:
         """Record that a task that asked early has no more samples to make.
-
-        The delivery of the chunk's last block says the same. So this call comes only if there is no
-        such block, or if a later stage delivers it.
 
         Args:
             name: Name of the task's lease.
@@ -347,15 +328,6 @@ class Scheduler:
         if lease is not None and lease.attempt == attempt:
             lease.finish(place)
             self._hand_out()
-
-    def _settle(self) -> None:
-        """Update ``quiet_at`` if nothing is in flight, and report a change once."""
-        if self._chunks or any(lease.in_flight for lease in self._leases.values()):
-            return
-        self._releasing = False
-        if self.quiet_at != self.fed:
-            self.quiet_at = self.fed
-            self._on_quiet()
 
     @property
     def has_work(self) -> bool:
@@ -390,31 +362,15 @@ class Scheduler:
             del self._leases[name]
 
     def drop(self) -> None:
-        """Drop the chunks that no task has, and end a release that is in progress."""
+        """Drop the chunks that no task has."""
         self._chunks.clear()
-        self._releasing = False
-
-    def release(self) -> None:
-        """End the leases of the waiting tasks, because chunks or blocks were lost.
-
-        Once nothing is in flight, the training process learns of the loss. No task would make the
-        chunks of a bound logical worker whose process has died, so bound leases end. Then a chunk
-        still waits only if it is sent alone and its logical worker has no process.
-        """
-        self._bindings.release()
-        if self._bindings.bound:
-            self._releasing = any(not lease.ended for lease in self._leases.values())
-            taken = self._bindings.taken()
-            self._chunks = deque(c for c in self._chunks if c.alone and c.worker not in taken)
-        for lease in list(self._waiting.values()):
-            self._end(lease)
-        self._settle()
 
     def close(self) -> None:
         """End all leases: at once if their tasks wait, else when the tasks ask again."""
         self._closed = True
         self.drop()
-        self.release()
+        for lease in list(self._waiting.values()):
+            self._end(lease)
         self.stop_preparing()
         self._changed.set()
 
@@ -530,7 +486,7 @@ class Scheduler:
         return quiet_s >= tuning.STUCK_S or self._idle_machine is None or self._idle_machine()
 
 
-def _may_be_given(chunk: WaitingChunk, holders: Mapping[int, TaskLease | None]) -> bool:
+def _may_be_given(chunk: PickledChunk, holders: Mapping[int, TaskLease | None]) -> bool:
     """Return whether a lease that waits may get a chunk, if that lease has no bound worker."""
     if chunk.worker not in holders:
         return True

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dpex import tuning
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
-__all__ = ["DeadlyChunkError", "LeaseState", "TaskLease", "WaitingChunk"]
+__all__ = ["DeadlyChunkError", "LeaseState", "TaskLease"]
 
 
 # Invariant: a task that asks for its next chunk has stored all blocks of the chunks before its last
@@ -20,7 +22,15 @@ _KEPT_CHUNKS = 2
 
 
 class DeadlyChunkError(Exception):
-    """The worker process of a chunk has died too often."""
+    """The worker process of a chunk has died too often.
+
+    Attributes:
+        parts: The chunks that the process may have had to make.
+    """
+
+    def __init__(self, text: str, parts: Iterable[Part]) -> None:
+        super().__init__(text)
+        self.parts = list(parts)
 
 
 class LeaseState(enum.Enum):
@@ -49,21 +59,6 @@ class LeaseState(enum.Enum):
     REPEATING = "the lease has ended, and the restarted task makes a chunk again"
 
 
-@dataclass(frozen=True)
-class WaitingChunk:
-    """A chunk that no task has yet.
-
-    Attributes:
-        payload: The pickled chunk.
-        worker: The logical worker that its batches belong to.
-        alone: Whether its lease may contain no other chunk, because it may have killed a process.
-    """
-
-    payload: bytes
-    worker: int
-    alone: bool
-
-
 @dataclass
 class TaskLease:
     """The lease of one task.
@@ -89,8 +84,7 @@ class TaskLease:
         workers: The logical workers that are bound to the task's process.
         restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
             to another process before.
-        made: How many blocks this process has made, or will have made when it finishes the chunk.
-        delivered: How many of these blocks have been delivered.
+        made: How many blocks the process had made at its last request, or was about to finish.
     """
 
     name: str
@@ -110,13 +104,11 @@ class TaskLease:
     workers: set[int] = field(default_factory=set)
     restarted: bool = False
     made: int = 0
-    delivered: int = 0
-    # How many blocks the process will have made when it has made the last sample.
-    _made_then: int = 0
-    # The place of the last request whose task has made its last sample.
+    # The places of the last request, and of the last one before which no sample is left.
+    _asked: int = 0
     _finished: int = -1
     # The last chunks, and for each how many blocks the task had made before it.
-    _chunks: deque[WaitingChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     # How often the process has died since the task got the last chunk.
     _deaths: int = 0
@@ -140,11 +132,6 @@ class TaskLease:
             if not self._answer.done():
                 self._answer.set_result(None)
             self._answer = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a chunk is being made, or a block has been made and not delivered."""
-        return self.busy or self.made > self.delivered
 
     @property
     def running(self) -> set[int]:
@@ -180,11 +167,9 @@ class TaskLease:
         unfinished = replaces and bool(self.running)
         if replaces:
             self._past_attempts.add(self.attempt)
-            self.attempt, self.delivered = attempt, 0
-            self._finished = -1
-        self.made = self._made_then = made
-        nearly_made = early and self.delivered < made and self._finished < place
-        self.making = self.runs if nearly_made else None
+            self.attempt, self._finished = attempt, -1
+        self.made, self._asked = made, place
+        self.making = self.runs if early and self._finished < place else None
         self.runs = self.repeats = None
         return unfinished
 
@@ -193,24 +178,13 @@ class TaskLease:
         self._most_made = max(self._most_made, self.made)
         self._enter(LeaseState.ENDED if self.ended else LeaseState.WAITING)
 
-    def note_delivered(self) -> bool:
-        """Record that a block of the task's process has been delivered, or is lost.
-
-        Returns:
-            Whether this is the end of the samples that the process still made after a request.
-        """
-        self.delivered += 1
-        ended = self.making is not None and self.delivered >= self._made_then
-        if ended:
-            self.making = None
-        return ended
-
     def finish(self, place: int) -> None:
         """Record that the task has made the last sample before a request."""
         self._finished = place
-        self.making = None
+        if place >= self._asked:
+            self.making = None
 
-    def give(self, chunk: WaitingChunk, run: int) -> None:
+    def give(self, chunk: PickledChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
         self._chunks.append(chunk)
         self._blocks.append(self._most_made)
@@ -258,21 +232,17 @@ class TaskLease:
         """
         self._deaths += place == 0
         if self._deaths >= tuning.MAX_DEATHS:
-            self.made = self.delivered
             self.end()
-            raise DeadlyChunkError(
-                f"its worker process died {self._deaths} times in a row. Ray's logs say why"
-            )
+            text = f"its worker process died {self._deaths} times in a row. Ray's logs say why"
+            raise DeadlyChunkError(text, (chunk.part for chunk in self._chunks))
         # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one
         # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as
-        # made and delivered.
+        # made.
         kept = max(0, place - self.given + len(self._chunks))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
-        self.made += skipped
-        self.delivered += skipped
         self.repeats = self._chunks[kept].worker
         return AssignedChunk(
             self._chunks[kept].payload,

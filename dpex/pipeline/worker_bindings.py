@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dpex.pipeline.task_lease import TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import TaskLease
+from dpex.wire.chunks import PickledChunk
 from dpex.worker.binding import Binding
 
 __all__ = ["WorkerBindings"]
@@ -85,7 +86,7 @@ class WorkerBindings:
         """Return whether the process of another lease may make samples of a logical worker."""
         return any(worker in t.running for t in self._leases.values() if t is not lease)
 
-    def without_process(self, chunks: Iterable[WaitingChunk]) -> list[int]:
+    def without_process(self, chunks: Iterable[PickledChunk]) -> list[int]:
         """Return the logical workers of these chunks that no lease holds, in order."""
         holders = self.holders()
         return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in holders]
@@ -93,7 +94,7 @@ class WorkerBindings:
     def chunk_index_for(
         self,
         lease: TaskLease,
-        chunks: Iterable[WaitingChunk],
+        chunks: Iterable[PickledChunk],
         holders: Mapping[int, TaskLease | None] | None = None,
     ) -> int | None:
         """Return the index of the first chunk that a lease may get, or None.
@@ -166,11 +167,3 @@ class WorkerBindings:
             self._placed.clear()
             for lease in self._leases.values():
                 lease.workers.clear()
-
-    def release(self) -> None:
-        """Forget reports that may be lost, and free the logical workers of chunks sent alone."""
-        self._unreported.clear()
-        if self.bound:
-            for lease in self._leases.values():
-                if lease.alone:  # it ends with its chunk, so its logical workers restart elsewhere
-                    lease.workers.clear()

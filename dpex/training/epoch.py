@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,10 +17,10 @@ from dpex.log import waits, warn
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
-from dpex.training.in_flight import ChunkInFlight, InFlight, described
+from dpex.training.in_flight import Attempt, InFlight, described
 from dpex.training.recovery import Recovery, Resend, recover
 from dpex.wire.block_format import Entry
-from dpex.wire.loss_causes import joined
+from dpex.wire.loss_causes import Loss, LossCause, joined
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
@@ -134,7 +134,9 @@ class Epoch:
         self._flushed_at = 0.0
         self._in_flight = InFlight()
         self._undelivered: dict[int, Entry] = {}
-        self._losses_in_a_row = 0
+        self._pipelines_lost = 0
+        self._losses: list[Loss] = []
+        self._reason = ""
         self._failure: KeptError | None = None
         self._remote_run: RemoteRun | FirstRun | None = None
         self._opening: Callable[[], RemoteRun | FirstRun] | None = self._open()
@@ -193,8 +195,7 @@ class Epoch:
 
     def fill(self) -> None:
         """Draw and send as far ahead as torch does."""
-        if not self._in_flight.draining:
-            self._order.fill(self._take_chunk)
+        self._order.fill(self._take_chunk)
         self._flush()
 
     def _prefetch_chunk(self, *, waiting: bool = False) -> bool:
@@ -213,11 +214,10 @@ class Epoch:
             if waiting:
                 time.sleep(0)  # the thread that receives needs the GIL more
                 assert self._remote_run is not None
-                return self._remote_run.arrivals.wait(0, self._quiet_seen)
+                return self._remote_run.arrivals.wait(0)
             return time.monotonic() >= stop_at
 
-        draining = self._in_flight.draining
-        asked = not draining and self._order.prefetch_chunk(self._take_chunk, enough)
+        asked = self._order.prefetch_chunk(self._take_chunk, enough)
         self._flush()
         return asked
 
@@ -234,7 +234,7 @@ class Epoch:
         if self._unsent:
             try:
                 chunks, self._unsent = self._unsent, []
-                self._send(Resend(chunks, alone=False))
+                self._send(Resend(chunks, Attempt()))
             except Exception as error:  # nothing else would make these batches
                 if not self._session.alive:
                     self._fail(error)
@@ -251,17 +251,18 @@ class Epoch:
         try:
             self._remote_run.feed(
                 chunks,
-                alone=message.alone,
+                alone=message.attempt.alone,
+                resent=message.attempt != Attempt(),
                 parallel=self._planner.parallel,
                 starting=self._planner.free_cores,
-                one_by_one=message.one_by_one,
+                one_by_one=message.attempt.one_by_one or self._in_flight.one_by_one,
             )
         except SerializationError as error:
             for chunk in chunks:
                 for batch in chunk.numbers:
                     self._fail_batch(batch, error)
             return
-        self._in_flight.add(chunks, alone=message.alone, tries=message.tries)
+        self._in_flight.add(chunks, message.attempt)
 
     # --- delivery ---------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Epoch:
                 self._order.deliver(entry)
                 return entry
             if not self._in_flight:
-                self.fill()  # nothing is drawn while chunks may be lost: resume drawing
+                self.fill()  # nothing else would bring the next batch
             if self._order.next_batch is None:
                 self.close()
                 self._order.finish()
@@ -351,11 +352,11 @@ class Epoch:
             if self._in_flight and self._remote_run.arrivals.ended:
                 self._replace_pipeline()
             prompt_s = min(wait_s, tuning.PROMPT_S)
-            if self._remote_run.arrivals.wait(prompt_s, self._quiet_seen):
+            if self._remote_run.arrivals.wait(prompt_s):
                 continue
             if self._prefetch_chunk(waiting=True):
                 continue  # the wait is used to draw further ahead
-            arrived = self._remote_run.arrivals.wait(wait_s - prompt_s, self._quiet_seen)
+            arrived = self._remote_run.arrivals.wait(wait_s - prompt_s)
             if not arrived and self._remote_run.lost_with_node(self._planner.batch_s):
                 # ``lost_with_node`` reports a node's death only once, so this loss need not count.
                 self._replace_pipeline(counts=False)
@@ -366,30 +367,25 @@ class Epoch:
             tasks=self._remote_run.tasks_at_work(), in_flight=self._order.in_flight
         )
 
-    @property
-    def _quiet_seen(self) -> int:
-        """The ``quiet_above`` argument of ``Arrivals.wait``.
-
-        While chunks are in flight, a wait ends at the latest when all sent chunks are done.
-        """
-        sent = self._in_flight.sent
-        return sent - 1 if self._in_flight else sent
-
     def _collect(self) -> None:
-        """Process the blocks and errors that have arrived."""
+        """Process the blocks and losses that have arrived."""
         assert self._remote_run is not None
         arrivals = self._remote_run.arrivals
-        # Read before the loop, so that the loop takes every block of the chunks that it counts.
-        quiet_at = arrivals.quiet_at
-        while (arrival := arrivals.take()) is not None:
-            self._losses_in_a_row = 0
-            if arrival.block.run == self._run.key:
-                self._take_block(arrival)
-                self._notes.note(arrival, self._run.num_workers)  # may raise a warning
-        self._in_flight.note_losses(arrivals.take_losses())
-        if self._in_flight.lost(quiet_at):
-            self._resend_lost(self._recover)
-        self._in_flight.settle()
+        try:
+            while (news := arrivals.take()) is not None:
+                if isinstance(news, Loss):
+                    self._losses.append(news)
+                elif news.block.run == self._run.key:
+                    self._pipelines_lost, self._reason = 0, ""
+                    self._take_block(news)
+                    self._notes.note(news, self._run.num_workers)  # may raise a warning
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, after which a batch may be missing
+            self.cancel(None)
+            raise
+        if self._losses:
+            self._or_fail(self._recover)
 
     def _take_block(self, arrival: Arrival) -> None:
         block = arrival.block
@@ -418,11 +414,10 @@ class Epoch:
 
     # --- recovery ---------------------------------------------------------------------------------
 
-    def _resend_lost(self, resend: Callable[[list[ChunkInFlight]], None]) -> None:
-        """Resend all chunks in flight with ``resend``, or fail the epoch."""
-        lost = self._in_flight.take()
+    def _or_fail(self, resend: Callable[[], None]) -> None:
+        """Take batches out of flight and resend them with ``resend``, or fail the epoch."""
         try:
-            resend(lost)
+            resend()
         except Exception as error:
             if self._failure is not None:  # ``resend`` has failed the epoch
                 raise
@@ -431,27 +426,39 @@ class Epoch:
             self.cancel(None)
             raise
 
-    def _recover(self, lost: list[ChunkInFlight]) -> None:
-        """Resend the batches that were lost with worker processes; see ``recover``."""
-        self._in_flight.draining = False
+    def _recover(self) -> None:
+        """Resend the batches that were lost, in their order; see ``recover``."""
+        losses, self._losses = self._losses, []
+        self._reason = joined(losses)
+        for cause in LossCause:
+            lost = []
+            of_cause = [loss for loss in losses if loss.cause is cause]
+            for loss in of_cause:
+                if loss.part is not None and loss.part.run == self._run.key:
+                    sent = self._in_flight.lose(loss.part)
+                    lost += [] if sent is None else [sent]
+            if lost:
+                lost.sort(key=lambda sent: min(sent.missing))
+                self._resend(recover(lost, cause, joined(of_cause)))
+
+    def _resend(self, plan: Recovery) -> None:
         self._session.name_dead_nodes()
-        plan = recover(lost, self._in_flight.losses)
-        if plan.blocks_only:
-            self._losses_in_a_row += 1
-            if self._losses_in_a_row == tuning.MOST_LOSSES:
-                self._fail(None)
-        self._in_flight.losses = []
+        if any(message.attempt.lost_blocks == tuning.MOST_LOSSES for message in plan.resends):
+            self._fail(None)
         self._meter.retries += plan.retries
         time.sleep(plan.wait_s)
         for batch in plan.ended:
             self._order.end_stream(batch)
+            self._in_flight.end_stream(batch, self._run.num_workers)
         for batch, error in plan.failed:
             self._fail_batch(batch, error)
         self._log(plan)
-        self._send_all(plan.resends)
+        for message in plan.resends:
+            if message.chunks:
+                self._send(message)
 
     def _log(self, plan: Recovery) -> None:
-        if plan.blocks_only:
+        if plan.cause is LossCause.BLOCK:
             logger.warning(
                 "blocks were lost with a worker process. dpex recomputes %d batches", plan.retries
             )
@@ -461,11 +468,6 @@ class Epoch:
                 plan.retries,
                 plan.reason,
             )
-
-    def _send_all(self, messages: Sequence[Resend]) -> None:
-        for message in messages:
-            if message.chunks:
-                self._send(message)
 
     def _replace_pipeline(self, *, counts: bool = True) -> None:
         """Resend the batches in flight to a new pipeline, because the old pipeline was lost.
@@ -479,12 +481,11 @@ class Epoch:
         """
         assert self._remote_run is not None
         failure = self._remote_run.failure()
-        self._in_flight.losses.extend(self._remote_run.arrivals.take_losses())
-        self._losses_in_a_row += counts
+        self._pipelines_lost += counts
         if (
             not self._remote_run.lost
             or not self._session.alive
-            or self._losses_in_a_row == tuning.MOST_LOSSES
+            or self._pipelines_lost == tuning.MOST_LOSSES
         ):
             self._fail(failure)
         logger.warning(
@@ -492,18 +493,18 @@ class Epoch:
             failure,
             self._order.next_batch,
         )
-        self._resend_lost(self._send_to_new_pipeline)
+        self._or_fail(self._send_to_new_pipeline)
 
-    def _send_to_new_pipeline(self, lost: list[ChunkInFlight]) -> None:
+    def _send_to_new_pipeline(self) -> None:
+        lost = self._in_flight.take()
         self.close()
         self._run = replace(self._run, key=uuid.uuid4().hex)
-        self._in_flight.begin_run()
         self._meter.retries += sum(len(sent.missing) for sent in lost)
         self._opening = self._open()
         self._opened()
-        for alone in (False, True):
-            chunks = [chunk for sent in lost if sent.alone == alone for chunk in sent.rest()]
-            self._send_all([Resend(chunks, alone)])
+        for attempt in dict.fromkeys(sent.attempt for sent in lost):
+            chunks = [c for sent in lost if sent.attempt == attempt for c in sent.rest()]
+            self._send(Resend(chunks, attempt))
 
     # --- failure ----------------------------------------------------------------------------------
 
@@ -522,7 +523,7 @@ class Epoch:
             f"{self._order.next_batch}"
         )
         if self._session.alive:
-            reason = joined(self._in_flight.losses) or str(cause or "no reason known")
+            reason = self._reason or str(cause or "no reason known")
             text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
         else:
             text = (

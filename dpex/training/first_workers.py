@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
@@ -28,11 +27,12 @@ from dpex.cluster.releasing import be_ready, release_later
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.block_format import Block
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.chunks import PickledChunk
 from dpex.wire.loss_causes import Loss, LossCause, lost_block
-from dpex.wire.pickling import dump_in_band
 from dpex.wire.segments import readable_segments
 from dpex.worker.binding import Binding
 from dpex.worker.first_worker import CANCEL, END, ChunkMessage, Made
+from dpex.worker.map_style import pickled_chunks
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
@@ -41,23 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["ChunkQueue", "FirstRun", "FirstWorkers"]
 
 logger = logging.getLogger("dpex")
-
-
-@dataclass(frozen=True)
-class _SentChunk:
-    """A chunk that the epoch has sent.
-
-    Attributes:
-        payload: The pickled chunk.
-        worker: Its logical worker.
-        alone: As for ``RemoteRun.send``. A process has died over such a chunk.
-        one_by_one: As for ``RemoteRun.send``.
-    """
-
-    payload: bytes
-    worker: int
-    alone: bool
-    one_by_one: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +54,7 @@ class _Work:
     """
 
     queue: ChunkQueue
-    chunk: _SentChunk
+    chunk: PickledChunk
     watched: bool
 
 
@@ -291,7 +274,7 @@ class FirstWorkers:
             worker.close()
             self._idle.notify_all()
             if worker.work is not None:
-                worker.work.queue.lose()
+                worker.work.queue.lose(worker.work)
             if not self._workers:
                 self.end()
             self._hand_out()
@@ -333,14 +316,14 @@ class ChunkQueue:
         self._workers = workers
         self._num_workers = num_workers
         self._decoder = Decoder(run, MemoryPool(), pin_device)
-        self._waiting: list[_SentChunk] = []
-        self._limits: dict[str, int] = {}
+        self._waiting: list[PickledChunk] = []
+        self._limits: dict[str, Any] = {}
         # The logical workers whose first batches have left their dataset copies unchanged.
         self._unchanged: set[int] = set()
         with workers.lock:
             workers.queues.append(self)
 
-    def feed(self, chunks: Iterable[_SentChunk], limits: dict[str, int]) -> None:
+    def feed(self, chunks: Iterable[PickledChunk], limits: dict[str, Any]) -> None:
         """Append chunks.
 
         Args:
@@ -359,7 +342,8 @@ class ChunkQueue:
         While Ray starts, samples that compute wait for cores too. With more processes, they would
         wait longer, and seem to need still more processes.
         """
-        parallel, cores = self._limits.get("parallel", 1), self._limits.get("starting", 1)
+        parallel: int = self._limits.get("parallel", 1)
+        cores: int = self._limits.get("starting", 1)
         return parallel if parallel >= tuning.CLEARLY_MORE * cores else min(parallel, cores)
 
     @property
@@ -412,19 +396,13 @@ class ChunkQueue:
                 if not given:
                     self._waiting.append(chunk)
                 held.add(worker)
-        for how, group in itertools.groupby(for_pipeline, lambda c: (c.alone, c.one_by_one)):
-            self._send(list(group), *how)
+        if for_pipeline:
+            self._send(for_pipeline)
 
-    def _send(self, chunks: list[_SentChunk], alone: bool, one_by_one: bool) -> None:
+    def _send(self, chunks: list[PickledChunk]) -> None:
         assert self.remote is not None
         try:
-            self.remote.send(
-                [chunk.payload for chunk in chunks],
-                [chunk.worker for chunk in chunks],
-                alone=alone,
-                one_by_one=one_by_one,
-                **self._limits,
-            )
+            self.remote.send(chunks, **self._limits)
         except Exception as error:  # for example, Ray was shut down
             self.fail(error)
 
@@ -438,12 +416,11 @@ class ChunkQueue:
         if self.ended:
             return
         try:
-            arrival = self._decoder(block)
+            news = self._decoder(block)
         except Exception as error:  # SegmentsUnreadableError: from now on there are no segments
             logger.debug("a block of a first worker is lost", exc_info=True)
-            self.arrivals.lose([lost_block(str(error))])
-        else:
-            self.arrivals.add(arrival)
+            news = lost_block(str(error), block.part)
+        self.arrivals.add(news)
 
     def made(self, work: _Work, report: Made) -> None:
         """Record the end of a first worker's chunk."""
@@ -456,13 +433,12 @@ class ChunkQueue:
             return
         if report is Made.UNCHANGED:
             self._unchanged.add(work.chunk.worker)
-        self.arrivals.count_done()
 
-    def lose(self) -> None:
+    def lose(self, work: _Work) -> None:
         """Record that the process of a first worker has ended over a chunk."""
         if not self.ended:
-            self.arrivals.lose([Loss(LossCause.TASK, "a worker process died before Ray started")])
-            self.arrivals.count_done()
+            text = "a worker process died before Ray started"
+            self.arrivals.add(Loss(LossCause.TASK, text, work.chunk.part))
 
     def end(self) -> None:
         """Cancel the run."""
@@ -514,14 +490,10 @@ class FirstRun:
         return self.queue.arrivals
 
     def feed(
-        self, chunks: Sequence[Chunk], *, alone: bool, one_by_one: bool, **limits: int
+        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
     ) -> None:
         """Pickle chunks and send them; see ``RemoteRun.feed``."""
-        pickled = [
-            _SentChunk(dump_in_band(chunk, "chunk"), chunk.worker, alone, one_by_one)
-            for chunk in chunks
-        ]
-        self.queue.feed(pickled, limits)
+        self.queue.feed(pickled_chunks(chunks, alone=alone, resent=resent), limits)
         self._begin()  # not earlier: the first batches need the cores
 
     @property

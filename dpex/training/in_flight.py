@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dpex.errors import BatchLostError
 from dpex.wire.block_format import Entry
-from dpex.wire.loss_causes import Loss
+from dpex.wire.chunks import Part
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 
-__all__ = ["ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
+__all__ = ["Attempt", "ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:
@@ -46,22 +46,37 @@ def lost_error(chunk: Chunk, batch: int, reason: str, *, store_full: bool) -> Ba
     )
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """How often and how a chunk has been sent.
+
+    Attributes:
+        alone: Whether its task makes no other chunk, because a task that had it died.
+        tries: How often it was sent alone, if it was.
+        lost_blocks: How often its blocks have been lost, after they were made.
+        one_by_one: Whether only one task may run while it is in flight.
+    """
+
+    alone: bool = False
+    tries: int = 1
+    lost_blocks: int = 0
+    one_by_one: bool = False
+
+
 class ChunkInFlight:
     """A chunk in flight, and its batches that have not arrived.
 
     Attributes:
         chunk: The chunk as it was sent.
-        alone: Whether its task makes no other chunk, because a task that had it died.
-        tries: How often it was sent alone, if it was.
+        attempt: How it was sent.
         missing: Numbers of the batches that have not arrived.
     """
 
-    __slots__ = ("alone", "chunk", "missing", "tries")
+    __slots__ = ("attempt", "chunk", "missing")
 
-    def __init__(self, chunk: Chunk, alone: bool, tries: int) -> None:
+    def __init__(self, chunk: Chunk, attempt: Attempt) -> None:
         self.chunk = chunk
-        self.alone = alone
-        self.tries = tries
+        self.attempt = attempt
         self.missing = set(chunk.numbers)
 
     def rest(self, most: int = sys.maxsize) -> Iterator[Chunk]:
@@ -105,7 +120,7 @@ def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
         batches = [*before.chunk.batches, *chunk.batches]
         positions = [*before.chunk.positions, *chunk.positions]
         whole = replace(before.chunk, batches=batches, positions=positions)
-        joined[place] = ChunkInFlight(whole, before.alone, before.tries)
+        joined[place] = ChunkInFlight(whole, before.attempt)
         joined[place].missing = before.missing | sent.missing
     return joined
 
@@ -117,39 +132,35 @@ class InFlight:
 
     - Every chunk in here misses at least one batch.
     - A batch is missing from at most one chunk, and it arrives once: a second arrival is dropped.
-    - ``draining`` is true from the first error until no chunk is in flight. Meanwhile nothing new
-      is sent, because a new chunk would hide which chunks are lost.
+      So a batch may be sent again at any time, and the first chunk may still come.
 
     Attributes:
         sent: Number of chunks sent in this run.
-        losses: Losses that the pipeline has reported since all chunks last arrived.
-        draining: Whether nothing new may be sent.
     """
 
     def __init__(self) -> None:
         self.sent = 0
-        self.losses: list[Loss] = []
-        self.draining = False
-        self._sent_before_losses = 0
         self._chunks: dict[int, ChunkInFlight] = {}
+        # Numbers of all chunks that were sent with ``Attempt.one_by_one``.
+        self._one_by_one: list[int] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether only one task may run, because Ray has no space for the blocks of several."""
+        return any(number in self._chunks for number in self._one_by_one)
 
     def numbered(self, chunks: Iterable[Chunk], run: Run) -> list[Chunk]:
         """Return chunks with the run and the numbers that they have if they are sent next."""
         return [replace(chunk, run=run, number=n) for n, chunk in enumerate(chunks, self.sent)]
 
-    def add(self, chunks: Iterable[Chunk], *, alone: bool, tries: int) -> None:
-        """Record chunks as sent.
-
-        Args:
-            chunks: The chunks, numbered from ``sent``.
-            alone: Whether each has a task that makes no other chunk.
-            tries: How often each was sent alone, if it was.
-        """
+    def add(self, chunks: Iterable[Chunk], attempt: Attempt) -> None:
+        """Record chunks, numbered from ``sent``, as sent."""
         for chunk in chunks:
-            self._chunks[chunk.number] = ChunkInFlight(chunk, alone, tries)
+            self._chunks[chunk.number] = ChunkInFlight(chunk, attempt)
+            self._one_by_one += [chunk.number] if attempt.one_by_one else []
             self.sent += 1
 
     def arrive(self, number: int, entries: Iterable[Entry]) -> list[Entry] | None:
@@ -157,60 +168,65 @@ class InFlight:
 
         Args:
             number: Number of their chunk.
-            entries: The batches. An entry with the outcome ``"end"`` means that the chunk has no
+            entries: The batches. An entry with the outcome ``"end"`` means that the stream has no
                 later batch. Batches before it may arrive after it, because blocks may overtake one
                 another.
 
         Returns:
             The entries that arrive for the first time; None if the chunk is not in flight.
         """
-        chunk = self._chunks.get(number)
-        if chunk is None:
+        sent = self._chunks.get(number)
+        if sent is None:
             return None
         new = []
         for entry in entries:
             if entry.outcome == "end":
-                chunk.missing = {batch for batch in chunk.missing if batch < entry.batch}
+                self.end_stream(entry.batch, sent.chunk.stride)
                 new.append(entry)
-            elif entry.batch in chunk.missing:
-                chunk.missing.discard(entry.batch)
+            elif entry.batch in sent.missing:
+                sent.missing.discard(entry.batch)
                 new.append(entry)
-        if not chunk.missing:
-            del self._chunks[number]
+        if not sent.missing:
+            self._chunks.pop(number, None)
         return new
 
-    def note_losses(self, losses: list[Loss]) -> None:
-        """Record losses; send nothing until their chunks are known."""
-        if losses:
-            self.losses.extend(losses)
-            self._sent_before_losses = self.sent
-            self.draining = True
-
-    def lost(self, quiet_at: int) -> bool:
-        """Return whether the chunks in flight are lost.
+    def end_stream(self, batch: int, workers: int) -> None:
+        """Record that a stream ends.
 
         Args:
-            quiet_at: Number of chunks whose tasks are done and whose blocks have all been read.
+            batch: Number that its next batch would have.
+            workers: Number of logical workers.
         """
-        return bool(self._chunks) and quiet_at >= self.sent
+        for number, sent in list(self._chunks.items()):
+            if sent.chunk.worker == batch % workers:
+                sent.missing = {missing for missing in sent.missing if missing < batch}
+                if not sent.missing:
+                    del self._chunks[number]
 
-    def settle(self) -> None:
-        """Stop draining if nothing is in flight; forget losses that later chunks have survived."""
-        if not self._chunks:
-            self.draining = False
-            if self.sent > self._sent_before_losses:
-                self.losses = []
+    def lose(self, part: Part) -> ChunkInFlight | None:
+        """Return what a loss leaves missing of a chunk, which is then in flight no more.
+
+        Args:
+            part: The batches that are lost.
+
+        Returns:
+            The batches, as a chunk; None if all of them have arrived or are in another chunk.
+        """
+        sent = self._chunks.get(part.chunk)
+        if sent is None:
+            return None
+        lost = ChunkInFlight(sent.chunk, sent.attempt)
+        lost.missing = sent.missing.intersection(part.batches or sent.missing)
+        sent.missing = sent.missing - lost.missing
+        if not sent.missing:
+            del self._chunks[part.chunk]
+        return lost if lost.missing else None
 
     def take(self) -> list[ChunkInFlight]:
-        """Return all chunks in flight and forget them."""
+        """Return all chunks in flight, and begin another run, in which nothing has been sent."""
         taken, self._chunks = list(self._chunks.values()), {}
+        self.sent, self._one_by_one = 0, []
         return taken
-
-    def begin_run(self) -> None:
-        """Start to count for another run, in which nothing has been sent."""
-        self.sent = 0
-        self.draining = False
-        self.losses = []
 
     def holding(self, batch: int | None) -> ChunkInFlight | None:
         """Return the chunk that a batch is missing from, or None."""

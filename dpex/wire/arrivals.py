@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,14 +27,12 @@ class Arrival:
         decode_s: Seconds to decode it.
         transfer_s: Seconds to fetch it, from the arrival of its reference or of the block before
             it, whichever is later.
-        lost: Why its batches are lost; empty if they are not.
     """
 
     block: Block
     batches: list[Entry]
     decode_s: float = 0.0
     transfer_s: float = 0.0
-    lost: str = ""
 
 
 class Decoder:
@@ -55,8 +52,8 @@ class Decoder:
         self._pin_device = pin_device
         self._closed = False
 
-    def __call__(self, block: Block) -> Arrival:
-        """Decode a block, while its table, if it has one, is alive.
+    def __call__(self, block: Block) -> Arrival | Loss:
+        """Decode a block, while its table, if it has one, is alive; return its loss if it is lost.
 
         After ``close``, the arrival has no batches. If another thread closes the decoder during a
         call, the call ends after its current batch.
@@ -79,7 +76,7 @@ class Decoder:
                 batches.append(entry)
         except SegmentLostError as error:
             self._segments.release(places_in(block))
-            return Arrival(replace(block, entries=[]), [], lost=str(error))
+            return lost_block(str(error), block.part)
         # Drop the entries: they are views that would keep the block in the object store.
         block = replace(block, entries=[])
         return Arrival(block, batches, time.perf_counter() - started)
@@ -98,49 +95,20 @@ class Arrivals:
     """The decoded blocks and the losses of a run, which other threads add for the training loop.
 
     Attributes:
-        arrived_at: Time at which the last block arrived, by ``time.monotonic()``; 0 before.
+        arrived_at: Time at which the last block or loss arrived, by ``time.monotonic()``; 0 before.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._arrivals: deque[Arrival] = deque()
-        self._losses: list[Loss] = []
-        self._done = 0
-        self._quiet_at = 0
+        self._news: deque[Arrival | Loss] = deque()
         self._ended = False
         self.arrived_at = 0.0
 
-    def add(self, arrival: Arrival) -> None:
-        """Add a decoded block, or its loss."""
+    def add(self, news: Arrival | Loss) -> None:
+        """Add a decoded block, or the loss of batches in flight."""
         with self._changed:
             self.arrived_at = time.monotonic()
-            if arrival.lost:
-                self._losses.append(lost_block(arrival.lost))
-            else:
-                self._arrivals.append(arrival)
-            self._changed.notify_all()
-
-    def lose(self, losses: Sequence[Loss]) -> None:
-        """Add losses of blocks or chunks in flight."""
-        if losses:
-            with self._changed:
-                self._losses.extend(losses)
-                self._changed.notify_all()
-
-    def set_quiet(self, quiet_at: int) -> None:
-        """Record how many chunks the pipeline had when all of them were last done.
-
-        Call it after ``add`` for each of their blocks.
-        """
-        with self._changed:
-            if quiet_at != self._quiet_at:
-                self._quiet_at = quiet_at
-                self._changed.notify_all()
-
-    def count_done(self) -> None:
-        """Count a chunk that a first worker has done, after ``add`` for each of its blocks."""
-        with self._changed:
-            self._done += 1
+            self._news.append(news)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -149,37 +117,18 @@ class Arrivals:
             self._ended = True
             self._changed.notify_all()
 
-    def wait(self, timeout: float | None, quiet_above: int) -> bool:
-        """Wait for a block, a loss, the end, or more than ``quiet_above`` finished chunks.
-
-        Returns:
-            Whether there was such an event before the timeout.
-        """
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for a block, a loss or the end; return whether there is one before the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._has_news(quiet_above), timeout)
+            return self._changed.wait_for(lambda: bool(self._news or self._ended), timeout)
 
-    def _has_news(self, quiet_above: int) -> bool:
-        return bool(self._arrivals or self._losses or self._ended or self.quiet_at > quiet_above)
-
-    def take(self) -> Arrival | None:
-        """Return the next decoded block, or None if none has arrived."""
+    def take(self) -> Arrival | Loss | None:
+        """Return the next decoded block or loss, or None if none has arrived."""
         with self._changed:
-            return self._arrivals.popleft() if self._arrivals else None
-
-    def take_losses(self) -> list[Loss]:
-        """Return the losses since the last call."""
-        with self._changed:
-            losses, self._losses = self._losses, []
-            return losses
-
-    @property
-    def quiet_at(self) -> int:
-        """Number of finished chunks: each of their blocks has arrived or is lost."""
-        with self._changed:
-            return self._done + self._quiet_at
+            return self._news.popleft() if self._news else None
 
     @property
     def ended(self) -> bool:
-        """Whether ``take`` can return no more blocks."""
+        """Whether ``take`` can return nothing more."""
         with self._changed:
-            return self._ended and not self._arrivals
+            return self._ended and not self._news

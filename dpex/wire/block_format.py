@@ -22,6 +22,7 @@ import numpy as np
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.chunks import Part
 from dpex.wire.pickling import Bytes, Pickled, load
 from dpex.wire.pinning import pinned
 from dpex.wire.segments import Place, SegmentPool, SegmentReader
@@ -68,7 +69,6 @@ class Block:
         entries: The batches, in order.
         costs: Costs of the batches in the worker processes.
         size_bytes: Size of the block in bytes.
-        origin: IDs of the task and of the process that made it; empty strings if unknown.
     """
 
     run: str
@@ -76,7 +76,11 @@ class Block:
     entries: list[Entry]
     costs: Costs
     size_bytes: int
-    origin: tuple[str, str]
+
+    @property
+    def part(self) -> Part:
+        """The batches of the block."""
+        return Part(self.run, self.chunk, tuple(entry.batch for entry in self.entries))
 
 
 def _binary_column(memory: Any) -> pa.Array:
@@ -98,7 +102,6 @@ class BlockWriter:
         run: Key of the iteration that the chunk belongs to.
         chunk: Number of the chunk.
         costs: Earlier costs of the batches, which the first block includes.
-        origin: IDs of the task and of the process that make the blocks.
         segments: Segments for tensors, if the training process reads the blocks.
 
     Attributes:
@@ -112,12 +115,10 @@ class BlockWriter:
         chunk: int,
         costs: Costs | None = None,
         *,
-        origin: tuple[str, str] = ("", ""),
         segments: SegmentPool | None = None,
     ) -> None:
         self._run = run
         self._segments = segments
-        self._origin = origin
         self._chunk = chunk
         self._clear()
         self._costs.add(costs or Costs())
@@ -169,9 +170,12 @@ class BlockWriter:
                 return
 
     def _block(self) -> Block:
-        return Block(
-            self._run, self._chunk, self._entries, self._costs, self.batch_bytes, self._origin
-        )
+        return Block(self._run, self._chunk, self._entries, self._costs, self.batch_bytes)
+
+    @property
+    def part(self) -> Part:
+        """The batches of the present block."""
+        return self._block().part
 
     def block(self) -> Block:
         """Return the block, whose batches are still pickled, and start the next one."""
@@ -225,7 +229,6 @@ class BlockWriter:
             (
                 self._run,
                 self._chunk,
-                self._origin,
                 self._costs.plain(),
                 [
                     (replace(e, value=None), e.value.head, e.value.slots, places)
@@ -279,7 +282,7 @@ def read_block(table: pa.Table) -> Block:
     Args:
         table: A block that ``BlockWriter.table`` returned.
     """
-    run, chunk, origin, costs, rows = pickle.loads(_view(table, 0).tobytes())
+    run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
     gathered = _view(table, 1)
     size_bytes = table.nbytes
 
@@ -295,7 +298,7 @@ def read_block(table: pa.Table) -> Block:
         replace(entry, value=Pickled(head, list(map(buffer_at, places)), *slots))
         for entry, head, slots, places in rows
     ]
-    return Block(run, chunk, entries, Costs(*costs), size_bytes, origin)
+    return Block(run, chunk, entries, Costs(*costs), size_bytes)
 
 
 def read_message(message: bytes) -> Block:

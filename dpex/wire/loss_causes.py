@@ -1,10 +1,12 @@
-"""Why chunks or blocks in flight were lost."""
+"""What was lost in flight, and why."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from dpex.wire.chunks import Part
 
 __all__ = ["Loss", "LossCause", "joined", "lost_block"]
 
@@ -24,15 +26,17 @@ class Loss:
     Attributes:
         cause: The kind of the loss.
         text: The reason, for error messages.
+        part: The batches that are lost; None if the pipeline ended, and all in flight are lost.
     """
 
     cause: LossCause
     text: str
+    part: Part | None = None
 
 
-def lost_block(reason: str) -> Loss:
-    """Return the loss of a finished block."""
-    return Loss(LossCause.BLOCK, f"a block was lost: {reason}")
+def lost_block(reason: str, part: Part) -> Loss:
+    """Return the loss of a finished block that has these batches."""
+    return Loss(LossCause.BLOCK, f"a block was lost: {reason}", part)
 
 
 def joined(losses: Iterable[Loss]) -> str:

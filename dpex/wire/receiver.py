@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
 from dpex.wire.block_format import read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.chunks import Part
 from dpex.wire.loss_causes import Loss, lost_block
 from dpex.wire.packing import unpack
 from dpex.wire.segments import SegmentsUnreadableError
@@ -56,7 +58,7 @@ class _Decode(ArrowBatchCollateFn):
         self._decoder = decoder
         self.failure: BaseException | None = None
 
-    def __call__(self, block: pa.Table | bytes) -> Arrival:
+    def __call__(self, block: pa.Table | bytes) -> Arrival | Loss:
         """Decode a block: copy its batches to memory that belongs to them."""
         try:
             read = read_message if isinstance(block, bytes) else read_block
@@ -105,10 +107,10 @@ class Receiver:
         through_client: bool,
     ) -> None:
         self._arrivals = arrivals
-        self._counting = threading.Lock()
-        self._read = 0
-        self._handed = 0
-        self._notes: deque[tuple[int, int]] = deque()
+        # The stored blocks that are not read yet, and the losses that were reported after them. A
+        # block that is lost has its loss in its place.
+        self._unread: deque[tuple[StoredBlock, Part] | Loss] = deque()
+        self._changing = threading.Lock()
         self._failure: BaseException | None = None
         self.replaceable = False
         self._all_told = False
@@ -120,13 +122,13 @@ class Receiver:
         self._decode = decode_block = _Decode(self._decoder)
         replies = self._replies()
 
-        def decoded() -> Iterator[Arrival]:
+        def decoded() -> Iterator[Arrival | Loss]:
             # Ray Data does not work through a Ray Client. Some versions of Ray lack the private
             # names that data_iterator needs.
-            blocks = None if through_client else data_iterator(self._wanted(replies))
+            blocks = None if through_client else data_iterator(self._wanted(self._stored(replies)))
             self._through_data = blocks is not None
             if blocks is None:
-                return map(decode_block, _fetched(replies))
+                return map(decode_block, _fetched(self._stored(replies)))
             return iter(
                 blocks.iter_torch_batches(
                     batch_size=None, prefetch_batches=0, collate_fn=decode_block
@@ -147,22 +149,37 @@ class Receiver:
                 reply = unpack(reply)
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
-            self._handed += len(reply.blocks)
-            self._note(self._handed, reply.quiet_at, reply.losses)
             self._known_at = time.perf_counter()
-            stored: list[StoredBlock] = []
-            for block, size_bytes in reply.blocks:
+            stored: list[tuple[StoredBlock, Part]] = []
+            for block, size_bytes, part in reply.blocks:
                 if isinstance(block, ray.ObjectRef):
-                    stored.append((block, size_bytes))
+                    stored.append(((block, size_bytes), part))
                 else:
                     self._take_in(self._decode(block))
+            with self._changing:
+                self._unread.extend(stored)
+                self._unread.extend(reply.losses)
+            self._report_losses()
             ended = reply.ended
             self.replaceable = reply.replaceable
-            reply = block = None  # while it waits, this frame must keep no block alive
+            blocks = [entry[0] for entry in stored]
+            # While it waits, this frame must keep no block alive. The caller empties ``blocks``.
+            reply = block = None
+            stored.clear()
             if not self._may_call:
                 return
-            yield stored
+            yield blocks
             self._all_told = ended
+
+    def _stored(self, replies: Iterator[list[StoredBlock]]) -> Iterator[list[StoredBlock]]:
+        """Return the blocks that an earlier reader was given and has not read, and then the others.
+
+        The caller empties each list, because the iterator keeps it.
+        """
+        with self._changing:
+            unread = [entry[0] for entry in self._unread if not isinstance(entry, Loss)]
+        # Unlike a generator, it does not close ``replies`` when the reader drops it.
+        return itertools.chain([unread], replies)
 
     def _wanted(self, replies: Iterator[list[StoredBlock]]) -> Iterator[StoredBlock]:
         """Yield the blocks of the replies until the reading stops.
@@ -198,18 +215,20 @@ class Receiver:
         """Wait until the reading thread ends, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
-    def _receive(self, decoded: Callable[[], Iterator[Arrival]]) -> None:
+    def _receive(self, decoded: Callable[[], Iterator[Arrival | Loss]]) -> None:
         try:
             while True:
                 try:
                     for arrival in decoded():
                         if not self._stopped:
                             self._take_in(arrival)
+                        self._report_losses(read=1)
                     if self._all_told or not self._may_call:
                         break
                     raise RuntimeError("the blocks ended before the last one")
                 except ray.exceptions.ObjectLostError as error:
-                    self._lose(error)
+                    if not self._lose(error):
+                        raise
                 except ray.exceptions.RayError:
                     raise
                 except Exception as error:
@@ -218,7 +237,6 @@ class Receiver:
                     if self._stopped or not self._actor.connected:
                         raise  # a shutdown of Ray ends the blocks too
                     DATA_ITERATOR.fail(error)
-                    self._lose(error)
         except BaseException as error:
             logger.debug("nothing more can be read", exc_info=True)
             self.replaceable |= isinstance(self._decode.failure, SegmentsUnreadableError)
@@ -226,49 +244,46 @@ class Receiver:
             # would free that reference cycle.
             self._failure = error.with_traceback(None)
         finally:
+            self._unread.clear()
             self._arrivals.end()
 
-    def _take_in(self, arrival: Arrival) -> None:
-        """Add a decoded block to the queue of the training loop."""
+    def _take_in(self, news: Arrival | Loss) -> None:
+        """Add a decoded block, or its loss, to the queue of the training loop."""
         settled.set()
         now = time.perf_counter()
-        transfer_s = now - max(self._last_at, self._known_at) - arrival.decode_s
+        if isinstance(news, Arrival):
+            transfer_s = now - max(self._last_at, self._known_at) - news.decode_s
+            news = replace(news, transfer_s=transfer_s)
         self._last_at = now
-        if arrival.lost:
-            self._release_tasks()
-        self._arrivals.add(replace(arrival, transfer_s=transfer_s))
-        with self._counting:
-            self._read += 1
-            self._settle()
+        self._arrivals.add(news)
 
-    def _release_tasks(self) -> None:
-        if self._may_call:
-            self._actor.handle.release.remote(self._pipeline_key, self._run)
+    def _lose(self, error: ray.exceptions.ObjectLostError) -> bool:
+        """Put a loss in the place of the block that Ray has lost; return whether it is a block.
 
-    def _lose(self, error: Exception) -> None:
-        """Report the blocks of the last reply as lost, so that their batches are recomputed."""
-        self._release_tasks()
-        self._arrivals.lose([lost_block(type(error).__name__)])
-        with self._counting:
-            self._read = self._handed
-            self._settle()
+        The next reader gets the other blocks that have not been read.
+        """
+        with self._changing:
+            for place, entry in enumerate(self._unread):
+                if not isinstance(entry, Loss) and entry[0][0].hex() == error.object_ref_hex:
+                    self._unread[place] = lost_block(type(error).__name__, entry[1])
+                    break
+            else:
+                return False
+        self._report_losses()
+        return True
 
-    def _note(self, blocks: int, quiet_at: int, losses: list[Loss]) -> None:
-        """Record the contents of a reply, apart from its blocks.
+    def _report_losses(self, read: int = 0) -> None:
+        """Report the losses before which no block is left to be read.
 
         Args:
-            blocks: Number of blocks up to and including this reply.
-            quiet_at: Number of chunks that are finished once all these blocks are read.
-            losses: Blocks or chunks in flight that were lost.
+            read: Number of blocks that have been read since the last call.
         """
-        self._arrivals.lose(losses)
-        with self._counting:
-            self._notes.append((blocks, quiet_at))
-            self._settle()
-
-    def _settle(self) -> None:
-        while self._notes and self._notes[0][0] <= self._read:
-            self._arrivals.set_quiet(self._notes.popleft()[1])
+        with self._changing:
+            for _ in range(read):
+                self._unread.popleft()
+            while self._unread and isinstance(loss := self._unread[0], Loss):
+                self._unread.popleft()
+                self._arrivals.add(loss)
 
     @property
     def failure(self) -> BaseException | None:

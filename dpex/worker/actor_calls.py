@@ -23,6 +23,7 @@ import ray
 
 from dpex import tuning
 from dpex.recent import Recent
+from dpex.wire.chunks import Part
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack
 from dpex.worker.binding import Binding
@@ -87,8 +88,8 @@ def pipeline_actor(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
-def loss_of(error: BaseException) -> Loss:
-    """Return the loss that an error of Ray means."""
+def loss_of(error: BaseException, part: Part | None = None) -> Loss:
+    """Return the loss that an error of Ray means; ``part`` as in ``Loss``."""
     found: list[BaseException] = []
     links: list[Any] = [error]
     while links:
@@ -99,7 +100,7 @@ def loss_of(error: BaseException) -> Loss:
             links += [link.__cause__, link.__context__, getattr(link, "cause", None)]
     full = any(isinstance(link, ray.exceptions.OutOfDiskError) for link in found)
     cause = LossCause.STORE_FULL if full else LossCause.TASK
-    return Loss(cause, f"{type(error).__name__}: {error}")
+    return Loss(cause, f"{type(error).__name__}: {error}", part)
 
 
 def get_soon(answer: ray.ObjectRef) -> Any:

@@ -11,7 +11,8 @@ from torch.utils.data import default_collate
 
 from dpex import tuning
 from dpex.wire.block_format import Entry
-from dpex.wire.pickling import Pickled, dump
+from dpex.wire.chunks import Part, PickledChunk
+from dpex.wire.pickling import Pickled, dump, dump_in_band
 from dpex.wire.timings import Costs, count, noted, spent
 from dpex.worker.batched_reads import reads_batches
 from dpex.worker.binding import Binding
@@ -31,7 +32,7 @@ from dpex.worker.seeding import sample_seed, seed_generators, seeds_offered, str
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch
 
-__all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk"]
+__all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk", "pickled_chunks"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,18 @@ class Chunk:
     def worker(self) -> int:
         """Number of the logical worker that its batches belong to."""
         return self.first_batch % self.run.num_workers
+
+
+def pickled_chunks(chunks: Sequence[Chunk], **how: bool) -> list[PickledChunk]:
+    """Pickle chunks; ``how`` as in ``PickledChunk``.
+
+    Raises:
+        SerializationError: A chunk's indices cannot be pickled.
+    """
+    return [
+        PickledChunk(dump_in_band(c, "chunk"), c.worker, Part(c.run.key, c.number), **how)
+        for c in chunks
+    ]
 
 
 @dataclass(frozen=True)

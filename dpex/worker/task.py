@@ -125,25 +125,28 @@ def make_batches(
             for writer in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
                 asking.made += 1
                 if last:
-                    deliver(writer, asking.origin, asking.messages)
+                    deliver(writer, asking.messages, asking.last_sample_made())
                 else:
                     yield writer.table()
-        asking.finish(delivers=last)
+        asking.finish()
     asking.messages.confirm()
 
 
-def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) -> None:
+def deliver(
+    writer: BlockWriter, messages: Messages, finished: tuple[str, str, int] | None = None
+) -> None:
     """Put a block into the object store and send a reference, or send a small block itself.
 
     If the object store fails, the pipeline actor gets the loss in place of the block.
 
     Args:
         writer: The writer of the block.
-        origin: The task that began the block, and its process.
         messages: The messages of the current task to the pipeline actor.
+        finished: What ``_Asking.last_sample_made`` returned.
     """
+    part = writer.part
     if (block := writer.message()) is not None:
-        messages.send("block", origin, block, len(block), None)
+        messages.send("block", part, block, len(block), None, finished)
         return
     table = writer.table()
     stored, loss = None, None
@@ -151,8 +154,8 @@ def deliver(writer: BlockWriter, origin: tuple[str, str], messages: Messages) ->
         # A block in the object store, however small, keeps an autoscaler from removing its node.
         stored = ray.put(table)
     except ray.exceptions.RayError as failure:  # for example, the store and the disk are full
-        loss = loss_of(failure)
-    messages.send("block", origin, None, table.nbytes, loss, stored=stored)
+        loss = loss_of(failure, part)
+    messages.send("block", part, None, table.nbytes, loss, finished, stored=stored)
 
 
 def transform_batches(
@@ -195,25 +198,20 @@ def transform_batches(
         return
     interest = _interest(actor_name, pipeline_key)
     interest.in_run(frame.run)
-    # If Ray runs two stages in one task, the task has several blocks. A block of a cancelled run
-    # may have no batches.
-    first_batch = frame.entries[0].batch if frame.entries else -1
-    block = (ray.get_runtime_context().get_task_id(), frame.chunk, first_batch)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
-    if not ask_actor(actor_name, "may_begin", pipeline_key, block, frame.origin, process_name()):
+    task = ray.get_runtime_context().get_task_id()
+    if not ask_actor(actor_name, "may_begin", pipeline_key, task, frame.part, process_name()):
         return
     segments = OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
-    writer = BlockWriter(
-        frame.run, frame.chunk, frame.costs, origin=frame.origin, segments=segments
-    )
+    writer = BlockWriter(frame.run, frame.chunk, frame.costs, segments=segments)
     with working(pipeline_key, "" if kept else frame.run):
         batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
     if last:
         messages = Messages(actor_name, pipeline_key)
-        deliver(writer, frame.origin, messages)
+        deliver(writer, messages)
         messages.confirm()
     else:
         yield writer.table()
@@ -282,16 +280,20 @@ class _Asking:
                 self._told, self.unchanged = self.unchanged, None
                 self._made_then = self.made + coming if early else None
 
-    def finish(self, *, delivers: bool) -> None:
-        """Report the end of a chunk in which the task asked early, if no delivery reports it.
+    def last_sample_made(self) -> tuple[str, str, int] | None:
+        """Return a report if the task asked early, and has made the last block since.
 
-        Until then the pipeline actor gives the task no chunk of the next iteration.
-
-        Args:
-            delivers: Whether this task delivers its blocks itself.
+        Until the report arrives, the pipeline actor gives no task a chunk of the logical worker.
         """
-        made_then, self._made_then = self._made_then, None
-        if made_then is not None and not (delivers and self.made >= made_then):
+        if self._made_then is None or self.made < self._made_then:
+            return None
+        self._made_then = None
+        return *self.origin, self._place
+
+    def finish(self) -> None:
+        """Report the end of a chunk in which the task asked early, if no block reports it."""
+        if self._made_then is not None:
+            self._made_then = None
             self.messages.send("finished", *self.origin, self._place)
 
     def tell_changed(self) -> None:
@@ -345,9 +347,7 @@ def _make_chunk(
 
     again, binding = assigned.again, assigned.binding
     costs_before = Costs(retries=len(chunk.numbers) if again else 0)
-    writer = BlockWriter(
-        chunk.run.key, chunk.number, costs_before, origin=asking.origin, segments=segments
-    )
+    writer = BlockWriter(chunk.run.key, chunk.number, costs_before, segments=segments)
     opened = time.monotonic()
     # Invariant: when `ask` is called, only the block with the last batch is still to be made.
     ask = functools.partial(asking.ask, coming=1)

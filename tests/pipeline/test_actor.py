@@ -18,6 +18,7 @@ from dpex.compat.executor import ACTOR_ONLY
 from dpex.pipeline import actor as actor_module
 from dpex.pipeline.actor import Reply, _PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack, unpack
 from dpex.worker.binding import Binding
@@ -26,9 +27,9 @@ JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)
 STAGE = LaterStage([], "stage", {}, 1, capped=False, keeps_processes=False)
 ORIGIN = ("lease", "process")
-BLOCK = ("stage", 0, 0)
-PROCESS = "node:1:unique"
-LOST = Loss(LossCause.TASK, "died")
+PROCESS = "machine 1 2 unique"
+PART = Part("first", 0, (0,))
+LOST = Loss(LossCause.TASK, "died", PART)
 
 OnEnd = Callable[[BaseException | None], None]
 Scenario = Callable[[_PipelineActor, list["FakeExecution"]], Awaitable[None]]
@@ -75,10 +76,11 @@ async def feed(
     worker: int = 0,
 ) -> None:
     limits = {"parallel": 4, "starting": 4, "one_by_one": False}
-    workers = [worker] * len(payloads)
-    await actor.feed(
-        pack(pipeline, run, number, list(payloads), workers=workers, alone=False, **limits)
-    )
+    chunks = [
+        PickledChunk(payload, worker, Part(run, chunk))
+        for chunk, payload in enumerate(payloads, number)
+    ]
+    await actor.feed(pack(pipeline, run, number, chunks, **limits))
 
 
 async def ask(
@@ -90,10 +92,14 @@ async def ask(
 
 
 async def deliver(
-    actor: _PipelineActor, number: int, block: bytes | None = None, loss: Loss | None = None
+    actor: _PipelineActor,
+    number: int,
+    block: bytes | None = None,
+    loss: Loss | None = None,
+    part: Part = PART,
 ) -> None:
     """Deliver a message of a worker process."""
-    content = (ORIGIN, block, 9, loss)
+    content = (part, block, 9, loss, None)
     await actor.accept(pack("pipeline", ("sender", number), "block", content))
 
 
@@ -137,16 +143,18 @@ def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
         await feed(actor, 0, b"0", b"1")
         await ask(actor)
         await deliver(actor, 0, b"block 0")
-        assert await take(actor) == Reply([(b"block 0", 9)])
+        assert await take(actor) == Reply([(b"block 0", 9, PART)])
         taking = await started(take(actor))
         assert not taking.done()
         await ask(actor, 1, 1)
         await deliver(actor, 1, b"block 1")
-        assert await taking == Reply([(b"block 1", 9)])
+        assert await taking == Reply([(b"block 1", 9, PART)])
+        taking = await started(take(actor))
         last = await started(ask(actor, 2, 2))
-        assert await take(actor) == Reply(quiet_at=2)
-        await actor.release("pipeline", "first")
+        assert not taking.done()
+        await actor.close("pipeline")
         assert await last is None
+        assert (await taking).ended
 
     play(scenario)
 
@@ -186,18 +194,42 @@ def test_a_repeated_message_is_ignored(play: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         for _ in range(2):
             await deliver(actor, 0, b"block")
-        assert await take(actor) == Reply([(b"block", 9)])
+        assert await take(actor) == Reply([(b"block", 9, PART)])
 
     play(scenario)
 
 
-def test_a_loss_is_told_and_ends_the_waiting_leases(play: Any) -> None:
+def test_a_loss_is_told_and_the_tasks_go_on(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         waiting = await started(ask(actor))
         await deliver(actor, 0, loss=LOST)
         assert await take(actor) == Reply(losses=[LOST])
-        assert await waiting is None
+        assert not waiting.done()
+        await feed(actor, 0, b"0")
+        assert await waiting == b"0"
+        for _ in range(tuning.MAX_DEATHS):
+            payload = await ask(actor)
+        assert payload is None
+        [loss] = (await take(actor)).losses
+        assert (loss.cause, loss.part) == (LossCause.TASK, Part("first", 0))
+
+    play(scenario)
+
+
+def test_what_comes_of_an_earlier_run_is_dropped(play: Any) -> None:
+    """Its chunks have the same numbers as those of the present run."""
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await actor.cancel("pipeline", "first")
+        assert await actor.begin("pipeline", "second")
+        await deliver(actor, 0, b"late")
+        await deliver(actor, 1, loss=LOST)
+        assert not (taking := await started(take(actor, "second"))).done()
+        part = Part("second", 0, (0,))
+        await deliver(actor, 2, b"block", part=part)
+        assert await taking == Reply([(b"block", 9, part)])
 
     play(scenario)
 
@@ -263,8 +295,7 @@ def test_a_run_waits_for_the_tasks_of_a_pipeline_that_was_closed_before(
         asking = asyncio.ensure_future(ask(actor, pipeline="next"))
         if at_work:
             await asyncio.wait([asking], timeout=0.05)
-            assert not feeding.done()
-            assert not asking.done()
+            assert not any(call.done() for call in (feeding, asking))
             executions[0].tasks_ended.set()
         await feeding
         assert await asking == b"1"
@@ -308,14 +339,15 @@ def test_the_end_of_the_further_tasks_is_that_of_the_pipeline(play: Any) -> None
 def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
     async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
         await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
-        may = [await actor.may_begin("pipeline", BLOCK, ORIGIN, PROCESS) for _ in range(5)]
+        part = PART
+        may = [await actor.may_begin("pipeline", "stage", part, PROCESS) for _ in range(5)]
         assert may == [True] * tuning.MAX_DEATHS + [False]
-        assert await actor.may_begin("pipeline", ("stage", 0, 1), ORIGIN, PROCESS)
+        assert await actor.may_begin("pipeline", "stage", replace(part, batches=(1,)), PROCESS)
         [loss] = (await take(actor)).losses
-        assert loss.cause == LossCause.TASK
+        assert (loss.cause, loss.part) == (LossCause.TASK, part)
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
-        again = await actor.may_begin("pipeline", BLOCK, ORIGIN, PROCESS)
+        again = await actor.may_begin("pipeline", "stage", part, PROCESS)
         assert again, "each run counts again"
 
         executions[0].end(None)

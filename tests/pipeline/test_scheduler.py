@@ -14,8 +14,9 @@ from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline import task_starts
 from dpex.pipeline.fair_share import FairShare, OtherJobs
 from dpex.pipeline.scheduler import Scheduler
-from dpex.pipeline.task_lease import DeadlyChunkError
 from dpex.tuning import MAX_DEATHS
+from dpex.wire.chunks import Part, PickledChunk
+from dpex.wire.loss_causes import Loss
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -25,9 +26,15 @@ SECONDS = 10
 BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
 
 
+lost: list[Loss] = []
+"""The losses that the scheduler of the present scenario has reported."""
+
+
 def play(scenario: Scenario, **options: Any) -> None:
+    lost.clear()
+
     async def run() -> None:
-        scheduler = Scheduler(lambda: None, **options)
+        scheduler = Scheduler(lost.append, **options)
         scheduler.parallel = scheduler.starting = 4
         await scenario(scheduler)
 
@@ -44,9 +51,19 @@ async def start_tasks(scheduler: Scheduler) -> int:
     return 0
 
 
+def feed_one(scheduler: Scheduler, payload: bytes, worker: int = 0, *, alone: bool = False) -> None:
+    """Feed a chunk, which its losses name by its payload."""
+    part = Part(payload.decode(), 0)
+    scheduler.feed(PickledChunk(payload, worker, part, alone=alone, resent=alone))
+
+
 def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
     for worker, payload in enumerate(payloads):
-        scheduler.feed(payload, worker, alone=alone)
+        feed_one(scheduler, payload, worker, alone=alone)
+
+
+def lost_payloads() -> list[str]:
+    return [loss.part.run for loss in lost if loss.part is not None]
 
 
 async def waits(scheduler: Scheduler, *request: Any, early: bool = False) -> bool:
@@ -115,12 +132,12 @@ def test_a_task_is_not_begun_for_ever() -> None:
         await begin(MAX_DEATHS)
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1"  # the task makes progress
         await begin(MAX_DEATHS - 1)
-        with pytest.raises(DeadlyChunkError, match="died 4 times in a row"):
-            await scheduler.next_chunk("a", 0, 0)
+        assert await scheduler.next_chunk("a", 0, 0) is None
+        assert lost_payloads() == ["0", "1"], "each may have killed the process"
+        assert "died 4 times in a row" in lost[0].text
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"2"
         assert scheduler.has_work
         assert await waits(scheduler, "b", 1, 0)
-        assert scheduler.quiet_at == 3
 
     play(scenario)
 
@@ -132,7 +149,7 @@ def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> Non
         of_the_dead = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
-        scheduler.feed(b"1", 1, alone=False)  # only the dead process waits for it
+        feed_one(scheduler, b"1", 1)  # only the dead process waits for it
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
         feed(scheduler, b"2")
         assert payload_of(await scheduler.next_chunk("a", 1, 2)) == b"2"
@@ -144,8 +161,8 @@ def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> Non
 def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
-        feed(scheduler, b"1", alone=True)
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
+        feed(scheduler, b"1", alone=True)
         assert await scheduler.next_chunk("a", 1, 1) is None
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
         feed(scheduler, b"2")
@@ -183,9 +200,8 @@ def test_a_task_that_waits_ends_with_its_pipeline() -> None:
         scheduler.begin(in_run=False)
         between_runs = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
-        scheduler.release()
-        assert await between_runs is None
         scheduler.close()
+        assert await between_runs is None
         assert await scheduler.next_chunk("c", 0, 0) is None
 
     play(scenario)
@@ -302,7 +318,7 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
         assert not waiting.done()
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
-        scheduler.feed(b"2", 2, alone=False)
+        feed_one(scheduler, b"2", 2)
         assert await waiting == 1
         waiting = asyncio.ensure_future(scheduler.more_tasks(3))
         await asyncio.sleep(0)
@@ -312,71 +328,11 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
     play(scenario)
 
 
-def test_nothing_is_quiet_while_chunks_wait_or_blocks_are_on_their_way() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        feed(scheduler, b"0")
-        assert scheduler.quiet_at == 0
-        await scheduler.next_chunk("a", 0, 0, "process")
-        assert scheduler.has_work
-        # The task asks for its next chunk before its second block is delivered.
-        scheduler.delivered("a", "process")
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 2, "process"))
-        await asyncio.sleep(0)
-        assert not scheduler.has_work
-        assert scheduler.quiet_at == 0
-        scheduler.delivered("a", "another process")
-        assert scheduler.quiet_at == 0
-        scheduler.delivered("a", "process")
-        assert scheduler.quiet_at == 1
-        scheduler.close()
-        assert await waiting is None
-
-    play(scenario)
-
-
-def test_blocks_of_a_process_that_has_died_are_not_waited_for() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        feed(scheduler, b"0")
-        await scheduler.next_chunk("a", 0, 0, "first")
-        assert await waits(scheduler, "a", 1, 3, "first")
-        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
-        for _ in range(3):
-            scheduler.delivered("a", "first")
-        assert scheduler.quiet_at == 0
-        scheduler.delivered("a", "second")
-        assert await waits(scheduler, "a", 1, 1, "second")
-        assert scheduler.quiet_at == 1
-
-    play(scenario)
-
-
-def test_blocks_of_another_iteration_are_not_waited_for() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        feed(scheduler, b"0")
-        await scheduler.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9))  # of a cancelled iteration
-        await asyncio.sleep(0)
-        scheduler.begin(in_run=True)
-        feed(scheduler, b"1")
-        assert payload_of(await waiting) == b"1"
-        assert await waits(scheduler, "a", 2, 0)
-        assert scheduler.quiet_at == 2
-
-    play(scenario)
-
-
-def deliver_last_block(scheduler: Scheduler) -> None:
-    scheduler.delivered("a", "process")
-
-
 def finish(scheduler: Scheduler) -> None:
     scheduler.finish("a", "process", 1)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_a_task_that_asks_early_is_at_work_until_its_last_sample() -> None:
     """Otherwise the next iteration would give a chunk to a task whose last sample hangs."""
 
     async def scenario(scheduler: Scheduler) -> None:
@@ -386,9 +342,8 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
         waiting = asyncio.ensure_future(request)
         await asyncio.sleep(0)
         scheduler.begin(in_run=False)
-        scheduler.delivered("a", "process")  # the block before the last one
         assert scheduler.has_work
-        end(scheduler)
+        finish(scheduler)
         assert not scheduler.has_work
         scheduler.begin(in_run=True)
         feed(scheduler, b"1")
@@ -397,14 +352,11 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample(
     play(scenario)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_the_end_of_the_last_sample_may_overtake_the_request(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_the_end_of_the_last_sample_may_overtake_the_request() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "process")
-        end(scheduler)
+        finish(scheduler)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "process", early=True))
         await asyncio.sleep(0)
         assert not scheduler.has_work
@@ -414,10 +366,7 @@ def test_the_end_of_the_last_sample_may_overtake_the_request(
     play(scenario)
 
 
-@pytest.mark.parametrize("end", [deliver_last_block, finish])
-def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early(
-    end: Callable[[Scheduler], None],
-) -> None:
+def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0, "process")
@@ -427,7 +376,7 @@ def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_ea
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        end(scheduler)
+        finish(scheduler)
         await answers()
         assert waiting.done(), "it does not wait for a later look"
         assert payload_of(await waiting) == b"0 again"
@@ -493,7 +442,7 @@ def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
         assert not repeating.done(), "another process is worker 0"
         feed(scheduler, b"0 later")
         assert await waits(scheduler, "b", 1, 1, early=early), "the repeated chunk comes first"
-        scheduler.delivered("b", "")
+        scheduler.finish("b", "", 1)
         given = await repeating
         assert (payload_of(given), given and given.replaced) == (b"0", ("first",))
         assert payload_of(await scheduler.next_chunk("a", 1, 1, "second")) == b"1"
@@ -671,7 +620,7 @@ def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         for worker in (0, 0, 0, 1):
-            scheduler.feed(b"chunk", alone=False, worker=worker)
+            feed_one(scheduler, b"chunk", worker)
         assert await start_tasks(scheduler) == 2
         assert await scheduler.next_chunk("a", 0, 0) is not None  # no logical worker is bound yet
 
@@ -707,21 +656,21 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_task_lease(
 
     async def scenario(scheduler: Scheduler) -> None:
         times[:] = [100.0]
-        scheduler.feed(b"chunk", alone=False, worker=0)
+        feed_one(scheduler, b"chunk", 0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         for looks in range(1, 6):  # number of looks at the clock before the period begins
             times[:] = [109.999] * looks + [110.001]
-            scheduler.feed(b"chunk", alone=False, worker=0)
+            feed_one(scheduler, b"chunk", 0)
             await asyncio.sleep(0)
             if second.done():
                 assert second.result() is not None
                 break
             scheduler.drop()
         times[:] = [116.0]
-        scheduler.feed(b"chunk", alone=False, worker=0)
+        feed_one(scheduler, b"chunk", 0)
         assert await second is not None
 
     play(scenario, **BOUND)
@@ -730,7 +679,7 @@ def test_a_stream_that_is_held_back_from_now_on_keeps_its_task_lease(
 def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamespace) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         for _ in range(4):
-            scheduler.feed(b"chunk", alone=False, worker=0)
+            feed_one(scheduler, b"chunk", 0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
         scheduler.note_others(OtherJobs(wait=True, may_wait=1))  # a CPU is free
         assert await scheduler.next_chunk("a", 1, 1) is not None
@@ -747,25 +696,13 @@ def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamesp
 
 def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        scheduler.feed(b"chunk", alone=False, worker=0)
-        scheduler.feed(b"chunk", alone=False, worker=0)
+        feed_one(scheduler, b"chunk", 0)
+        feed_one(scheduler, b"chunk", 0)
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         assert await scheduler.next_chunk("a", 0, 0) is not None
         assert await scheduler.next_chunk("a", 1, 1) is not None
 
     play(scenario, **BOUND, holds_resources=True)
-
-
-def test_what_was_lost_of_an_iteration_is_nothing_to_the_next() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        scheduler.feed(b"0", alone=False, worker=0)
-        assert await scheduler.next_chunk("a", 0, 0) is not None
-        scheduler.release()
-        scheduler.drop()  # the next iteration starts before the task has ended
-        scheduler.feed(b"1", alone=False, worker=1)
-        assert (await scheduler.next_chunk("b", 0, 0)) == AssignedChunk(b"1", 0, Binding.ALWAYS)
-
-    play(scenario, **BOUND)
 
 
 def test_pipeline_actors_learn_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -811,7 +748,7 @@ def test_many_pipeline_actors_ask_more_rarely() -> None:
 def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
-            scheduler.feed(payload, alone=False, worker=worker)
+            feed_one(scheduler, payload, worker)
         assert await start_tasks(scheduler) == 2  # one task for each stream
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
         assert await start_tasks(scheduler) == 0
@@ -820,9 +757,9 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
         assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"1b"
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
-        scheduler.feed(b"0c", alone=False, worker=0)
+        feed_one(scheduler, b"0c", 0)
         assert not waiting.done()
-        scheduler.feed(b"1c", alone=False, worker=1)
+        feed_one(scheduler, b"1c", 1)
         assert payload_of(await waiting) == b"1c"
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
         assert payload_of(await scheduler.next_chunk("a", 2, 2)) == b"0c"
@@ -834,76 +771,116 @@ async def die(scheduler: Scheduler, name: str) -> None:
     """Restart a task on its first chunk until the scheduler ends its lease."""
     for _ in range(MAX_DEATHS - 1):
         assert await scheduler.next_chunk(name, 0, 0) is not None
-    with pytest.raises(DeadlyChunkError):
-        await scheduler.next_chunk(name, 0, 0)
-    scheduler.release()
+    assert await scheduler.next_chunk(name, 0, 0) is None
 
 
-def test_when_a_stream_is_lost_all_end_and_begin_again() -> None:
+def test_when_a_stream_is_lost_its_chunk_is_named_and_the_others_go_on() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
-            scheduler.feed(payload, alone=False, worker=worker)
+            feed_one(scheduler, payload, worker)
         await scheduler.next_chunk("dies", 0, 0)
-        await scheduler.next_chunk("slow", 0, 0)
+        assert payload_of(await scheduler.next_chunk("lives", 0, 0)) == b"1a"
         await die(scheduler, "dies")
-        # The training process has not learned of the loss yet.
-        scheduler.feed(b"0c", alone=False, worker=0)
-        assert scheduler.quiet_at == 0
-        assert await scheduler.next_chunk("slow", 1, 0) is None
-        assert scheduler.quiet_at == 5
-        scheduler.feed(b"0a again", alone=True, worker=0)
-        scheduler.feed(b"1b again", alone=True, worker=1)
-        assert await start_tasks(scheduler) == 2
+        assert lost_payloads() == ["0a"]
+        # The training process may send more before it learns of the loss.
+        feed_one(scheduler, b"0c", 0)
+        feed_one(scheduler, b"0a again", 0, alone=True)
+        assert payload_of(await scheduler.next_chunk("lives", 1, 1)) == b"1b"
+        assert await start_tasks(scheduler) == 1
         assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"0a again"
-        await die(scheduler, "c")  # logical worker 1 has not started, so it is not lost
-        assert scheduler.quiet_at == 5
-        assert payload_of(await scheduler.next_chunk("d", 0, 0)) == b"1b again"
-        assert await scheduler.next_chunk("d", 1, 0) is None
-        assert scheduler.quiet_at == 7
+        assert await scheduler.next_chunk("c", 1, 1) is None
+        assert await start_tasks(scheduler) == 1
+        for place, payload in enumerate((b"0b", b"0c")):
+            assert payload_of(await scheduler.next_chunk("d", place, place)) == payload
+        feed_one(scheduler, b"1c", 1)
+        assert payload_of(await scheduler.next_chunk("lives", 2, 2)) == b"1c"
 
     play(scenario, **BOUND)
 
 
-def test_a_slow_stream_s_task_ends_when_another_is_lost() -> None:
+def test_a_stream_that_began_again_before_its_loss_was_known_begins_once_more() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        scheduler.feed(b"0", alone=False, worker=0)
-        scheduler.feed(b"1", alone=False, worker=1)
+        feed_one(scheduler, b"0a", 0)
+        feed_one(scheduler, b"0b", 0)
         await scheduler.next_chunk("dies", 0, 0)
-        await scheduler.next_chunk("slow", 0, 0)
-        scheduler.release()
-        assert await scheduler.next_chunk("slow", 1, 1) is None
+        await die(scheduler, "dies")
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"0b"
+        feed_one(scheduler, b"0c", 0)
+        feed_one(scheduler, b"0a again", 0, alone=True)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await scheduler.next_chunk("b", 1, 1) is None
+        assert payload_of(await waiting) == b"0a again"
+        assert await scheduler.next_chunk("c", 1, 1) is None
+        assert payload_of(await scheduler.next_chunk("d", 0, 0)) == b"0c"
 
     play(scenario, **BOUND)
 
 
 def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        scheduler.feed(b"5", alone=True, worker=1)
-        scheduler.feed(b"7", alone=True, worker=1)
+        feed_one(scheduler, b"5", 1, alone=True)
+        feed_one(scheduler, b"7", 1, alone=True)
         assert await start_tasks(scheduler) == 1
         await scheduler.next_chunk("dies", 0, 0)
         assert await start_tasks(scheduler) == 0
         await die(scheduler, "dies")
+        assert lost_payloads() == ["5"]
         assert await start_tasks(scheduler) == 1
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"7"
 
     play(scenario, **BOUND)
 
 
-def test_the_end_of_idle_tasks_loses_no_chunk_of_the_next_run() -> None:
+def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        scheduler.feed(b"0", alone=False, worker=0)
-        await scheduler.next_chunk("a", 0, 0)
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 0))
-        await asyncio.sleep(0)
-        assert scheduler.quiet_at == 1
-        scheduler.release()
-        assert await waiting is None
-        scheduler.feed(b"1", alone=False, worker=0)
+        feed(scheduler, b"0", b"1", b"2", b"3")
+        assert await start_tasks(scheduler) == 4
+        names = ("a", "b", "c", "d")
+        for name in names:
+            await scheduler.next_chunk(name, 0, 0)
+        for payload, worker in ((b"4", 4), (b"5", 5), (b"6", 6)):
+            feed_one(scheduler, payload, worker)
+        feed_one(scheduler, b"7 alone", 7, alone=True)
+        feed_one(scheduler, b"8 alone", 7, alone=True)
+        assert await scheduler.next_chunk("a", 1, 1) is None, "one task makes room"
         assert await start_tasks(scheduler) == 1
-        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+        assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"4"
+        assert payload_of(await scheduler.next_chunk("e", 0, 0)) == b"7 alone"
+        assert payload_of(await scheduler.next_chunk("c", 1, 1)) == b"5", "its worker has a task"
+        assert await scheduler.next_chunk("e", 1, 1) is None
+        assert await start_tasks(scheduler) == 1
+        assert payload_of(await scheduler.next_chunk("d", 1, 1)) == b"6"
+        assert payload_of(await scheduler.next_chunk("f", 0, 0)) == b"8 alone"
+
+    play(scenario, num_workers=9)
+
+
+def test_a_task_that_waits_gives_way_if_only_one_may_run() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0)
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
+        await asyncio.sleep(0)
+        scheduler.one_by_one = True
+        feed_one(scheduler, b"1 again", 1, alone=True)
+        assert await waiting is None
+        assert await start_tasks(scheduler) == 1
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1 again"
 
     play(scenario, **BOUND)
+
+
+def test_a_resent_chunk_that_need_not_be_alone_comes_before_new_ones() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        scheduler.feed(PickledChunk(b"2", 2, Part("2", 0), resent=True))
+        scheduler.feed(PickledChunk(b"3", 3, Part("3", 0), resent=True))
+        payloads = [payload_of(await scheduler.next_chunk("a", n, n)) for n in range(4)]
+        assert payloads == [b"2", b"3", b"0", b"1"]
+
+    play(scenario)
 
 
 # --- bound logical workers ------------------------------------------------------------------------
@@ -985,7 +962,9 @@ def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
         await scheduler.next_chunk("b", 0, 0)
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
         scheduler.note_state("b", unchanged=True)
-        scheduler.release()
+        for _ in range(MAX_DEATHS):
+            given = await scheduler.next_chunk("a", 0, 0)
+        assert given is None
         feed(scheduler, b"0d")
         assert await scheduler.next_chunk("b", 1, 1) is not None
 
@@ -1049,7 +1028,7 @@ def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) ->
         scheduler.begin(in_run=False)
         scheduler.begin(in_run=True)
         of_1, of_0 = "ba" if persistent else "ab"
-        scheduler.feed(b"1 of the next epoch", 1, alone=False)
+        feed_one(scheduler, b"1 of the next epoch", 1)
         assert payload_of(await asking[of_1]) == b"1 of the next epoch"
         assert not asking[of_0].done()
         feed(scheduler, b"0 of the next epoch")
@@ -1061,9 +1040,8 @@ def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) ->
 def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         feed(scheduler, b"0a")
-        await scheduler.next_chunk("a", 0, 0)
-        scheduler.release()
-        assert await scheduler.next_chunk("a", 1, 0) is None
+        await scheduler.next_chunk("dies", 0, 0)
+        await die(scheduler, "dies")
         feed(scheduler, b"0b", b"1b")
         assert await scheduler.next_chunk("b", 0, 0) == AssignedChunk(
             b"0b", 0, Binding.ALWAYS, restarted=True

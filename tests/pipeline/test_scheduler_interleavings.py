@@ -15,7 +15,7 @@ import pytest
 
 from dpex import tuning
 from dpex.pipeline.scheduler import Scheduler
-from dpex.pipeline.task_lease import DeadlyChunkError
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -37,7 +37,8 @@ class Process:
         made: Number of blocks that it has made.
         asked: Its request for the next chunk, if it has sent one.
         early: Whether it made samples when it sent the request.
-        delivering: Number of blocks that are on their way to the scheduler.
+        delivering: The blocks on their way to the scheduler. A last block that was made after a
+            request has the place of that request.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Process:
     made: int = 0
     asked: asyncio.Future[AssignedChunk | None] | None = None
     early: bool = False
-    delivering: int = 0
+    delivering: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Model:
             self.scheduler.finish(process.name, process.attempt, process.place)
             return
         process.made += 1
-        process.delivering += 1
+        process.delivering.append(process.place if process.early else None)
         if process.binding is Binding.WATCHED:
             self.scheduler.note_state(process.name, self.draws.random() < 0.9)
         if not process.early:
@@ -106,18 +107,15 @@ class Model:
 
     def deliver(self, process: Process) -> None:
         if process.delivering:
-            process.delivering -= 1
-            self.scheduler.delivered(process.name, process.attempt)
+            place = process.delivering.pop(0)
+            if place is not None:
+                self.scheduler.finish(process.name, process.attempt, place)
 
     def take(self, process: Process) -> None:
         """Take the answer, and begin the chunk."""
         if process.asked is None or not process.asked.done() or process.runs is not None:
             return
-        try:
-            assigned = process.asked.result()
-        except DeadlyChunkError:
-            self.scheduler.release()
-            assigned = None
+        assigned = process.asked.result()
         process.asked, process.early = None, False
         if assigned is None:
             while process.delivering:
@@ -144,7 +142,8 @@ class Model:
         if self.scheduler.in_run:
             worker = self.chunks % WORKERS
             self.chunks += 1
-            self.scheduler.feed(b"%d" % worker, worker, alone=alone)
+            part = Part("run", self.chunks)
+            self.scheduler.feed(PickledChunk(b"%d" % worker, worker, part, alone, resent=alone))
 
     def end_iteration(self) -> None:
         self.scheduler.drop()
@@ -165,8 +164,6 @@ class Model:
         rare = self.draws.random()
         if rare < 0.05:
             self.end_iteration()
-        elif rare < 0.1:
-            self.scheduler.release()
         elif rare < 0.2 and self.processes:
             self.die(self.draws.choice(self.processes))
         elif rare < 0.3:
@@ -195,7 +192,7 @@ def test_no_two_processes_are_the_same_worker(
 
     async def play(seed: int) -> None:
         options: dict[str, Any] = {"binding": binding, "persistent": persistent}
-        scheduler = Scheduler(lambda: None, num_workers=WORKERS, **options)
+        scheduler = Scheduler(lambda _: None, num_workers=WORKERS, **options)
         scheduler.parallel = scheduler.starting = TASKS
         model = Model(scheduler, random.Random(seed))
         for _ in range(STEPS):

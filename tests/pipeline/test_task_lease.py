@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from dpex.pipeline.task_lease import DeadlyChunkError, LeaseState, TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import DeadlyChunkError, LeaseState, TaskLease
 from dpex.tuning import MAX_DEATHS
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
 from dpex.worker.binding import Binding
 
@@ -19,7 +20,7 @@ def new_lease() -> TaskLease:
 
 
 def give(lease: TaskLease, payload: bytes, *, worker: int = 0, alone: bool = False) -> None:
-    lease.give(WaitingChunk(payload, worker, alone), run=1)
+    lease.give(PickledChunk(payload, worker, Part(payload.decode(), 0), alone), run=1)
 
 
 def ask(lease: TaskLease, place: int = 1, *, made: int = 0, attempt: str = "process") -> None:
@@ -73,10 +74,12 @@ def test_a_chunk_that_kills_its_processes_ends_the_lease() -> None:
     ask(lease, 0, made=3)
     for _ in range(MAX_DEATHS - 1):
         lease.repeat(0, RELEASED)
-    with pytest.raises(DeadlyChunkError, match=rf"died {MAX_DEATHS} times in a row\. Ray's"):
+    with pytest.raises(
+        DeadlyChunkError, match=rf"died {MAX_DEATHS} times in a row\. Ray's"
+    ) as info:
         lease.repeat(0, RELEASED)
+    assert info.value.parts == [Part("0", 0)]
     assert lease.state is LeaseState.ENDED
-    assert not lease.in_flight
 
 
 def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
@@ -87,15 +90,6 @@ def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
             lease.repeat(0, RELEASED)
         ask(lease)
     assert lease.waiting
-
-
-def test_blocks_of_an_earlier_process_are_no_longer_in_flight() -> None:
-    lease = new_lease()
-    give(lease, b"0")
-    ask(lease, made=2)
-    assert lease.in_flight
-    ask(lease, 0, attempt="another")
-    assert not lease.in_flight
 
 
 @pytest.mark.parametrize("change", ["give", "end", "repeat"])

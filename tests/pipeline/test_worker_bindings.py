@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from dpex.pipeline.task_lease import TaskLease, WaitingChunk
+from dpex.pipeline.task_lease import TaskLease
 from dpex.pipeline.worker_bindings import WorkerBindings
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.binding import Binding
 
 
@@ -17,8 +18,8 @@ def bindings(**options: Any) -> tuple[WorkerBindings, TaskLease, TaskLease]:
     return WorkerBindings(leases, **options), leases["a"], leases["b"]
 
 
-def chunks(*workers: int) -> list[WaitingChunk]:
-    return [WaitingChunk(b"", worker, alone=False) for worker in workers]
+def chunks(*workers: int) -> list[PickledChunk]:
+    return [PickledChunk(b"", worker, Part("run", 0)) for worker in workers]
 
 
 def give(made: WorkerBindings, lease: TaskLease, worker: int) -> None:
@@ -71,7 +72,7 @@ def test_a_task_that_asks_early_holds_its_worker_until_its_last_sample() -> None
     assert made.chunk_index_for(a, chunks(0)) == 0
     give(made, a, 1)
     assert made.chunk_index_for(b, chunks(0, 1)) is None
-    a.note_delivered()
+    a.finish(place=1)
     assert made.chunk_index_for(b, chunks(1, 0)) == 1
 
 
@@ -136,12 +137,3 @@ def test_a_worker_that_had_another_process_is_restarted() -> None:
     a.end()
     give(made, b, 0)
     assert b.restarted
-
-
-def test_a_chunk_that_was_sent_alone_frees_its_worker_when_something_is_lost() -> None:
-    made, a, b = bindings()
-    give(made, a, 0)
-    b.give(WaitingChunk(b"", 1, alone=True), run=1)
-    made.note_given(b, 1)
-    made.release()
-    assert made.taken() == {0}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpex.training.in_flight import ChunkInFlight
+from dpex.training.in_flight import Attempt, ChunkInFlight
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
@@ -18,4 +18,4 @@ def sent(number: int, first: int, batches: int, *, tries: int = 0, **how: Any) -
     """Return a chunk in flight; if ``tries`` > 0, it was sent alone that many times."""
     indices = [[batch] for batch in range(batches)]
     chunk = Chunk(RUN, number, first, indices, list(range(batches)), **how)
-    return ChunkInFlight(chunk, tries > 0, tries or 1)
+    return ChunkInFlight(chunk, Attempt(alone=tries > 0, tries=tries or 1))

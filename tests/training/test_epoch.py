@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.wire.arrivals import Arrival
 from dpex.wire.block_format import Block, Entry
+from dpex.wire.chunks import Part
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.timings import Costs
 from dpex.worker.binding import Binding
@@ -30,7 +32,7 @@ from dpex.worker.training_settings import Settings
 WORKERS = 2
 RUN = Run("first", "loader", 7, 0, WORKERS, 0, Settings(".", torch.float32))
 # The fate of a chunk: its entries, its losses, or None if the pipeline ends.
-Fate = Sequence[Entry] | Sequence[Loss] | None
+Fate = Sequence[Entry | Loss] | None
 DIED, BLOCK = Loss(LossCause.TASK, "died"), Loss(LossCause.BLOCK, "a block was lost")
 
 
@@ -66,9 +68,8 @@ class FakeRun:
 
     def __init__(self, pipeline: Pipeline, key: str) -> None:
         self._pipeline, self._key = pipeline, key
-        self._arrivals: deque[Arrival] = deque()
-        self._late: deque[Arrival] = deque()
-        self._losses: list[Loss] = []
+        self._news: deque[Arrival | Loss] = deque()
+        self._late: deque[Arrival | Loss] = deque()
         self.arrivals = self
         self._fed = 0
         self.ended = self.lost = self.closed = False
@@ -83,28 +84,23 @@ class FakeRun:
             if fate is None:
                 self.ended = self.lost = True
                 continue
-            self._losses += [part for part in fate if isinstance(part, Loss)]
             if entries := [part for part in fate if isinstance(part, Entry)]:
-                block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100, ("", ""))
+                block = Block(self._key, chunk.number, [], Costs(seconds=1e-3), 100)
                 late = self._pipeline.late in chunk.numbers
-                (self._late if late else self._arrivals).append(Arrival(block, entries))
+                (self._late if late else self._news).append(Arrival(block, entries))
+            for loss in fate:
+                if isinstance(loss, Loss):
+                    part = loss.part or Part(self._key, chunk.number)
+                    self._news.append(replace(loss, part=part))
 
-    @property
-    def quiet_at(self) -> int:
-        return 0 if self._pipeline.at_work or self.ended or self._late else self._fed
+    def wait(self, _: float | None) -> bool:
+        return bool(self._news or self.ended)
 
-    def wait(self, _: float | None, quiet_above: int) -> bool:
-        return bool(self._arrivals or self._losses or self.ended or self.quiet_at > quiet_above)
-
-    def take(self) -> Arrival | None:
-        if self._arrivals:
-            return self._arrivals.popleft()
-        self._arrivals, self._late = self._late, self._arrivals  # for the next call
+    def take(self) -> Arrival | Loss | None:
+        if self._news:
+            return self._news.popleft()
+        self._news, self._late = self._late, self._news  # for the next call
         return None
-
-    def take_losses(self) -> list[Loss]:
-        losses, self._losses = self._losses, []
-        return losses
 
     def failure(self) -> None:
         return None
@@ -123,7 +119,6 @@ class Pipeline(OwnProcess):
     """A session whose chunks get the fate that one function returns."""
 
     alive = True
-    at_work = False
 
     def __init__(self, fate: Callable[[Chunk, bool], Fate], late: int | None) -> None:
         super().__init__()
@@ -146,7 +141,7 @@ class Pipeline(OwnProcess):
         raise AssertionError
 
 
-def made(chunk: Chunk) -> list[Entry]:
+def made(chunk: Chunk) -> list[Entry | Loss]:
     return [Entry(batch, batch) for batch in chunk.numbers]
 
 
@@ -294,6 +289,68 @@ def test_an_epoch_whose_pipelines_are_all_lost_fails() -> None:
         reader.epoch.raise_failure()
 
 
+def test_a_loss_delays_no_batch_that_is_not_lost() -> None:
+    """All other batches are requested and delivered while the lost batches do not come."""
+
+    def fate(chunk: Chunk, alone: bool) -> Fate:
+        if 0 in chunk.numbers:
+            return () if alone else [DIED]
+        return made(chunk)
+
+    reader = Reader(fate, in_order=False, length=200)
+    batches = iter(reader)
+    assert sorted(next(batches).batch for _ in range(199)) == list(range(1, 200))
+
+
+def test_only_the_named_batches_are_resent() -> None:
+    lost = iter([True])
+
+    def fate(chunk: Chunk, _: bool) -> Fate:
+        if 150 in chunk.numbers and next(lost, False):
+            assert len(chunk.numbers) > 1
+            kept = [Entry(batch, batch) for batch in chunk.numbers if batch != 150]
+            return [*kept, replace(BLOCK, part=Part("first", chunk.number, (150,)))]
+        return made(chunk)
+
+    reader = Reader(fate, length=200)
+    assert reader.batches() == list(range(200))
+    assert reader.meter.retries == 1
+
+
+def test_an_interrupt_while_blocks_are_taken_in_leaves_no_batch_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = Reader(lambda chunk, _: made(chunk))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader.epoch, "_take_block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reader.batches()
+    with pytest.raises(BatchLostError, match="outstanding"):
+        reader.epoch.raise_failure()
+
+
+def test_a_warning_that_is_raised_leaves_no_lost_batch_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fate(chunk: Chunk, alone: bool) -> Fate:
+        return made(chunk) if alone or 0 not in chunk.numbers else [DIED]
+
+    reader = Reader(fate)
+    warnings = iter([UserWarning("once")])
+
+    def note(*_: Any) -> None:
+        for warning in warnings:
+            raise warning
+
+    monkeypatch.setattr(reader.epoch._notes, "note", note)
+    with pytest.raises(UserWarning, match="once"):
+        reader.batches()
+    assert reader.batches() == list(range(12))
+
+
 def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,7 +359,7 @@ def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader.epoch, "_send_all", interrupted)
+    monkeypatch.setattr(reader.epoch, "_resend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.batches()
     with pytest.raises(BatchLostError, match="outstanding"):
@@ -348,6 +405,5 @@ def test_a_batch_without_samples_is_passed_over() -> None:
 
 def test_a_timeout_names_the_batch_and_its_indices() -> None:
     reader = Reader(lambda *_: (), timeout_s=0.01)
-    reader.pipeline.at_work = True
     with pytest.raises(RuntimeError, match=r"waiting for batch 0 \(dataset indices \[0\]\)"):
         reader.epoch.next_entry(reader.meter)

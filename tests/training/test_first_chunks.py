@@ -15,8 +15,9 @@ import torch
 from cluster_programs import wait_until
 
 from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
-from dpex.wire.arrivals import Arrivals
+from dpex.wire.arrivals import Arrival
 from dpex.wire.block_format import BlockWriter, Entry
+from dpex.wire.chunks import Part, PickledChunk
 from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.pickling import dump
 from dpex.wire.timings import Costs
@@ -82,12 +83,12 @@ class Remote:
         self.ended = 0
         self.error: Exception | None = None
 
-    def send(self, payloads: list[bytes], workers: list[int], **how: Any) -> None:
+    def send(self, chunks: list[PickledChunk], **limits: Any) -> None:
         if self.error is not None:
             raise self.error
-        assert how["parallel"] == LIMITS["parallel"]
-        self.sent += [pickle.loads(payload).number for payload in payloads]
-        self.workers += workers
+        assert limits["parallel"] == LIMITS["parallel"]
+        self.sent += [chunk.part.chunk for chunk in chunks]
+        self.workers += [chunk.worker for chunk in chunks]
 
     def end(self) -> None:
         self.ended += 1
@@ -135,6 +136,7 @@ class Played:
 
         def more() -> bool:
             while (arrival := self.run.arrivals.take()) is not None:
+                assert isinstance(arrival, Arrival)
                 values.extend(entry.value for entry in arrival.batches)
             return len(values) >= count
 
@@ -148,10 +150,6 @@ def first() -> Iterator[Played]:
     yield made
     for process in made.processes:
         process.die()
-
-
-def quiet(arrivals: Arrivals, chunks: int) -> bool:
-    return arrivals.wait(SECONDS, chunks - 1)
 
 
 def attach(run: FirstRun) -> Remote:
@@ -174,7 +172,6 @@ def test_first_workers_make_the_first_chunks_and_ray_starts_after_they_are_sent(
     for process, (chunk, _) in zip(first.processes, given, strict=True):
         process.deliver(chunk)
     assert sorted(first.arrived(2)) == [0, 5]
-    assert quiet(first.run.arrivals, 2)
 
 
 def test_a_watched_logical_worker_s_chunks_are_made_one_after_another(first: Played) -> None:
@@ -194,7 +191,7 @@ def test_logical_workers_are_released_once_each_has_left_its_copy_unchanged(firs
         assert binding is Binding.WATCHED
         first.processes[number % 2].deliver(chunk)
         first.arrived(1)
-    assert quiet(first.run.arrivals, LOGICAL_WORKERS)
+    wait_until(lambda: not first.workers.at_work, SECONDS, "the last report")
     first.feed(0, 0, 1)
     (first_of_0, binding), (of_1, _) = left.given(), right.given()
     assert binding is Binding.RELEASED
@@ -217,9 +214,6 @@ def test_the_pipeline_gets_the_chunk_that_changed_its_copy_and_then_the_later_on
     right.report(Made.UNFINISHED)
     assert right.message() == END
     wait_until(lambda: remote.sent == [0, 2, 4, 1, 3], SECONDS, "the chunks of logical worker 1")
-    assert first.run.arrivals.quiet_at == 0, "no chunk is done"
-    first.run.arrivals.set_quiet(5)
-    assert first.run.arrivals.quiet_at == 5
 
 
 def test_chunks_go_to_the_pipeline_once_it_has_a_task(first: Played) -> None:
@@ -234,7 +228,7 @@ def test_chunks_go_to_the_pipeline_once_it_has_a_task(first: Played) -> None:
     assert remote.sent == [2, 3, 4], "a first worker still makes a chunk of worker 1"
     right.deliver(made[1], Made.UNCOMPARED)
     first.arrived(2)
-    assert quiet(first.run.arrivals, 2)
+    wait_until(lambda: not first.workers.at_work, SECONDS, "the last report")
     first.feed(0)
     assert remote.sent == [2, 3, 4, 5, 6]
     assert left.message() == right.message() == END
@@ -254,9 +248,9 @@ def test_the_chunk_of_a_process_that_dies_is_lost(first: Played) -> None:
     first.feed(0, 1, 0)
     left.given()
     left.die()
-    assert quiet(first.run.arrivals, 1)
-    [loss] = first.run.arrivals.take_losses()
-    assert loss == Loss(LossCause.TASK, "a worker process died before Ray started")
+    assert first.run.arrivals.wait(SECONDS)
+    text = "a worker process died before Ray started"
+    assert first.run.arrivals.take() == Loss(LossCause.TASK, text, Part("run", 0))
     chunk, _ = right.given()
     right.deliver(chunk)
     assert right.given()[0].number == 2, "the other first worker works on"
@@ -278,13 +272,13 @@ def test_a_process_whose_connection_is_lost_is_its_worker_until_it_has_ended(
         wait_until(lambda: worker.lost, SECONDS, "loss of the connection")
         first.feed(1)
         assert right.given()[0].worker == 1
-        assert not first.run.arrivals.take_losses()
+        assert first.run.arrivals.take() is None
         right.report(Made.UNCHANGED)
-        assert quiet(first.run.arrivals, 1)
+        wait_until(lambda: first.workers.at_work == 1, SECONDS, "the report")
         assert right.idle(), "worker 0 may still make samples"
         process.kill()
         assert right.given()[0].worker == 0
-        assert len(first.run.arrivals.take_losses()) == 1
+        assert isinstance(first.run.arrivals.take(), Loss)
     right.die()
 
 

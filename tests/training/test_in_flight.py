@@ -6,12 +6,10 @@ from typing import Any
 
 from chunks import RUN, sent
 
-from dpex.training.in_flight import InFlight, joined_streams
+from dpex.training.in_flight import Attempt, InFlight, joined_streams
 from dpex.wire.block_format import Entry
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.wire.chunks import Part
 from dpex.worker.map_style import Chunk
-
-DIED = Loss(LossCause.TASK, "died")
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:
@@ -42,7 +40,7 @@ def test_other_chunks_of_one_logical_worker_are_not() -> None:
 
 def in_flight(*chunks: Chunk) -> InFlight:
     flight = InFlight()
-    flight.add(flight.numbered(chunks, RUN), alone=False, tries=1)
+    flight.add(flight.numbered(chunks, RUN), Attempt())
     return flight
 
 
@@ -74,32 +72,41 @@ def test_the_end_of_a_stream_ends_its_chunk() -> None:
     assert not flight
 
 
-def test_chunks_are_lost_once_all_of_them_are_done_without_their_batches() -> None:
-    flight = in_flight(sent(0, 0, 1).chunk, sent(0, 1, 1).chunk)
+def test_the_end_of_a_stream_ends_its_later_chunks_and_no_other_stream() -> None:
+    later = [sent(n, first, 2, stream=True).chunk for n, first in ((0, 0), (1, 1), (2, 6))]
+    flight = in_flight(*later)
+    end = entries(3, outcome="end")
+    assert flight.arrive(0, [*entries(0), *end]) == [*entries(0), *end]
+    assert flight.arrive(2, entries(6)) is None
+    assert [sorted(chunk.missing) for chunk in flight.take()] == [[1, 4]]
+
+
+def test_the_batches_of_a_loss_leave_their_chunk_and_the_others_stay() -> None:
+    flight = in_flight(sent(0, 0, 4).chunk, sent(1, 1, 1).chunk)
     flight.arrive(0, entries(0))
-    assert not flight.lost(quiet_at=1)
-    assert flight.lost(quiet_at=2)
+    lost = flight.lose(Part("run", 0, (0, 6)))
+    assert lost is not None
+    assert lost.missing == {6}
+    assert flight.arrive(0, entries(3, 6)) == entries(3), "a block of lost batches may still come"
+    rest = flight.lose(Part("run", 0))
+    assert rest is not None
+    assert rest.missing == {9}
+    assert flight.arrive(0, entries(9)) is None
     assert [sorted(chunk.missing) for chunk in flight.take()] == [[1]]
-    assert not flight.lost(quiet_at=2)
 
 
-def test_after_an_error_nothing_is_sent_until_all_has_arrived() -> None:
+def test_a_loss_of_batches_that_have_arrived_is_none() -> None:
     flight = in_flight(sent(0, 0, 2).chunk)
-    flight.note_losses([DIED])
-    flight.settle()
-    assert flight.draining
-    flight.arrive(0, entries(0, 3))
-    flight.settle()
-    assert not flight.draining
-    assert flight.losses == [DIED]  # kept until a later chunk arrives
-
-
-def test_losses_are_forgotten_once_a_later_chunk_has_arrived() -> None:
-    flight = in_flight(sent(0, 0, 1).chunk)
-    flight.note_losses([DIED])
     flight.arrive(0, entries(0))
-    flight.settle()
-    flight.add(flight.numbered([sent(0, 1, 1).chunk], RUN), alone=False, tries=1)
+    assert flight.lose(Part("run", 0, (0,))) is None
+    assert flight.lose(Part("run", 7)) is None
+    assert flight.arrive(0, entries(3)) == entries(3)
+    assert flight.lose(Part("run", 0)) is None
+
+
+def test_one_task_at_a_time_runs_until_the_chunks_that_did_not_fit_have_arrived() -> None:
+    flight = in_flight(sent(0, 0, 1).chunk)
+    flight.add(flight.numbered([sent(0, 1, 1).chunk], RUN), Attempt(alone=True, one_by_one=True))
+    assert flight.one_by_one
     flight.arrive(1, entries(1))
-    flight.settle()
-    assert flight.losses == []
+    assert not flight.one_by_one
