@@ -67,7 +67,7 @@ class Indices:
     def next_request(self) -> None:
         return None
 
-    def begin_streams(self, workers: int, _: Any) -> tuple[list[int], list[None]]:
+    def begin_streams(self, workers: int) -> tuple[list[int], list[None]]:
         return [0] * workers, [None] * workers
 
     def deliver(self, _: int) -> None: ...
