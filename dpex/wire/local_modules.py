@@ -57,6 +57,8 @@ class _Version:
 
 SCRIPTS = ("__main__", "__mp_main__")
 """Names of the script as a module."""
+# ``torch.compile`` adds functions with these names to the module of a function that it compiles.
+_OF_TORCH_COMPILE = ("__compiled_fn_", "__resume_at_")
 _seen: dict[str, _Version] = {}
 # Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
@@ -188,7 +190,8 @@ def _code_in(names: Mapping[str, Any], place: str) -> dict[str, Any]:
         names: The namespace of a module or a class.
         place: Prefix of the full names of the classes that this module or class defines.
     """
-    code = {name: _code_of(value, place) for name, value in list(names.items())}
+    own = {n: value for n, value in list(names.items()) if not n.startswith(_OF_TORCH_COMPILE)}
+    code = {name: _code_of(value, place) for name, value in own.items()}
     return {name: value for name, value in code.items() if value is not None}
 
 

@@ -269,7 +269,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _with_attributes(obj, self._reduce_tensor(obj))
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
-            # torch.save() puts all its bytes into the stream, and torch.load() refuses them.
+            # Its own reduction copies all bytes into the stream, in a form that torch cannot load.
             return _rebuild_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj),)
         if kind is torch.TypedStorage:
             return _rebuild_typed_storage, (obj._untyped_storage, obj.dtype)

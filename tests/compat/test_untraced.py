@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 import dpex
 from dpex import DpexDataLoader
 from dpex.compat import untraced
+from dpex.wire.local_modules import changed, remember
 
 pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
@@ -102,3 +103,17 @@ def test_a_torch_without_the_names_traces_dpex_without_a_warning(
 
     assert untraced.untraced(function)() == 3
     assert not recwarn.list
+
+
+def with_a_graph_break(batches: Iterator[torch.Tensor]) -> torch.Tensor:
+    total = next(batches)
+    torch._dynamo.graph_break()
+    return total * 2
+
+
+def test_a_module_with_compiled_functions_counts_as_unchanged() -> None:
+    """Otherwise worker processes would get all of the user's modules by value."""
+    remember()
+    traced(lambda compiled: compiled(with_a_graph_break)(iter([torch.ones(2)])))
+    assert any(name.startswith("__resume_at_") for name in globals())
+    assert __name__ not in changed()
