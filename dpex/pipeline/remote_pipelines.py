@@ -9,7 +9,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -20,8 +20,16 @@ from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.dataset import PipelineSpec
 from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
+from dpex.worker.process_identity import place_of
 
-__all__ = ["ACTOR_LOST", "PipelineStart", "RemotePipelines", "RunToken", "wait_for_release"]
+__all__ = [
+    "ACTOR_LOST",
+    "PipelineStart",
+    "RemotePipelines",
+    "RunToken",
+    "wait_for_release",
+    "warn_of_holders",
+]
 
 logger = logging.getLogger("dpex")
 
@@ -199,16 +207,25 @@ def wait_for_release(actor: PipelineActor, pipeline_keys: Sequence[str]) -> None
 
     torch waits as long for its workers. After that, the function warns of each process that still
     holds a copy.
+
+    Args:
+        actor: The pipeline actor.
+        pipeline_keys: The pipelines of the iterations.
     """
     held: list[list[str]] = []
     # Without the actor, its worker processes drop everything, and nothing can wait for them.
     with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
         answers = [actor.handle.released.remote(key) for key in pipeline_keys]
         held = ray.get(answers, timeout=tuning.END_S + tuning.HEAD_ANSWER_S)
-    for process in itertools.chain.from_iterable(held):
-        node, pid, _ = process.split(":")
+    warn_of_holders(itertools.chain.from_iterable(held))
+
+
+def warn_of_holders(processes: Iterable[str]) -> None:
+    """Log a warning for each process that still holds a dataset copy; see ``process_name``."""
+    for process in processes:
+        node, pid = place_of(process)
         logger.warning(
-            "worker process %s on node %s still holds its copy of the dataset %.0f s after the end "
+            "worker process %d on node %s still holds its copy of the dataset %.0f s after the end "
             "of the iteration, because it is making a sample. The files, locks and ports of the "
             "copy are free when the sample ends",
             pid,

@@ -19,14 +19,14 @@ from pathlib import Path
 from dpex import tuning
 from dpex.wire.machine import machine
 
-__all__ = ["attempt_name", "process_name", "process_of", "runs_here", "wait_for_end"]
+__all__ = ["attempt_name", "place_of", "process_name", "process_of", "runs_here", "wait_for_end"]
 
 
 @functools.cache
 def process_name() -> str:
     """Return a unique name of this process, by which a process of this machine can find it."""
     pid = os.getpid()
-    return f"{_machine()} {pid} {_started(pid)} {uuid.uuid4().hex}"
+    return f"{_machine()} {pid} {_started(pid)} {os.uname().nodename} {uuid.uuid4().hex}"
 
 
 os.register_at_fork(after_in_child=process_name.cache_clear)
@@ -42,9 +42,15 @@ def process_of(attempt: str) -> str:
     return attempt.partition("/")[0]
 
 
+def place_of(process: str) -> tuple[str, int]:
+    """Return the name of the node of a process, and its ID there."""
+    _, pid, _, node, _ = process.split(" ")
+    return node, int(pid)
+
+
 def runs_here(process: str) -> bool | None:
     """Return whether a process with this name runs; None if this machine may not be its machine."""
-    of_machine, pid, started, _ = process.split(" ")
+    of_machine, pid, started, *_ = process.split(" ")
     if not of_machine or of_machine != _machine():
         return None
     return _started(int(pid)) == started
@@ -63,7 +69,7 @@ def wait_for_end(attempts: Iterable[str], cancelled: Callable[[], bool]) -> None
     for attempt in attempts:
         process = process_of(attempt)
         if process != process_name() and runs_here(process):
-            _, pid, started, _ = process.split(" ")
+            _, pid, started, *_ = process.split(" ")
             _wait_for_end(int(pid), started, cancelled)
 
 

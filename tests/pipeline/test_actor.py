@@ -27,7 +27,7 @@ JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)
 STAGE = LaterStage([], "stage", {}, 1, capped=False, keeps_processes=False)
 ORIGIN = ("lease", "process")
-PROCESS = "machine 1 2 unique"
+PROCESS = "machine 1 2 node unique"
 PART = Part("first", 0, (0,))
 LOST = Loss(LossCause.TASK, "died", PART)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,15 @@ from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
+from dpex.pipeline.remote_pipelines import (
+    ACTOR_LOST,
+    PipelineStart,
+    RemotePipelines,
+    RunToken,
+    warn_of_holders,
+)
 from dpex.worker.logical_worker import Run
+from dpex.worker.process_identity import process_name
 from dpex.worker.training_settings import Settings
 
 JOB: Any = "a reference"
@@ -188,3 +196,9 @@ def test_close_closes_all_pipelines_of_a_live_actor(alive: bool) -> None:
     for _ in range(2):
         pipelines.close()
     assert names(actor, *begun) == ([("close", 0), ("close", 1)] if alive else [])
+
+
+def test_the_warning_names_process_and_node(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_holders([process_name()])
+    [text] = caplog.messages
+    assert f"worker process {os.getpid()} on node {os.uname().nodename} still holds" in text

@@ -13,6 +13,7 @@ from dpex import tuning
 from dpex.worker import process_identity
 from dpex.worker.process_identity import (
     attempt_name,
+    place_of,
     process_name,
     process_of,
     runs_here,
@@ -30,8 +31,9 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def name_of(process: subprocess.Popen[bytes]) -> str:
-    machine, _, _, unique = process_name().split(" ")
-    return f"{machine} {process.pid} {process_identity._started(process.pid)} {unique}"
+    machine, _, _, *rest = process_name().split(" ")
+    started = process_identity._started(process.pid)
+    return " ".join([machine, str(process.pid), started, *rest])
 
 
 def never() -> bool:
@@ -71,7 +73,7 @@ def test_other_processes_are_not_waited_for(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "END_S", 0.0)
-    machine, pid, started, own = name_of(child).split(" ")
+    machine, pid, started, own = name_of(child).split(" ", 3)
     of_another_machine = f"another {pid} {started} {own}"
     of_an_earlier_process = f"{machine} {pid} {int(started) - 1} {own}"
     of_no_known_machine = f" {pid} {started} {own}"
@@ -86,7 +88,7 @@ def test_a_process_has_one_name_and_another_name_for_each_attempt() -> None:
     attempts = {attempt_name() for _ in range(2)}
     assert len(attempts) == 2
     assert {process_of(attempt) for attempt in attempts} == {process_name()}
-    assert process_name().split(" ")[1] == str(os.getpid())
+    assert place_of(process_name()) == (os.uname().nodename, os.getpid())
     assert runs_here(process_name())
 
 
