@@ -27,7 +27,7 @@ def open_missing_streams() -> None:
 
 @functools.cache
 def no_stream() -> TextIO:
-    """Return a text stream that drops what is written to it, and stays open."""
+    """Return a text stream that discards its input and stays open."""
     return Path(os.devnull).open("w")
 
 

@@ -126,7 +126,7 @@ class Progress:
             ValueError: ``plain`` is not as ``state_dict`` returned it, or it belongs to another
                 dataset or sampler. Then nothing has changed.
         """
-        # ``load_state`` refuses what is not a dict, also if it is empty.
+        # ``load_state`` refuses an argument that is not a dict, even an empty one such as [].
         discards = isinstance(plain, Mapping) and not plain
         state = None if discards else fitted(load_state(plain), source)
         if state is not None:

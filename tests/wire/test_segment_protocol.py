@@ -280,6 +280,18 @@ def reader(world: World) -> None:
     world.hold(3)
 
 
+def worker_of_two_batches(world: World) -> None:
+    world.serve("one")
+    for batch in (1, 2):
+        world.send(batch)
+
+
+def reader_that_keeps_nothing(world: World) -> None:
+    for batch in (1, 2):
+        world.hold(batch)
+        world.free(batch)
+
+
 def test_a_late_reader_of_an_ended_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search(monkeypatch, worker_of_two_runs, late_reader, reader) > 200
 
@@ -304,19 +316,9 @@ def test_a_segment_is_used_again_after_its_batch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_fork_of_the_training_process_keeps_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(world: World) -> None:
-        world.serve("one")
-        for batch in (1, 2):
-            world.send(batch)
-
-    def read(world: World) -> None:
-        for batch in (1, 2):
-            world.hold(batch)
-            world.free(batch)
-
     # The fork's memory stays mapped here, so that its content can be compared.
     monkeypatch.setattr(SegmentReader, "_trim", lambda _: None)
-    assert search(monkeypatch, work, read, World.fork) > 50
+    assert search(monkeypatch, worker_of_two_batches, reader_that_keeps_nothing, World.fork) > 50
 
 
 def test_a_pool_at_its_limit_drops_no_unread_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,16 +366,6 @@ def test_the_search_finds_memory_that_is_filled_before_it_is_released(
 
 
 def test_the_search_finds_a_release_that_ignores_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(world: World) -> None:
-        world.serve("one")
-        for batch in (1, 2):
-            world.send(batch)
-
-    def read(world: World) -> None:
-        for batch in (1, 2):
-            world.hold(batch)
-            world.free(batch)
-
     real = SegmentReader._release
 
     def release(self: Any, mapping: Any, use: int, reader: tuple[int, int]) -> None:
@@ -382,4 +374,4 @@ def test_the_search_finds_a_release_that_ignores_forks(monkeypatch: pytest.Monke
     monkeypatch.setattr(SegmentReader, "_release", release)
     monkeypatch.setattr(SegmentReader, "_trim", lambda _: None)
     with pytest.raises(Changed):
-        search(monkeypatch, work, read, World.fork)
+        search(monkeypatch, worker_of_two_batches, reader_that_keeps_nothing, World.fork)
