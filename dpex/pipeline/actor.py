@@ -93,7 +93,6 @@ class _Pipeline:
         self._losses: list[Loss] = []
         self.broken = False
         self.changed = asyncio.Event()
-        self.over = asyncio.Event()
         self.scheduler = Scheduler(
             self.note_loss,
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
@@ -164,10 +163,8 @@ class _Pipeline:
         return self.scheduler.has_work or waited_s < tuning.PROCESS_END_S
 
     def _serve(self, run: str | None) -> None:
-        if self.run is not None and not self._persistent:
-            self.holders.end()
-        self.over.set()
-        self.over = asyncio.Event()
+        if self.run is not None:
+            self.holders.end(keep=self._persistent)
         self.run = run
         self.scheduler.begin(in_run=run is not None)
         self._fed = 0
@@ -234,22 +231,24 @@ class _Pipeline:
             case _:
                 raise ValueError(subject)
 
-    def may_begin(self, task: str, part: Part) -> bool:
-        """Return whether a later stage may begin a block, and count its attempts.
+    def may_begin(self, task: str, part: Part) -> int | None:
+        """Return the iteration of a block that a later stage may begin, and count its attempts.
 
-        After ``MAX_DEATHS`` attempts, the block is lost.
+        After ``MAX_DEATHS`` attempts, the block is lost. A block of an earlier run is not begun.
 
         Args:
             task: The stage's task, which has several blocks if Ray runs two stages in one task.
             part: The batches of the block.
         """
+        if part.run != self.run:
+            return None
         attempts = self._starts.get((task, part), 0) + 1
         self._starts[task, part] = attempts
         if attempts <= tuning.MAX_DEATHS:
-            return True
+            return self.scheduler.run
         text = f"the worker process of a later stage died {tuning.MAX_DEATHS} times in a row"
         self.note_loss(Loss(LossCause.TASK, text, part))
-        return False
+        return None
 
     def _take_end(self, error: BaseException) -> None:
         """Report a failed execution to the training process; any thread may call this."""
@@ -266,7 +265,7 @@ class _Pipeline:
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``over``, ``next_end``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk``
+    ``take``, ``next_end``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk``
     wait without a time limit. ``begin``, ``feed``, ``close`` and ``released`` wait for a limited
     time until no task works for an earlier run. A call that names a pipeline may arrive before
     ``open``, and waits for it. ``stored_job`` and ``others`` wait for Ray in a thread. The other
@@ -454,13 +453,13 @@ class _PipelineActor:
             if pipeline.arrived.add(number):
                 pipeline.accept(subject, content, stored)
 
-    async def may_begin(self, pipeline_key: str, task: str, part: Part, process: str) -> bool:
-        """Return whether a later stage may begin a block in a process.
+    async def may_begin(self, pipeline_key: str, task: str, part: Part, process: str) -> int | None:
+        """Return the iteration of a block that a later stage may begin in a process, or None.
 
         See ``_Pipeline.may_begin``.
         """
         if pipeline_key in self._closed:
-            return False
+            return None
         pipeline = await self._opening(pipeline_key)
         pipeline.holders.hold(process)
         return pipeline.may_begin(task, part)
@@ -507,25 +506,18 @@ class _PipelineActor:
         if (pipeline := await self._serving(pipeline_key, run)) is not None:
             pipeline.begin(None)
 
-    async def over(self, pipeline_key: str, run: str) -> None:
-        """Wait until a run is over."""
-        if (pipeline := await self._serving(pipeline_key, run)) is not None:
-            await pipeline.over.wait()
-
-    async def next_end(
-        self, pipeline_key: str, process: str, seen: int
-    ) -> tuple[int, str | None] | None:
-        """Wait until a worker process must drop copies; see ``CopyHolders.next_end``.
+    async def next_end(self, pipeline_key: str, process: str, seen: int) -> int | None:
+        """Wait for the end of an iteration, or of the pipeline; see ``CopyHolders.next_end``.
 
         Returns:
-            The number of ends, and the run of which it keeps the copies. None if the pipeline is
-            closed, so that it drops everything.
+            How many iterations have ended. None if the pipeline is closed, so that the process
+            drops everything.
         """
         if pipeline_key not in self._closed:
             pipeline = await self._opening(pipeline_key)
-            seen = await pipeline.holders.next_end(process, seen)
+            ends = await pipeline.holders.next_end(process, seen)
             if pipeline_key not in self._closed:
-                return seen, pipeline.run
+                return ends
         elif (holders := self._closed[pipeline_key]) is not None:
             holders.drop(process, seen)
         return None

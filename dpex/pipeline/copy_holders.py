@@ -30,6 +30,8 @@ class CopyHolders:
     def __init__(self, may_hold: Callable[[str, float], bool]) -> None:
         self._may_hold = may_hold
         self._ends = 0
+        # The number of iterations up to the last end at which copies were dropped.
+        self._dropped = 0
         # Invariant: a process is in `_holding` from its first work of an iteration until it has
         # dropped its copies of that iteration. The value is the number of iterations before it.
         self._holding: dict[str, int] = {}
@@ -39,9 +41,15 @@ class CopyHolders:
         """Record that a process makes batches of the present iteration."""
         self._holding[process] = self._ends
 
-    def end(self) -> None:
-        """End the present iteration."""
+    def end(self, *, keep: bool = False) -> None:
+        """End the present iteration.
+
+        Args:
+            keep: Whether processes keep their copies, because logical workers are persistent.
+        """
         self._ends += 1
+        if not keep:
+            self._dropped = self._ends
         self._wake()
 
     async def next_end(self, process: str, seen: int) -> int:
@@ -61,7 +69,7 @@ class CopyHolders:
 
     def drop(self, process: str, seen: int) -> None:
         """Record that a process has dropped its copies of the first ``seen`` iterations."""
-        if self._holding.get(process, seen) < seen:
+        if self._holding.get(process, seen) < min(seen, self._dropped):
             del self._holding[process]
             self._wake()
 
@@ -91,7 +99,7 @@ class CopyHolders:
         return []
 
     def _held(self) -> list[str]:
-        return [process for process, before in self._holding.items() if before < self._ends]
+        return [process for process, before in self._holding.items() if before < self._dropped]
 
     def _wake(self) -> None:
         self._changed.set()

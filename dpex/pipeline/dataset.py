@@ -135,6 +135,7 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             "job_key": spec.job_key,
             "last": not spec.later,
             "reader": "" if spec.later else spec.reader,
+            "persistent": spec.persistent,
             **whose,
         },
         **first_options,

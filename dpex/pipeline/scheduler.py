@@ -54,6 +54,7 @@ class Scheduler:
         starting: Number of tasks that may be starting at once, if logical workers are bound.
         one_by_one: Whether only one task at a time may work.
         in_run: Whether the pipeline serves an iteration.
+        run: Number of the iteration that the pipeline serves or served last, from 1.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Scheduler:
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
-        self._run = 0
+        self.run = 0
         self._chunks: deque[PickledChunk] = deque()
         # The lease whose task asked last is the last one.
         self._leases: OrderedDict[str, TaskLease] = OrderedDict()
@@ -112,7 +113,7 @@ class Scheduler:
 
     def begin(self, *, in_run: bool) -> None:
         """Reset the state for a new iteration, or for a pause between iterations."""
-        self._run += in_run
+        self.run += in_run
         self._stuck = False
         self.stop_preparing()
         self._asked_at = math.inf
@@ -261,7 +262,7 @@ class Scheduler:
         elif place is not None and chunk is not None:
             del self._chunks[place]
             self._waiting.pop(lease.name, None)
-            lease.give(chunk, self._run)
+            lease.give(chunk, self.run)
             self._asked_at = time.monotonic()
             self._bindings.note_given(lease, chunk.worker)
         else:
@@ -283,7 +284,7 @@ class Scheduler:
             return False
         # A new task takes some 10 ms to start, and the first batch of an iteration must not
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
-        return waited_for or (lease.run == self._run and bool(self._chunks))
+        return waited_for or (lease.run == self.run and bool(self._chunks))
 
     def _chunk_index_for(
         self, lease: TaskLease, holders: Mapping[int, TaskLease | None] | None = None

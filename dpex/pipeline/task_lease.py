@@ -107,9 +107,10 @@ class TaskLease:
     # The places of the last request, and of the last one before which no sample is left.
     _asked: int = 0
     _finished: int = -1
-    # The last chunks, and for each how many blocks the task had made before it.
+    # The last chunks, for each how many blocks the task had made before it, and its iteration.
     _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    _runs: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     # How often the process has died since the task got the last chunk.
     _deaths: int = 0
     # The most blocks that any process had made when it asked for its next chunk.
@@ -188,6 +189,7 @@ class TaskLease:
         """Give the waiting task its next chunk, in an iteration."""
         self._chunks.append(chunk)
         self._blocks.append(self._most_made)
+        self._runs.append(run)
         self.given += 1
         self.run, self.alone = run, chunk.alone
         self.last_worker = self.runs = chunk.worker
@@ -215,8 +217,8 @@ class TaskLease:
             binding: The binding of the chunk's logical worker.
         """
         restarted, self.restarted = self.restarted, False
-        payload = self._chunks[-1].payload
-        return AssignedChunk(payload, self.given - 1, binding, restarted=restarted)
+        payload, run = self._chunks[-1].payload, self._runs[-1]
+        return AssignedChunk(payload, self.given - 1, binding, restarted=restarted, iteration=run)
 
     def repeat(self, place: int, binding: Binding) -> AssignedChunk:
         """Return a chunk that the lease has had before, because Ray has restarted its task.
@@ -251,6 +253,7 @@ class TaskLease:
             again=True,
             restarted=bool(self.workers) and not kept,
             skipped_blocks=skipped,
+            iteration=self._runs[kept],
         )
 
     def begin_repeat(self) -> None:

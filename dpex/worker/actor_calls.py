@@ -64,6 +64,7 @@ class AssignedChunk:
         skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
         replaced: Names of processes whose tasks Ray has restarted, but that may not have ended. The
             task waits for their end, because they may make batches of the same logical worker.
+        iteration: Number of its iteration on the pipeline; the first has number 1.
     """
 
     payload: bytes
@@ -73,6 +74,7 @@ class AssignedChunk:
     restarted: bool = False
     skipped_blocks: int = 0
     replaced: tuple[str, ...] = ()
+    iteration: int = 0
 
 
 @functools.lru_cache(maxsize=4)

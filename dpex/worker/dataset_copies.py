@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dpex.worker.state_watch import StateWatch
 
 __all__ = [
+    "ALL_ITERATIONS",
     "Copy",
     "SHARED",
     "Slot",
@@ -40,10 +41,14 @@ Slot = tuple[str, int, int]
 SHARED = -1
 """Stands for all logical workers in a slot; they share its copy until one of them changes it."""
 
+ALL_ITERATIONS = 1 << 62
+"""Number of the iteration of copies that serve all iterations of their pipeline."""
+
 _copies: dict[Slot, Copy[Any]] = {}
 # Guards `_copies`: another thread may release copies at any time.
 _lock = threading.RLock()
-_pipeline = _run = ""
+_pipeline = ""
+_iteration = ALL_ITERATIONS
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Copy(Generic[JobT]):
     Attributes:
         job: The copy itself.
         pipeline: The pipeline for which the process keeps the copy.
-        run: The last iteration that used the copy; empty if it serves all iterations.
+        iteration: Number of the last iteration that used the copy, or ``ALL_ITERATIONS``.
         habits: The generators that its samples draw from.
         generators: The global generators that belong to its logical worker.
         watch: Detects whether batches change the copy; None if this does not matter.
@@ -68,7 +73,7 @@ class Copy(Generic[JobT]):
     job: JobT
     pipeline: str
     habits: Habits
-    run: str = ""
+    iteration: int = ALL_ITERATIONS
     generators: WorkerGenerators = field(default_factory=WorkerGenerators)
     watch: StateWatch | None = None
     initialised: bool = False
@@ -79,19 +84,19 @@ class Copy(Generic[JobT]):
 
 
 @contextlib.contextmanager
-def kept_for(pipeline: str, run: str = "") -> Iterator[None]:
+def kept_for(pipeline: str, iteration: int = ALL_ITERATIONS) -> Iterator[None]:
     """Keep the copies that the block uses until ``release_copies`` is called for ``pipeline``.
 
     Args:
         pipeline: The pipeline.
-        run: The iteration that the block works for; empty if the copies serve all iterations.
+        iteration: Number of the iteration that the block works for, or ``ALL_ITERATIONS``.
     """
-    global _pipeline, _run
-    outer, (_pipeline, _run) = (_pipeline, _run), (pipeline, run)
+    global _pipeline, _iteration
+    outer, (_pipeline, _iteration) = (_pipeline, _iteration), (pipeline, iteration)
     try:
         yield
     finally:
-        _pipeline, _run = outer
+        _pipeline, _iteration = outer
 
 
 def copy_of(slot: Slot, read_job: Callable[[], JobT]) -> Copy[JobT]:
@@ -131,7 +136,7 @@ def keep_copy(slot: Slot, copy: Copy[Any]) -> None:
             for other in [k for k, c in _copies.items() if c is copy]:
                 del _copies[other]
             _copies[slot] = copy
-        copy.pipeline, copy.run = _pipeline, _run
+        copy.pipeline, copy.iteration = _pipeline, _iteration
 
 
 def hand_over(slot: Slot, *, watched: bool = False) -> None:
@@ -162,12 +167,12 @@ def forget_copy(slot: Slot) -> None:
         _copies.pop(slot, None)
 
 
-def release_copies(pipeline: str, but_of: Container[str] = ()) -> bool:
-    """Drop the copies that this process keeps for a pipeline.
+def release_copies(pipeline: str, ended: int = ALL_ITERATIONS) -> bool:
+    """Drop the copies that this process keeps for iterations of a pipeline.
 
     Args:
         pipeline: The pipeline.
-        but_of: The iterations whose copies stay.
+        ended: Number of the last iteration whose copies are dropped.
 
     Returns:
         Whether there were copies to drop.
@@ -176,7 +181,7 @@ def release_copies(pipeline: str, but_of: Container[str] = ()) -> bool:
         dropped = [
             slot
             for slot, copy in _copies.items()
-            if copy.pipeline == pipeline and copy.run not in but_of
+            if copy.pipeline == pipeline and copy.iteration <= ended
         ]
         for slot in dropped:
             del _copies[slot]

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
     from dpex.wire.pickling import Pickled
 
-__all__ = ["read_job", "release_when_closed", "working"]
+__all__ = ["is_over", "read_job", "release_when_closed", "working"]
 
 _stored_jobs: dict[str, Pickled] = {}
 # The open pipelines that this process keeps jobs for, each with the keys of these jobs.
 _jobs_of: dict[str, set[str]] = {}
+# By pipeline: how many of its iterations have ended, as far as this process knows.
+_ended: dict[str, int] = {}
 # The pipelines for which a task in this process is making batches, each with the iteration.
-_at_work: dict[str, str] = {}
+_at_work: dict[str, int] = {}
 # By pipeline: what to do after the work for an iteration that is over.
 _after_work: dict[str, Callable[[], None]] = {}
 _keeping = threading.Lock()
@@ -85,6 +87,18 @@ def release_when_closed(actor_name: str, pipeline_key: str, job_key: str) -> Non
         _await_end(actor_name, pipeline_key, 0)
 
 
+def is_over(pipeline_key: str, iteration: int) -> bool:
+    """Return whether nothing waits for the batches of an iteration, as far as this process knows.
+
+    The iteration has ended, or the pipeline is closed, or the pipeline actor has died.
+
+    Args:
+        pipeline_key: The pipeline; see ``release_when_closed``.
+        iteration: Number of the iteration.
+    """
+    return pipeline_key not in _jobs_of or iteration <= _ended.get(pipeline_key, 0)
+
+
 def _await_end(actor_name: str, pipeline_key: str, seen: int) -> None:
     """Drop copies at the next end of an iteration, and everything once the pipeline is closed.
 
@@ -93,20 +107,25 @@ def _await_end(actor_name: str, pipeline_key: str, seen: int) -> None:
         pipeline_key: The pipeline.
         seen: For how many ends this process has dropped its copies.
     """
-    release = functools.partial(_release, pipeline_key)
 
-    def answered(future: Future[tuple[int, str | None] | None]) -> None:
+    def release(confirm: Callable[[], None] | None = None) -> None:
+        with _keeping:
+            _jobs_of.pop(pipeline_key, None)
+            _ended.pop(pipeline_key, None)
+        release_later(functools.partial(_release, pipeline_key, confirm))
+
+    def answered(future: Future[int | None]) -> None:
         error = future.exception()
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ACTOR_DIED):
             # The pipeline actor is temporarily unreachable.
             _later(tuning.ASK_AGAIN_S, _await_end, actor_name, pipeline_key, seen)
         elif error is not None:
-            release_later(release)
-        elif (end := future.result()) is not None:
-            release_later(functools.partial(_drop_copies, actor_name, pipeline_key, *end))
+            release()
+        elif (ends := future.result()) is not None:
+            _ended[pipeline_key] = ends
+            release_later(functools.partial(_drop_copies, actor_name, pipeline_key, ends))
         else:
-            confirm = functools.partial(_confirm_close, actor_name, pipeline_key)
-            release_later(functools.partial(_release, pipeline_key, confirm))
+            release(functools.partial(_confirm_close, actor_name, pipeline_key))
             _later(tuning.END_S, _end_work, pipeline_key)
 
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
@@ -114,7 +133,7 @@ def _await_end(actor_name: str, pipeline_key: str, seen: int) -> None:
         end = actor.next_end.remote(pipeline_key, process_name(), seen).future()
         end.add_done_callback(answered)
         return
-    release_later(release)
+    release()
 
 
 def _confirm_close(actor_name: str, pipeline_key: str) -> None:
@@ -122,17 +141,16 @@ def _confirm_close(actor_name: str, pipeline_key: str) -> None:
         pipeline_actor(actor_name).next_end.remote(pipeline_key, process_name(), _ALL_ENDS)
 
 
-def _drop_copies(actor_name: str, pipeline_key: str, ends: int, run: str | None) -> None:
-    """Drop the copies of all iterations but one; during work for another, drop them after it."""
+def _drop_copies(actor_name: str, pipeline_key: str, ends: int) -> None:
+    """Drop the copies of iterations that have ended; during work for one of them, after it."""
     with _keeping:
-        at_work = _at_work.get(pipeline_key, run)
-        if at_work != run:
-            again = functools.partial(_drop_copies, actor_name, pipeline_key, ends, run)
+        if _at_work.get(pipeline_key, ends + 1) <= ends:
+            again = functools.partial(_drop_copies, actor_name, pipeline_key, ends)
             _after_work[pipeline_key] = again
             return
     from dpex.worker.dataset_copies import release_copies  # loads torch
 
-    if release_copies(pipeline_key, ("", run or "")):
+    if release_copies(pipeline_key, ends):
         gc.collect()
     _await_end(actor_name, pipeline_key, ends)
 
@@ -165,7 +183,6 @@ def _release(pipeline_key: str, confirm: Callable[[], None] | None = None) -> No
     from dpex.wire.segments import OWN_SEGMENTS
 
     with _keeping:
-        _jobs_of.pop(pipeline_key, None)
         if pipeline_key in _at_work:
             _after_work[pipeline_key] = functools.partial(_release, pipeline_key, confirm)
             return
@@ -186,20 +203,20 @@ def _release(pipeline_key: str, confirm: Callable[[], None] | None = None) -> No
 
 
 @contextlib.contextmanager
-def working(pipeline_key: str, run: str) -> Iterator[None]:
+def working(pipeline_key: str, iteration: int) -> Iterator[None]:
     """Keep a pipeline's jobs and copies at least until the end of the block.
 
     Args:
         pipeline_key: The pipeline.
-        run: The iteration that the block works for; empty if the copies serve all iterations.
+        iteration: Number of the iteration that the block works for, or ``ALL_ITERATIONS``.
     """
     from dpex.worker.dataset_copies import kept_for
 
     with _keeping:
         outer = pipeline_key in _at_work
-        _at_work.setdefault(pipeline_key, run)
+        _at_work.setdefault(pipeline_key, iteration)
     try:
-        with kept_for(pipeline_key, run):
+        with kept_for(pipeline_key, iteration):
             yield
     finally:
         after: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -27,12 +27,10 @@ from dpex.worker.actor_calls import (
     pipeline_actor,
 )
 from dpex.worker.binding import Binding
-from dpex.worker.kept_jobs import read_job, release_when_closed, working
+from dpex.worker.kept_jobs import is_over, read_job, release_when_closed, working
 from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import SegmentPool
     from dpex.worker.map_style import Chunk, Job
@@ -83,6 +81,7 @@ def make_batches(
     pipeline_key: str,
     last: bool,
     reader: str,
+    persistent: bool,
 ) -> Iterator[pa.Table]:
     """Make the batches of one chunk after another, until the task lease ends.
 
@@ -95,22 +94,23 @@ def make_batches(
         pipeline_key: The pipeline that has the chunks.
         last: Whether there is no later stage.
         reader: The machine of the training process, if it reads segments; else empty.
+        persistent: Whether dataset copies serve all iterations.
 
     Yields:
         Blocks of one row, as ``BlockWriter.table`` makes them, if there is a later stage.
     """
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import OWN_SEGMENTS
+    from dpex.worker.dataset_copies import ALL_ITERATIONS
 
     show_script_arguments()
     asking = _Asking(actor_name, pipeline_key)
-    interest = _interest(actor_name, pipeline_key)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
     while (assigned := asking.answer()) is not None:
         asking.messages.begin_chunk()
         chunk = pickle.loads(assigned.payload)
-        interest.in_run(chunk.run.key)
+        cancelled = functools.partial(is_over, pipeline_key, assigned.iteration)
         # A bound logical worker that is far enough ahead waits, and releases its CPU to the others.
         asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
         for _ in range(assigned.skipped_blocks):
@@ -118,11 +118,13 @@ def make_batches(
             asking.made += 1
             if not last:
                 yield BlockWriter("", 0).table()
-        wait_for_end(assigned.replaced, interest.lost)
+        wait_for_end(assigned.replaced, cancelled)
+        if cancelled():  # its copies are dropped already, and this chunk would make new ones
+            continue
         # None before a later stage, also if Ray runs that stage in this task with segments.
         segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
-        with working(pipeline_key, chunk.run.key):
-            for writer in _make_chunk(chunk, assigned, make_copy, interest.lost, asking, segments):
+        with working(pipeline_key, ALL_ITERATIONS if persistent else assigned.iteration):
+            for writer in _make_chunk(chunk, assigned, make_copy, cancelled, asking, segments):
                 asking.made += 1
                 if last:
                     deliver(writer, asking.messages, asking.last_sample_made())
@@ -190,23 +192,25 @@ def transform_batches(
     """
     from dpex.wire.block_format import BlockWriter, read_block
     from dpex.wire.segments import OWN_SEGMENTS
+    from dpex.worker.dataset_copies import ALL_ITERATIONS
     from dpex.worker.later_stage import apply_stage
 
     show_script_arguments()
     frame = read_block(table)
     if not frame.run:  # an empty block, in place of a block that Ray has already
         return
-    interest = _interest(actor_name, pipeline_key)
-    interest.in_run(frame.run)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
     task = ray.get_runtime_context().get_task_id()
-    if not ask_actor(actor_name, "may_begin", pipeline_key, task, frame.part, process_name()):
+    begun = "may_begin", pipeline_key, task, frame.part, process_name()
+    iteration: int | None = ask_actor(actor_name, *begun)
+    if iteration is None:
         return
+    cancelled = functools.partial(is_over, pipeline_key, iteration)
     segments = OWN_SEGMENTS.serve(pipeline_key, frame.run, reader)
     writer = BlockWriter(frame.run, frame.chunk, frame.costs, segments=segments)
-    with working(pipeline_key, "" if kept else frame.run):
-        batches = apply_stage(stage, frame.entries, make_copy, _here(), interest.lost, kept=kept)
+    with working(pipeline_key, ALL_ITERATIONS if kept else iteration):
+        batches = apply_stage(stage, frame.entries, make_copy, _here(), cancelled, kept=kept)
         for entry, costs in batches:
             writer.add(entry, costs)
     if last:
@@ -400,54 +404,3 @@ def _make_chunk(
 
 def _here() -> str:
     return f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
-
-
-class _Interest:
-    """Whether the training process still wants the batches of a run.
-
-    One call for each run waits at the pipeline actor, which answers when the run is over.
-    """
-
-    def __init__(self, actor_name: str, pipeline_key: str) -> None:
-        self._actor_name = actor_name
-        self._pipeline_key = pipeline_key
-        self._run = ""
-        self._over: Future[None] | None = None
-        self._next_look = 0.0
-
-    def in_run(self, run: str) -> None:
-        """Switch to a run, for which ``lost`` answers from now on."""
-        if run != self._run:
-            self._run = run
-            self._over = None
-            self._next_look = time.monotonic() + tuning.CANCEL_CHECK_S
-
-    def lost(self) -> bool:
-        """Return whether the run is over or the actor has died, without waiting for the actor."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + tuning.CANCEL_CHECK_S
-        try:
-            if self._over is None:
-                # A future, because each ray.wait would report to the node that this task waits.
-                over = pipeline_actor(self._actor_name).over.remote(self._pipeline_key, self._run)
-                self._over = cast("Future[None]", over.future())
-            if not self._over.done():
-                return False
-            self._over.result()
-        except (ValueError, *ACTOR_DIED):
-            return True  # the pipeline actor no longer exists, so no batch is wanted
-        except ray.exceptions.RayError:  # temporarily unreachable
-            self._over = None
-            return False
-        return True
-
-
-@functools.lru_cache(maxsize=4)
-def _interest(actor_name: str, pipeline_key: str) -> _Interest:
-    """Return this process's ``_Interest``.
-
-    One object for each task would leave one pending call for each task at the actor.
-    """
-    return _Interest(actor_name, pipeline_key)

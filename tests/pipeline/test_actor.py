@@ -238,9 +238,9 @@ def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         await feed(actor, 0, b"0")
-        over = await started(actor.over("pipeline", "first"))
+        over = await started(actor.next_end("pipeline", PROCESS, 0))
         await actor.cancel("pipeline", "first")
-        await over
+        assert await over == 1
         assert await take(actor) == Reply(ended=True)
 
         assert await actor.begin("pipeline", "second")
@@ -341,14 +341,15 @@ def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
         await actor.open("pipeline", replace(SPEC, later=(STAGE,)), "first")
         part = PART
         may = [await actor.may_begin("pipeline", "stage", part, PROCESS) for _ in range(5)]
-        assert may == [True] * tuning.MAX_DEATHS + [False]
+        assert may == [1] * tuning.MAX_DEATHS + [None]
         assert await actor.may_begin("pipeline", "stage", replace(part, batches=(1,)), PROCESS)
         [loss] = (await take(actor)).losses
         assert (loss.cause, loss.part) == (LossCause.TASK, part)
         await actor.cancel("pipeline", "first")
         await actor.begin("pipeline", "second")
-        again = await actor.may_begin("pipeline", "stage", part, PROCESS)
-        assert again, "each run counts again"
+        assert await actor.may_begin("pipeline", "stage", part, PROCESS) is None, "its run is over"
+        again = await actor.may_begin("pipeline", "stage", replace(part, run="second"), PROCESS)
+        assert again == 2, "each run counts again"
 
         executions[0].end(None)
         assert (await take(actor, "second")).ended, "one execution has all tasks"
@@ -364,14 +365,13 @@ def test_close_ends_every_call(play: Any) -> None:
             for call in (
                 ask(actor),
                 take(actor),
-                actor.over("pipeline", "first"),
                 actor.next_end("pipeline", PROCESS, 0),
                 actor.more_tasks("pipeline", 9),
             )
         ]
         assert not any(call.done() for call in calls)
         await actor.close("pipeline")
-        assert await asyncio.gather(*calls) == [None, Reply(ended=True), None, None, None]
+        assert await asyncio.gather(*calls) == [None, Reply(ended=True), None, None]
         assert executions[0].closed
         # Later calls do not wait.
         assert await ask(actor) is None
@@ -397,14 +397,14 @@ def test_the_end_of_a_run_waits_until_processes_have_dropped_their_copies(
         await actor.cancel("pipeline", "first")
         if persistent:
             assert await actor.released("pipeline") == [], "its copies stay until close()"
+            assert await ends == 1
             await actor.close("pipeline")
             released = await started(actor.released("pipeline"))
-            assert await ends is None
             assert not released.done()
             assert await actor.next_end("pipeline", ORIGIN[1], 9) is None
         else:
             released = await started(actor.released("pipeline"))
-            assert await ends == (1, None)
+            assert await ends == 1
             assert not released.done()
             confirmed = await started(actor.next_end("pipeline", ORIGIN[1], 1))
             await actor.close("pipeline")

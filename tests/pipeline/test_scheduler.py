@@ -496,7 +496,7 @@ def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts(
         assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
         redone = await scheduler.next_chunk("a", 1, 3, "second")
         assert redone == AssignedChunk(
-            b"1", place=1, again=True, skipped_blocks=6, replaced=("first",)
+            b"1", place=1, again=True, skipped_blocks=6, replaced=("first",), iteration=1
         )
 
     play(scenario)

@@ -20,7 +20,7 @@ def new_lease() -> TaskLease:
 
 
 def give(lease: TaskLease, payload: bytes, *, worker: int = 0, alone: bool = False) -> None:
-    lease.give(PickledChunk(payload, worker, Part(payload.decode(), 0), alone), run=1)
+    lease.give(PickledChunk(payload, worker, Part(payload.decode(), 0), alone), run=0)
 
 
 def ask(lease: TaskLease, place: int = 1, *, made: int = 0, attempt: str = "process") -> None:

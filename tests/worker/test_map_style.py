@@ -188,7 +188,7 @@ def test_a_chunk_that_begins_when_its_pipeline_is_closed_leaves_no_copy() -> Non
     from dpex.worker import kept_jobs
 
     kept_jobs._release("closed")  # the task has its chunk by now
-    with kept_jobs.working("closed", "run"):
+    with kept_jobs.working("closed", 1):
         assert read(Counts(), [[0]], **BOUND) == [[(1, None)]]
         assert dataset_copies._copies
     assert not dataset_copies._copies

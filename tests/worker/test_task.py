@@ -1,0 +1,36 @@
+"""Tests of a pipeline's tasks, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from dpex.worker import kept_jobs, task
+from dpex.worker.actor_calls import AssignedChunk
+from dpex.worker.logical_worker import Run
+from dpex.worker.map_style import Chunk, pickled_chunks
+from dpex.worker.training_settings import Settings
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_chunk_of_an_iteration_that_has_ended_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, ended: int
+) -> None:
+    """The process has dropped its copies by then, so it would read a stream a second time."""
+    run = Run("run", "loader", 7, 0, 1, 0, Settings(".", torch.float32))
+    [chunk] = pickled_chunks([Chunk(run, 0, 0, [[0]], [0])], alone=False, resent=False)
+    asking = Mock(answer=Mock(side_effect=[AssignedChunk(chunk.payload, 0, iteration=1), None]))
+    made = Mock(return_value=iter(()))
+    monkeypatch.setattr(task, "_Asking", lambda *_: asking)
+    monkeypatch.setattr(task, "_make_chunk", made)
+    monkeypatch.setattr(task, "release_when_closed", Mock())
+    monkeypatch.setitem(kept_jobs._jobs_of, "pipeline", set())
+    monkeypatch.setitem(kept_jobs._ended, "pipeline", ended)
+
+    whose: Any = {"actor_name": "actor", "pipeline_key": "pipeline", "job": [], "job_key": "job"}
+    batches = task.make_batches(task.lease_block(), **whose, last=True, reader="", persistent=False)
+    assert not list(batches)
+    assert made.called is not bool(ended)
