@@ -22,9 +22,10 @@ from dpex.errors import SerializationError
 from dpex.log import announce, warn
 from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
-from dpex.training.chunk_sizes import ChunkPlanner
 from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.index_iterator import IndexSampler
@@ -36,7 +37,6 @@ from dpex.training.starting_session import StartingSession, UnstoredJob
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
-from dpex.worker.binding import Binding
 from dpex.worker.inherited_job import Bequest
 from dpex.worker.state_watch import is_watchable
 

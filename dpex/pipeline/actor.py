@@ -28,10 +28,10 @@ from dpex.pipeline.copy_holders import CopyHolders
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
-from dpex.pipeline.scheduler import Scheduler
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.loss_causes import Loss, LossCause
+from dpex.protocol.scheduler import Scheduler
 from dpex.recent import Recent
-from dpex.wire.chunks import Part, PickledChunk
-from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
 from dpex.worker.inherited_job import inheritance

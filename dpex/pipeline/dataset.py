@@ -12,8 +12,8 @@ import ray
 
 from dpex.compat.executor import POLICIES, limit_to_concurrency
 from dpex.pipeline.worker_options import NODE_LABEL
+from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import sources
-from dpex.worker.binding import Binding
 from dpex.worker.task import (
     TransformBatches,
     lease_block,

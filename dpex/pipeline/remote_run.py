@@ -17,9 +17,9 @@ from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
+from dpex.protocol.chunks import PickledChunk
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.chunks import PickledChunk
 from dpex.wire.packing import pack
 from dpex.worker.map_style import Chunk, pickled_chunks
 

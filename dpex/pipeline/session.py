@@ -39,13 +39,13 @@ from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipe
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, lacking, unmet
+from dpex.protocol.binding import Binding
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
-from dpex.worker.binding import Binding
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats

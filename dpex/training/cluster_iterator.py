@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dpex import tuning
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
+from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
+from dpex.protocol.binding import Binding
 from dpex.stats import Meter
-from dpex.training.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.training.deferred_errors import reraise
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
-from dpex.worker.binding import Binding
 from dpex.worker.logical_worker import Run
 from dpex.worker.seeding import generators_kept
 from dpex.worker.training_settings import Settings
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from dpex.pipeline.session import Session
+    from dpex.protocol.chunk_sizes import ChunkPlanner
     from dpex.training.checkpoint import EpochProgress
-    from dpex.training.chunk_sizes import ChunkPlanner
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs
     from dpex.training.starting_session import StartingSession

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, cast
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.releasing import be_ready, release_later
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.loss_causes import Loss, LossCause, lost_block
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.block_format import Block
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.chunks import PickledChunk
-from dpex.wire.loss_causes import Loss, LossCause, lost_block
 from dpex.wire.segments import readable_segments
-from dpex.worker.binding import Binding
 from dpex.worker.first_worker import CANCEL, END, ChunkMessage, Made
 from dpex.worker.map_style import pickled_chunks
 

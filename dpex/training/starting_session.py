@@ -31,10 +31,10 @@ from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
     from dpex.pipeline.session import Session, StoredJob
+    from dpex.protocol.binding import Binding
     from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
     from dpex.wire.pickling import Pickled
-    from dpex.worker.binding import Binding
 
     PickleJob = Callable[[bool], Pickled]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dpex.protocol.loss_causes import Loss, lost_block
 from dpex.wire.block_format import Block, Entry, decode, places_in
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.loss_causes import Loss, lost_block
 from dpex.wire.segments import SegmentLostError, SegmentReader
 
 __all__ = ["Arrival", "Arrivals", "Decoder"]

@@ -21,8 +21,8 @@ import numpy as np
 
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
+from dpex.protocol.chunks import Part
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.chunks import Part
 from dpex.wire.pickling import Bytes, Pickled, load
 from dpex.wire.pinning import pinned
 from dpex.wire.segments import Place, SegmentPool, SegmentReader

@@ -20,11 +20,11 @@ from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
+from dpex.protocol.chunks import Part
+from dpex.protocol.loss_causes import Loss, lost_block
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
 from dpex.wire.block_format import read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.chunks import Part
-from dpex.wire.loss_causes import Loss, lost_block
 from dpex.wire.packing import unpack
 from dpex.wire.segments import SegmentsUnreadableError
 

@@ -22,11 +22,11 @@ from typing import Any
 import ray
 
 from dpex import tuning
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part
+from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.recent import Recent
-from dpex.wire.chunks import Part
-from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack
-from dpex.worker.binding import Binding
 
 __all__ = [
     "ACTOR_DIED",

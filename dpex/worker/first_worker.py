@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from dpex import tuning
+from dpex.protocol.binding import Binding
 from dpex.wire.block_format import BlockWriter
 from dpex.wire.segments import OWN_SEGMENTS
-from dpex.worker.binding import Binding
 from dpex.worker.dataset_copies import kept_for
 from dpex.worker.inherited_job import inherited_job
 from dpex.worker.logical_worker import Cancelled

@@ -10,12 +10,12 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from dpex import tuning
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
 from dpex.wire.block_format import Entry
-from dpex.wire.chunks import Part, PickledChunk
 from dpex.wire.pickling import Pickled, dump, dump_in_band
 from dpex.wire.timings import Costs, count, noted, spent
 from dpex.worker.batched_reads import reads_batches
-from dpex.worker.binding import Binding
 from dpex.worker.collate_memory import BatchMemory
 from dpex.worker.dataset_copies import SHARED, Copy, copy_of, forget_copy, hand_over, keep_copy
 from dpex.worker.logical_worker import (

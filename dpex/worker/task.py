@@ -15,6 +15,7 @@ import ray
 
 from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
+from dpex.protocol.binding import Binding
 from dpex.wire.packing import pack, unpack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
@@ -26,7 +27,6 @@ from dpex.worker.actor_calls import (
     loss_of,
     pipeline_actor,
 )
-from dpex.worker.binding import Binding
 from dpex.worker.kept_jobs import is_over, read_job, release_when_closed, working
 from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 

@@ -18,10 +18,10 @@ from dpex.compat.executor import ACTOR_ONLY
 from dpex.pipeline import actor as actor_module
 from dpex.pipeline.actor import Reply, _PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
-from dpex.wire.chunks import Part, PickledChunk
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.wire.packing import pack, unpack
-from dpex.worker.binding import Binding
 
 JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)

@@ -27,11 +27,11 @@ from dpex.pipeline import session as session_module
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.session import Session, StoredJob
+from dpex.protocol.binding import Binding
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
 from dpex.worker import module_settings
-from dpex.worker.binding import Binding
 
 RUN = "first"
 LOCAL = Connection("local", "10.0.0.5:6379", single_host=True, runtime_env=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpex.training.in_flight import Attempt, ChunkInFlight
+from dpex.protocol.in_flight import Attempt, ChunkInFlight
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings

@@ -14,11 +14,11 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
+from dpex.protocol.chunks import Part
+from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.block_format import BlockWriter, Entry
 from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.chunks import Part
-from dpex.wire.loss_causes import Loss, LossCause
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
 

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from dpex import tuning
-from dpex.wire.loss_causes import LossCause
+from dpex.protocol.loss_causes import LossCause
 from dpex.wire.packing import unpack
 from dpex.worker import actor_calls
 from dpex.worker.actor_calls import Arrived, Messages, Patience, loss_of

@@ -21,13 +21,13 @@ from dataclasses import replace
 
 from dpex import tuning
 from dpex.pipeline.fair_share import OtherJobs
-from dpex.pipeline.task_lease import DeadlyChunkError, TaskLease
-from dpex.pipeline.task_starts import TaskStarts
-from dpex.pipeline.worker_bindings import WorkerBindings
-from dpex.wire.chunks import PickledChunk
-from dpex.wire.loss_causes import Loss, LossCause
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.loss_causes import Loss, LossCause
+from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
+from dpex.protocol.task_starts import TaskStarts
+from dpex.protocol.worker_bindings import WorkerBindings
 from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.binding import Binding
 
 __all__ = ["Scheduler"]
 

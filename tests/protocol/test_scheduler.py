@@ -13,12 +13,12 @@ from dpex import tuning
 from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline import task_starts
 from dpex.pipeline.fair_share import FairShare, OtherJobs
-from dpex.pipeline.scheduler import Scheduler
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.loss_causes import Loss
+from dpex.protocol.scheduler import Scheduler
 from dpex.tuning import MAX_DEATHS
-from dpex.wire.chunks import Part, PickledChunk
-from dpex.wire.loss_causes import Loss
 from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.binding import Binding
 
 Scenario = Callable[[Scheduler], Awaitable[None]]
 

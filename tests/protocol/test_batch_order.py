@@ -7,8 +7,8 @@ from typing import Any
 
 import chunks
 
-from dpex.training.batch_order import IndexOrder, StreamOrder
-from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.protocol.batch_order import IndexOrder, StreamOrder
+from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.wire.block_format import Entry
 from dpex.worker.map_style import Chunk
 

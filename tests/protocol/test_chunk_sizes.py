@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.protocol.chunk_sizes import ChunkPlanner
 
 
 def planner(*, free_cores: int = 2, **changes: Any) -> ChunkPlanner:

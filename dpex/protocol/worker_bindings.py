@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dpex.pipeline.task_lease import TaskLease
-from dpex.wire.chunks import PickledChunk
-from dpex.worker.binding import Binding
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.task_lease import TaskLease
 
 __all__ = ["WorkerBindings"]
 

@@ -8,8 +8,8 @@ import pytest
 from chunks import sent
 
 from dpex.errors import BatchLostError
-from dpex.training.recovery import Recovery, recover
-from dpex.wire.loss_causes import LossCause
+from dpex.protocol.loss_causes import LossCause
+from dpex.protocol.recovery import Recovery, recover
 
 
 def resent(plan: Recovery) -> list[tuple[list[list[int]], bool, int]]:

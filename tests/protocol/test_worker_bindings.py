@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dpex.pipeline.task_lease import TaskLease
-from dpex.pipeline.worker_bindings import WorkerBindings
-from dpex.wire.chunks import Part, PickledChunk
-from dpex.worker.binding import Binding
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.task_lease import TaskLease
+from dpex.protocol.worker_bindings import WorkerBindings
 
 
 def bindings(**options: Any) -> tuple[WorkerBindings, TaskLease, TaskLease]:

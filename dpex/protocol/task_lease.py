@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dpex import tuning
-from dpex.wire.chunks import Part, PickledChunk
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.binding import Binding
 
 __all__ = ["DeadlyChunkError", "LeaseState", "TaskLease"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from chunks import RUN, sent
 
-from dpex.training.in_flight import Attempt, InFlight, joined_streams
+from dpex.protocol.chunks import Part
+from dpex.protocol.in_flight import Attempt, InFlight, joined_streams
 from dpex.wire.block_format import Entry
-from dpex.wire.chunks import Part
 from dpex.worker.map_style import Chunk
 
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dpex.wire.chunks import Part
+from dpex.protocol.chunks import Part
 
 __all__ = ["Loss", "LossCause", "joined", "lost_block"]
 

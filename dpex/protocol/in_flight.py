@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dpex.errors import BatchLostError
+from dpex.protocol.chunks import Part
 from dpex.wire.block_format import Entry
-from dpex.wire.chunks import Part
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk
 

@@ -12,7 +12,7 @@ import abc
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from dpex.training.chunk_sizes import ChunkPlanner
+from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.wire.block_format import Entry
 from dpex.worker.logical_worker import Run
 from dpex.worker.map_style import Chunk

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from dpex import tuning
-from dpex.pipeline.scheduler import Scheduler
-from dpex.wire.chunks import Part, PickledChunk
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.scheduler import Scheduler
 from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.binding import Binding
 
 WORKERS = 3
 TASKS = 4

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from dpex.pipeline.task_lease import DeadlyChunkError, LeaseState, TaskLease
+from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.task_lease import DeadlyChunkError, LeaseState, TaskLease
 from dpex.tuning import MAX_DEATHS
-from dpex.wire.chunks import Part, PickledChunk
 from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.binding import Binding
 
 RELEASED = Binding.RELEASED
 
