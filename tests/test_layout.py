@@ -36,6 +36,8 @@ DOORS_TO_RAY = {
     "dpex.training.first_workers",
     "dpex.training.starting_session",
 }
+# Modules that the protocol must not import.
+IMPURE = {"asyncio", "multiprocessing", "os", "ray", "threading", "time", "torch"}
 # Only the module of the same name in dpex.integrations may import a framework.
 FRAMEWORKS = {"accelerate", "lightning", "transformers"}
 
@@ -104,6 +106,14 @@ def test_only_some_modules_import_ray(module: str) -> None:
 def test_only_its_doors_reach_ray(module: str) -> None:
     if not reaches_ray(module) and module not in DOORS_TO_RAY:
         assert not {name for name in imports(module) if reaches_ray(name)}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if is_within(m, "dpex.protocol")])
+def test_the_protocol_is_pure(module: str) -> None:
+    """It has no thread, no clock and no I/O, so that the simulation can run it."""
+    ours = {name for name in imports(module) if is_within(name, "dpex")}
+    assert {n for n in ours if not is_within(n, "dpex.protocol")} <= {"dpex.errors", "dpex.tuning"}
+    assert imports(module).isdisjoint(IMPURE)
 
 
 @pytest.mark.parametrize("number", range(1, len(LAYERS)))

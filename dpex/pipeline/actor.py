@@ -27,13 +27,13 @@ from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.copy_holders import CopyHolders
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
-from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, OtherJobs, ask_others, free_cpus
-from dpex.protocol.chunks import Part, PickledChunk
+from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.loss_causes import Loss, LossCause
-from dpex.protocol.scheduler import Scheduler
+from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.recent import Recent
 from dpex.wire.packing import pack_answer, packed
-from dpex.worker.actor_calls import NAMESPACE, Arrived, AssignedChunk, loss_of
+from dpex.worker.actor_calls import NAMESPACE, Arrived, loss_of
 from dpex.worker.inherited_job import inheritance
 from dpex.worker.process_identity import process_of, runs_here
 

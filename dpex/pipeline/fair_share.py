@@ -17,31 +17,18 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 
 from dpex import tuning
+from dpex.protocol.scheduler import OtherJobs
 from dpex.worker.actor_calls import NAMESPACE
 
-__all__ = ["ACTOR_PREFIX", "FairShare", "OtherJobs", "ask_others", "free_cpus"]
+__all__ = ["ACTOR_PREFIX", "FairShare", "ask_others", "free_cpus"]
 
 ACTOR_PREFIX = "dpex-pipeline-"
 """Prefix of the names of pipeline actors."""
-
-
-@dataclass(frozen=True)
-class OtherJobs:
-    """The other training jobs whose tasks share the cluster's CPUs.
-
-    Attributes:
-        wait: Whether any of their tasks has not started yet.
-        may_wait: Number of tasks of this job that may wait for a CPU while other tasks of it run.
-    """
-
-    wait: bool
-    may_wait: int
 
 
 class FairShare:

@@ -17,11 +17,11 @@ from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
-from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.chunks import Chunk, PickledChunk
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.packing import pack
-from dpex.worker.map_style import Chunk, pickled_chunks
+from dpex.worker.map_style import pickled_chunks
 
 if TYPE_CHECKING:
     from dpex.wire.receiver import Receiver

@@ -1,1 +1,1 @@
-"""Who makes which chunk, what is lost and made again, and what is delivered: without Ray and I/O."""
+"""Who makes which chunk, what is lost and made again, what is delivered; no Ray and no I/O."""

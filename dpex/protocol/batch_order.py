@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from dpex.protocol.chunk_sizes import ChunkPlanner
-from dpex.wire.block_format import Entry
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
+from dpex.protocol.chunks import Chunk, Entry, Run
 
 if TYPE_CHECKING:
     from dpex.training.index_iterator import IndexIterator

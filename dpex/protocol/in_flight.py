@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dpex.errors import BatchLostError
-from dpex.protocol.chunks import Part
-from dpex.wire.block_format import Entry
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
+from dpex.protocol.chunks import Chunk, Entry, Part, Run
 
 __all__ = ["Attempt", "ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from dpex import tuning
 from dpex.errors import BatchLostError
+from dpex.protocol.chunks import Chunk
 from dpex.protocol.in_flight import Attempt, ChunkInFlight, joined_streams, lost_error
 from dpex.protocol.loss_causes import LossCause
-from dpex.worker.map_style import Chunk
 
 __all__ = ["Recovery", "Resend", "recover"]
 

@@ -17,19 +17,30 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dpex import tuning
-from dpex.pipeline.fair_share import OtherJobs
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.chunks import AssignedChunk, PickledChunk
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
 from dpex.protocol.task_starts import TaskStarts
 from dpex.protocol.worker_bindings import WorkerBindings
-from dpex.worker.actor_calls import AssignedChunk
 
-__all__ = ["Scheduler"]
+__all__ = ["OtherJobs", "Scheduler"]
+
+
+@dataclass(frozen=True)
+class OtherJobs:
+    """The other training jobs whose tasks share the cluster's CPUs.
+
+    Attributes:
+        wait: Whether any of their tasks has not started yet.
+        may_wait: Number of tasks of this job that may wait for a CPU while other tasks of it run.
+    """
+
+    wait: bool
+    may_wait: int
 
 
 class Scheduler:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
-from dpex.worker.actor_calls import AssignedChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 
 __all__ = ["DeadlyChunkError", "LeaseState", "TaskLease"]
 

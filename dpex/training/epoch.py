@@ -14,13 +14,13 @@ import torch
 from dpex import tuning
 from dpex.errors import BatchLostError, DpexError, SerializationError, TooManySkippedError
 from dpex.log import waits, warn
+from dpex.protocol.chunks import Entry
 from dpex.protocol.in_flight import Attempt, InFlight, described
 from dpex.protocol.loss_causes import Loss, LossCause, joined
 from dpex.protocol.recovery import Recovery, Resend, recover
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.deferred_errors import KeptError
-from dpex.wire.block_format import Entry
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from dpex.protocol.batch_order import BatchOrder
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunk_sizes import ChunkPlanner
+    from dpex.protocol.chunks import Chunk, Run
     from dpex.training.first_workers import FirstRun
     from dpex.training.starting_session import StartingSession
     from dpex.wire.arrivals import Arrival
-    from dpex.worker.logical_worker import Run
-    from dpex.worker.map_style import Chunk
 
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
 

@@ -36,7 +36,7 @@ from dpex.worker.map_style import pickled_chunks
 
 if TYPE_CHECKING:
     from dpex.pipeline.remote_run import RemoteRun
-    from dpex.worker.map_style import Chunk
+    from dpex.protocol.chunks import Chunk
 
 __all__ = ["ChunkQueue", "FirstRun", "FirstWorkers"]
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dpex.protocol.chunks import Entry
 from dpex.protocol.loss_causes import Loss, lost_block
-from dpex.wire.block_format import Block, Entry, decode, places_in
+from dpex.wire.block_format import Block, decode, places_in
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.segments import SegmentLostError, SegmentReader
 

@@ -15,13 +15,13 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
-from dpex.protocol.chunks import Part
+from dpex.protocol.chunks import Entry, Part
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Bytes, Pickled, load
 from dpex.wire.pinning import pinned
@@ -31,32 +31,9 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Block", "BlockWriter", "Entry", "decode", "places_in", "read_block", "read_message"]
+__all__ = ["Block", "BlockWriter", "decode", "places_in", "read_block", "read_message"]
 
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One batch in flight, or the outcome in its place.
-
-    Attributes:
-        batch: Number of the batch in its epoch.
-        value: The batch, or an ``ExceptionWrapper`` in its place. It is pickled until ``decode``
-            unpickles it.
-        outcome: ``"batch"`` or ``"error"``, depending on ``value``. ``"nothing"`` if all samples
-            were left out. ``"end"`` if the stream ended before this batch.
-        left_out: Index and error text of each sample that was left out.
-        samples: Number of samples, if this is a stream's batch.
-        state: Packed state of the stream after this batch, if the stream has a state.
-    """
-
-    batch: int
-    value: Any
-    outcome: Literal["batch", "error", "nothing", "end"] = "batch"
-    left_out: tuple[tuple[Any, str], ...] = ()
-    samples: int = 0
-    state: bytes | None = None
 
 
 @dataclass(frozen=True)

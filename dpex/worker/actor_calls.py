@@ -22,7 +22,6 @@ from typing import Any
 import ray
 
 from dpex import tuning
-from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Part
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.recent import Recent
@@ -31,7 +30,6 @@ from dpex.wire.packing import pack
 __all__ = [
     "ACTOR_DIED",
     "Arrived",
-    "AssignedChunk",
     "Messages",
     "NAMESPACE",
     "Patience",
@@ -49,32 +47,6 @@ ACTOR_DIED = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 
 ``OutOfMemoryError`` means that Ray killed the actor because the node ran out of memory.
 """
-
-
-@dataclass(frozen=True)
-class AssignedChunk:
-    """A chunk that the pipeline actor assigns to a task.
-
-    Attributes:
-        payload: The pickled chunk.
-        place: Number of chunks that come before it in the task lease.
-        binding: The binding of its logical worker.
-        again: Whether an earlier attempt of the task had the chunk and died.
-        restarted: Whether its logical worker restarts here because it was bound to another task.
-        skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
-        replaced: Names of processes whose tasks Ray has restarted, but that may not have ended. The
-            task waits for their end, because they may make batches of the same logical worker.
-        iteration: Number of its iteration on the pipeline; the first has number 1.
-    """
-
-    payload: bytes
-    place: int
-    binding: Binding = Binding.RELEASED
-    again: bool = False
-    restarted: bool = False
-    skipped_blocks: int = 0
-    replaced: tuple[str, ...] = ()
-    iteration: int = 0
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,12 +16,13 @@ from multiprocessing.connection import Connection
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import Chunk
 from dpex.wire.block_format import BlockWriter
 from dpex.wire.segments import OWN_SEGMENTS
 from dpex.worker.dataset_copies import kept_for
 from dpex.worker.inherited_job import inherited_job
 from dpex.worker.logical_worker import Cancelled
-from dpex.worker.map_style import Chunk, Job, fetch_chunk
+from dpex.worker.map_style import Job, fetch_chunk
 
 __all__ = ["CANCEL", "ChunkMessage", "END", "Made", "make_chunks"]
 

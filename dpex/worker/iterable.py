@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dpex.compat.torch_names import IterableDatasetFetcher
-from dpex.wire.block_format import Entry
+from dpex.protocol.chunks import Chunk, Entry, Run
 from dpex.wire.timings import Costs, count, noted
 from dpex.worker.dataset_copies import Copy, Slot, copy_of, find_copy, forget_copy, keep_copy
 from dpex.worker.logical_worker import (
     Cancelled,
-    Run,
     initialise,
     leave_worker,
     settle_process,
     show_worker,
     wrap_error,
 )
-from dpex.worker.map_style import Chunk, Job, collate, encode
+from dpex.worker.map_style import Job, collate, encode
 from dpex.worker.seeding import Habits, global_states, set_global_states, stream_key
 from dpex.worker.stateful import StreamState
 

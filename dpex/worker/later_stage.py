@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dpex.compat.torch_names import tree_map_only
-from dpex.wire.block_format import Entry
+from dpex.protocol.chunks import Entry
 from dpex.wire.pickling import load
 from dpex.wire.timings import Costs, noted, spent
 from dpex.worker.collate_memory import BatchMemory

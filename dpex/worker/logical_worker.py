@@ -11,7 +11,6 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import torch
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper, WorkerInfo, numpy_seed, set_worker_info
 from dpex.errors import SerializationError
+from dpex.protocol.chunks import Run
 from dpex.wire.pickling import dump
 from dpex.worker.seeding import WorkerGenerators
-from dpex.worker.training_settings import Settings
 
 if TYPE_CHECKING:
     from dpex.wire.pickling import Pickled
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "At",
     "Cancelled",
-    "Run",
     "initialise",
     "leave_worker",
     "settle_process",
@@ -43,30 +41,6 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 _initial_seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """One iteration over a loader; all its chunks share these values.
-
-    Attributes:
-        key: Identity of the iteration.
-        loader: Identity of the loader.
-        base_seed: The number that torch draws to seed its workers.
-        epoch: Number of earlier iterations with this base_seed.
-        num_workers: Number of logical workers; batch k belongs to worker k mod num_workers.
-        dataset_version: Number of the dataset version that it reads. Every iteration reads a new
-            version unless workers are persistent.
-        settings: Settings of the training process, which the worker processes apply.
-    """
-
-    key: str
-    loader: str
-    base_seed: int
-    epoch: int
-    num_workers: int
-    dataset_version: int
-    settings: Settings
 
 
 class Cancelled(BaseException):

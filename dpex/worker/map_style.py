@@ -11,8 +11,7 @@ from torch.utils.data import default_collate
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
-from dpex.wire.block_format import Entry
+from dpex.protocol.chunks import Chunk, Entry, Part, PickledChunk, Run
 from dpex.wire.pickling import Pickled, dump, dump_in_band
 from dpex.wire.timings import Costs, count, noted, spent
 from dpex.worker.batched_reads import reads_batches
@@ -21,7 +20,6 @@ from dpex.worker.dataset_copies import SHARED, Copy, copy_of, forget_copy, hand_
 from dpex.worker.logical_worker import (
     At,
     Cancelled,
-    Run,
     initialise,
     leave_worker,
     settle_process,
@@ -32,7 +30,7 @@ from dpex.worker.seeding import sample_seed, seed_generators, seeds_offered, str
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch
 
-__all__ = ["Chunk", "Job", "StageInput", "collate", "encode", "fetch_chunk", "pickled_chunks"]
+__all__ = ["Job", "StageInput", "collate", "encode", "fetch_chunk", "pickled_chunks"]
 
 
 @dataclass(frozen=True)
@@ -61,49 +59,6 @@ class Job:
     skips_errors: bool = False
     drop_last: bool = False
     pickled_bytes: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive batches of one logical worker, made by one task.
-
-    Attributes:
-        run: The iteration that it belongs to.
-        number: Its number in the iteration.
-        first_batch: Number of its first batch in the epoch.
-        batches: The indices of each batch, as the sampler gave them.
-        positions: Position in the epoch of each batch's first sample.
-        patient: Whether its batches may share longer blocks, because enough batches are in flight
-            before it.
-        stream: Whether its batches belong to an ``IterableDataset``.
-        begin: Where the stream resumes in this epoch: the number of batches already read, and
-            the packed state.
-    """
-
-    run: Run
-    number: int
-    first_batch: int
-    batches: Sequence[Any]
-    positions: Sequence[int]
-    patient: bool = False
-    stream: bool = False
-    begin: tuple[int, bytes] | None = None
-
-    @property
-    def stride(self) -> int:
-        """Difference between the numbers of successive batches."""
-        return self.run.num_workers
-
-    @property
-    def numbers(self) -> range:
-        """Numbers of its batches in the epoch."""
-        end = self.first_batch + len(self.batches) * self.stride
-        return range(self.first_batch, end, self.stride)
-
-    @property
-    def worker(self) -> int:
-        """Number of the logical worker that its batches belong to."""
-        return self.first_batch % self.run.num_workers
 
 
 def pickled_chunks(chunks: Sequence[Chunk], **how: bool) -> list[PickledChunk]:

@@ -16,10 +16,10 @@ import ray
 from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
+from dpex.protocol.chunks import AssignedChunk
 from dpex.wire.packing import pack, unpack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
-    AssignedChunk,
     Messages,
     Patience,
     ask_actor,
@@ -31,9 +31,10 @@ from dpex.worker.kept_jobs import is_over, read_job, release_when_closed, workin
 from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 
 if TYPE_CHECKING:
+    from dpex.protocol.chunks import Chunk
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import SegmentPool
-    from dpex.worker.map_style import Chunk, Job
+    from dpex.worker.map_style import Job
 
 __all__ = [
     "TransformBatches",

@@ -19,7 +19,7 @@ from dpex.pipeline.remote_pipelines import (
     RunToken,
     warn_of_holders,
 )
-from dpex.worker.logical_worker import Run
+from dpex.protocol.chunks import Run
 from dpex.worker.process_identity import process_name
 from dpex.worker.training_settings import Settings
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from dpex.protocol.chunks import Chunk, Run
 from dpex.protocol.in_flight import Attempt, ChunkInFlight
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
 
 RUN = Run("run", "loader", 7, 0, 3, 0, Settings(".", torch.float32))

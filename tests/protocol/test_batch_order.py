@@ -9,8 +9,7 @@ import chunks
 
 from dpex.protocol.batch_order import IndexOrder, StreamOrder
 from dpex.protocol.chunk_sizes import ChunkPlanner
-from dpex.wire.block_format import Entry
-from dpex.worker.map_style import Chunk
+from dpex.protocol.chunks import Chunk, Entry
 
 WORKERS = 2
 RUN = replace(chunks.RUN, num_workers=WORKERS)

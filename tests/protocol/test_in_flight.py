@@ -6,10 +6,8 @@ from typing import Any
 
 from chunks import RUN, sent
 
-from dpex.protocol.chunks import Part
+from dpex.protocol.chunks import Chunk, Entry, Part
 from dpex.protocol.in_flight import Attempt, InFlight, joined_streams
-from dpex.wire.block_format import Entry
-from dpex.worker.map_style import Chunk
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:

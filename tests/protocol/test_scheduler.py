@@ -12,13 +12,12 @@ import pytest
 from dpex import tuning
 from dpex.pipeline import scheduler as scheduler_module
 from dpex.pipeline import task_starts
-from dpex.pipeline.fair_share import FairShare, OtherJobs
+from dpex.pipeline.fair_share import FairShare
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.loss_causes import Loss
-from dpex.protocol.scheduler import Scheduler
+from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.tuning import MAX_DEATHS
-from dpex.worker.actor_calls import AssignedChunk
 
 Scenario = Callable[[Scheduler], Awaitable[None]]
 

@@ -15,9 +15,8 @@ import pytest
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.scheduler import Scheduler
-from dpex.worker.actor_calls import AssignedChunk
 
 WORKERS = 3
 TASKS = 4

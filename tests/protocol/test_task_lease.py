@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.task_lease import DeadlyChunkError, LeaseState, TaskLease
 from dpex.tuning import MAX_DEATHS
-from dpex.worker.actor_calls import AssignedChunk
 
 RELEASED = Binding.RELEASED
 

@@ -17,16 +17,14 @@ from dpex.pipeline.session import StoredJob
 from dpex.protocol.batch_order import IndexOrder
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunk_sizes import ChunkPlanner
-from dpex.protocol.chunks import Part
+from dpex.protocol.chunks import Chunk, Entry, Part, Run
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.wire.arrivals import Arrival
-from dpex.wire.block_format import Block, Entry
+from dpex.wire.block_format import Block
 from dpex.wire.timings import Costs
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
 
 WORKERS = 2

@@ -15,16 +15,14 @@ import torch
 from cluster_programs import wait_until
 
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.chunks import Chunk, Entry, Part, PickledChunk, Run
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.training.first_workers import ChunkQueue, FirstRun, FirstWorkers
 from dpex.wire.arrivals import Arrival
-from dpex.wire.block_format import BlockWriter, Entry
+from dpex.wire.block_format import BlockWriter
 from dpex.wire.pickling import dump
 from dpex.wire.timings import Costs
 from dpex.worker.first_worker import CANCEL, END, ChunkMessage, Made
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk
 from dpex.worker.training_settings import Settings
 
 LOGICAL_WORKERS = 4

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dpex.protocol.chunks import Entry
 from dpex.wire.arrivals import Decoder
-from dpex.wire.block_format import Block, BlockWriter, Entry
+from dpex.wire.block_format import Block, BlockWriter
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.machine import machine
 from dpex.wire.segments import SegmentPool

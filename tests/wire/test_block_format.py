@@ -15,14 +15,8 @@ import torch
 
 from dpex import tuning
 from dpex.errors import SerializationError
-from dpex.wire.block_format import (
-    Block,
-    BlockWriter,
-    Entry,
-    decode,
-    read_block,
-    read_message,
-)
+from dpex.protocol.chunks import Entry
+from dpex.wire.block_format import Block, BlockWriter, decode, read_block, read_message
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.pickling import Pickled, dump, dump_in_band, load
 from dpex.wire.segments import SegmentReader

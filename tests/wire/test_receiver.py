@@ -14,10 +14,10 @@ from cluster_programs import wait_until
 from living import Plain
 
 from dpex import DpexDataLoader
-from dpex.protocol.chunks import Part
+from dpex.protocol.chunks import Entry, Part
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.wire.arrivals import Arrivals
-from dpex.wire.block_format import BlockWriter, Entry
+from dpex.wire.block_format import BlockWriter
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode

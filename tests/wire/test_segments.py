@@ -22,9 +22,10 @@ from living import Plain
 from torch.utils.data import DataLoader
 
 from dpex import DpexDataLoader, tuning
+from dpex.protocol.chunks import Entry
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire import segments
-from dpex.wire.block_format import BlockWriter, Entry, decode, places_in, read_block
+from dpex.wire.block_format import BlockWriter, decode, places_in, read_block
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.machine import machine
 from dpex.wire.mapped_memory import Readers

@@ -15,12 +15,11 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate
 
 from dpex.protocol.binding import Binding
-from dpex.wire.block_format import Entry
+from dpex.protocol.chunks import Chunk, Entry, Run
 from dpex.wire.pickling import dump, load
 from dpex.worker import dataset_copies
 from dpex.worker.later_stage import StageJob, apply_stage
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk, Job, StageInput, encode, fetch_chunk
+from dpex.worker.map_style import Job, StageInput, encode, fetch_chunk
 from dpex.worker.training_settings import Settings
 
 

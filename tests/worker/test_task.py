@@ -8,10 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from dpex.protocol.chunks import AssignedChunk, Chunk, Run
 from dpex.worker import kept_jobs, task
-from dpex.worker.actor_calls import AssignedChunk
-from dpex.worker.logical_worker import Run
-from dpex.worker.map_style import Chunk, pickled_chunks
+from dpex.worker.map_style import pickled_chunks
 from dpex.worker.training_settings import Settings
 
 
