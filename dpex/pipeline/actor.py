@@ -28,6 +28,7 @@ from dpex.pipeline.copy_holders import CopyHolders
 from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
+from dpex.pipeline.task_requests import TaskRequests
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
@@ -94,7 +95,7 @@ class _Pipeline:
         self.broken = False
         self.changed = asyncio.Event()
         self.scheduler = Scheduler(
-            self.note_loss,
+            time.monotonic(),
             holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
             claims_cpus=spec.claims_cpus,
             later_stages=bool(spec.later),
@@ -106,6 +107,7 @@ class _Pipeline:
             somebody_waits=somebody_waits,
             first_tasks=tuning.FIRST_TASKS,
         )
+        self.requests = TaskRequests(self.scheduler, self.note_loss)
         # Number of attempts of a later stage for each block.
         self._starts: Recent[tuple[str, Part], int] = Recent(tuning.MAX_BLOCKS_TRIED)
         self.arrived = Arrived()
@@ -123,7 +125,7 @@ class _Pipeline:
     async def _add_tasks(self, spec: PipelineSpec) -> None:
         """Start the Dataset of the further tasks once the scheduler wants the first of them."""
         try:
-            if await self.scheduler.more_tasks(tuning.FIRST_TASKS) is not None:
+            if await self.requests.more_tasks(tuning.FIRST_TASKS) is not None:
                 self._execute(spec, first=False, further=True)
         except Exception as error:  # such as that of a thread that cannot start
             self._take_end(error)
@@ -142,7 +144,7 @@ class _Pipeline:
         """Cancel the run and end all task leases."""
         self.begin(None)
         self.holders.end()
-        self.scheduler.close()
+        self.requests.close()
 
     def join(self) -> None:
         """Wait some seconds for the executions to end, and so for their tasks."""
@@ -166,7 +168,7 @@ class _Pipeline:
         if self.run is not None:
             self.holders.end(keep=self._persistent)
         self.run = run
-        self.scheduler.begin(in_run=run is not None)
+        self.requests.note(self.scheduler.begin, in_run=run is not None)
         self._fed = 0
         self._early: dict[int, PickledChunk] = {}
         self._blocks.clear()
@@ -182,7 +184,7 @@ class _Pipeline:
         self._early.update(enumerate(chunks, number))
         while (chunk := self._early.pop(self._fed, None)) is not None:
             self._fed += 1
-            self.scheduler.feed(chunk)
+            self.requests.note(self.scheduler.feed, chunk)
 
     def news(self) -> Reply | None:
         """Return the news since the last call, or None if there is none."""
@@ -222,12 +224,12 @@ class _Pipeline:
                 part, block, size_bytes, loss, finished = content
                 self.deliver(part, stored[0] if stored else block, size_bytes, loss)
                 if finished is not None:
-                    self.scheduler.finish(*finished)
+                    self.requests.note(self.scheduler.finish, *finished)
             case "finished":
-                self.scheduler.finish(*content)
+                self.requests.note(self.scheduler.finish, *content)
             case "state":
                 name, unchanged = content
-                self.scheduler.note_state(name, unchanged)
+                self.requests.note(self.scheduler.note_state, name, unchanged)
             case _:
                 raise ValueError(subject)
 
@@ -256,7 +258,7 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
-            self.scheduler.stop_preparing()
+            self.requests.note(self.scheduler.stop_preparing)
             self.note_loss(loss)
 
         self._loop.call_soon_threadsafe(end)
@@ -299,7 +301,8 @@ class _PipelineActor:
 
     def _somebody_waits(self) -> bool:
         """Return whether any pipeline of this actor has tasks that wait to begin."""
-        return any(pipeline.scheduler.waits for pipeline in self._opened())
+        now = time.monotonic()
+        return any(pipeline.scheduler.waits(now) for pipeline in self._opened())
 
     def _opened(self) -> list[_Pipeline]:
         return [o.result() for o in self._pipelines.values() if o.done() and not o.exception()]
@@ -387,16 +390,16 @@ class _PipelineActor:
             pipeline.feed(number, chunks)
 
     async def start_tasks_and_wait(self, pipeline_key: str, run: str, tasks: int) -> None:
-        """Start tasks for a run, and wait for them; see ``Scheduler.start_tasks_and_wait``."""
+        """Start tasks for a run, and wait for them; see ``TaskRequests``."""
         pipeline = await self._serving(pipeline_key, run)
         if pipeline is not None and not pipeline.broken:
-            await pipeline.scheduler.start_tasks_and_wait(tasks)
+            await pipeline.requests.start_tasks_and_wait(tasks)
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
-        """Wait until a pipeline wants tasks; see ``Scheduler.more_tasks``."""
+        """Wait until a pipeline wants tasks; see ``TaskRequests``."""
         if pipeline_key in self._closed:
             return None
-        return await (await self._opening(pipeline_key)).scheduler.more_tasks(started)
+        return await (await self._opening(pipeline_key)).requests.more_tasks(started)
 
     @packed
     async def next_chunk(
@@ -414,18 +417,18 @@ class _PipelineActor:
         Args:
             pipeline_key: The task's pipeline.
             origin: The task and its process.
-            place: See ``Scheduler.next_chunk``.
-            made: See ``Scheduler.next_chunk``.
+            place: See ``Scheduler.request``.
+            made: See ``Scheduler.request``.
             unchanged: Whether the last batch left its dataset copy unchanged; None if unknown.
-            early: See ``Scheduler.next_chunk``.
+            early: See ``Scheduler.request``.
         """
         if pipeline_key in self._closed:
             return None
         pipeline = await self._opening(pipeline_key)
         name, attempt = origin
         if unchanged is not None:
-            pipeline.scheduler.note_state(name, unchanged)
-        chunk = await pipeline.scheduler.next_chunk(name, place, made, attempt, early=early)
+            pipeline.requests.note(pipeline.scheduler.note_state, name, unchanged)
+        chunk = await pipeline.requests.next_chunk(name, place, made, attempt, early=early)
         if chunk is not None:
             pipeline.holders.hold(process_of(attempt))
         return chunk
@@ -580,7 +583,7 @@ class _PipelineActor:
             if waits or any(pipeline.scheduler.in_run for pipeline in opened):
                 others, pause_s = await loop.run_in_executor(None, ask_others, name, waits)
             for pipeline in opened:
-                pipeline.scheduler.note_others(others)
+                pipeline.requests.note(pipeline.scheduler.note_others, others)
             await asyncio.sleep(pause_s)
 
 

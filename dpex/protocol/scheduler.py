@@ -7,14 +7,13 @@ The scheduler starts a task only if the waiting chunks need it.
 The scheduler decides when a lease gets a chunk or ends. ``task_lease.py`` has the states of a
 lease, ``worker_bindings.py`` has the logical workers that are bound to leases, and
 ``task_starts.py`` counts tasks.
+
+Each event has a time, and returns what it decides. ``pipeline/task_requests.py`` performs that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,23 @@ from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
 from dpex.protocol.task_starts import TaskStarts
 from dpex.protocol.worker_bindings import WorkerBindings
 
-__all__ = ["OtherJobs", "Scheduler"]
+__all__ = ["Answer", "OtherJobs", "Scheduler"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a task's request for its next chunk.
+
+    Attributes:
+        name: Name of the task's lease.
+        attempt: Name of the process that made the request.
+        chunk: The chunk. None if the lease has ended, or if the process has been replaced: for
+            example, because the processes of the task died too often on one chunk, which is lost.
+    """
+
+    name: str
+    attempt: str
+    chunk: AssignedChunk | None
 
 
 @dataclass(frozen=True)
@@ -46,8 +61,11 @@ class OtherJobs:
 class Scheduler:
     """The chunks of a pipeline, and the leases of the tasks that make them.
 
+    Invariant: each request gets one answer, which the same event returns, or a later one. If a
+    process repeats a request, both have the same answer.
+
     Args:
-        on_loss: Called with each loss of a chunk.
+        now: The time, in seconds of any clock that does not go back.
         holds_resources: Whether a waiting task holds resources that keep other tasks from running.
         claims_cpus: Whether other Ray tasks may wait for the CPUs of these tasks.
         later_stages: Whether later stages take the blocks. A restarted task then yields an empty
@@ -65,12 +83,13 @@ class Scheduler:
         starting: Number of tasks that may be starting at once, if logical workers are bound.
         one_by_one: Whether only one task at a time may work.
         in_run: Whether the pipeline serves an iteration.
+        prepared: How many tasks are to wait for the first chunks of an iteration.
         run: Number of the iteration that the pipeline serves or served last, from 1.
     """
 
     def __init__(
         self,
-        on_loss: Callable[[Loss], None],
+        now: float,
         *,
         holds_resources: bool = False,
         claims_cpus: bool = False,
@@ -83,7 +102,8 @@ class Scheduler:
         somebody_waits: Callable[[], bool] = lambda: True,
         first_tasks: int = 0,
     ) -> None:
-        self._on_loss = on_loss
+        self._now = now
+        self._actions: list[Answer | Loss] = []
         self._holds_resources = holds_resources
         self._prefers_nodes = prefers_nodes
         self._num_workers = num_workers
@@ -103,15 +123,14 @@ class Scheduler:
         # The leases that wait, in the same order.
         self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
-        self._tasks = TaskStarts(first_tasks)
-        # Set when a further task may be needed.
-        self._changed = asyncio.Event()
+        self._tasks = TaskStarts(now, first_tasks)
+        # The leases of restarted tasks, and the chunks that they have to repeat.
+        self._repeating: dict[str, tuple[TaskLease, AssignedChunk]] = {}
+        # Whether a further task may be needed.
+        self._changed = False
         # The latest processes that may not have ended, although Ray has restarted their tasks.
         self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
-        # How many tasks are to wait for the first chunks of an iteration.
-        self._prepared = 0
-        # Set when a task has asked for its first chunk, or none is awaited any more.
-        self._task_asked = asyncio.Event()
+        self.prepared = 0
         # When a task last asked for a chunk or got one.
         self._asked_at = math.inf
         # Whether any task has asked for a second chunk.
@@ -122,107 +141,207 @@ class Scheduler:
         self._others: OtherJobs | None = None
         self._waited_for_since = math.inf
 
-    def begin(self, *, in_run: bool) -> None:
+    # --- events -----------------------------------------------------------------------------------
+
+    def begin(self, now: float, *, in_run: bool) -> list[Answer | Loss]:
         """Reset the state for a new iteration, or for a pause between iterations."""
+        self._now = now
         self.run += in_run
         self._stuck = False
-        self.stop_preparing()
+        self.prepared = 0
         self._asked_at = math.inf
         self._bindings.begin(in_run=in_run)
         self.in_run = in_run
+        return self._decided()
 
-    # --- chunks -----------------------------------------------------------------------------------
-
-    def feed(self, chunk: PickledChunk) -> None:
+    def feed(self, now: float, chunk: PickledChunk) -> list[Answer | Loss]:
         """Add a chunk to those that wait: after the others, or if it is resent, before new ones."""
-        self.stop_preparing()
+        self._now = now
+        self.prepared = 0
         new = (place for place, waiting in enumerate(self._chunks) if not waiting.resent)
         end = len(self._chunks)
         self._chunks.insert(next(new, end) if chunk.resent else end, chunk)
         self._hand_out()
-        if self._chunks:
-            self._changed.set()
+        self._changed = self._changed or bool(self._chunks)
+        return self._decided()
 
-    async def next_chunk(
-        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
-    ) -> AssignedChunk | None:
-        """Wait for a task's next chunk, and return it.
+    def request(
+        self,
+        now: float,
+        name: str,
+        place: int,
+        made: int,
+        attempt: str = "",
+        *,
+        early: bool = False,
+    ) -> list[Answer | Loss]:
+        """Record that a task requests its next chunk.
 
         Args:
+            now: The time.
             name: Name of the task's lease, which does not change if Ray restarts the task.
             place: How many chunks the task has made; a restarted task begins at 0.
             made: How many blocks the process has made of these chunks, or is about to finish.
             attempt: Name of the task's process.
             early: Whether the task still makes samples of its last chunk; see ``finish``.
-
-        Returns:
-            The next chunk, or None if the lease has ended: for example, because its process has
-            died too often on one chunk, which is lost.
         """
+        self._now = now
         lease = self._leases.get(name)
-        if lease is None:
-            if place > 0:
-                return None  # the lease ended so long ago that it is forgotten
-            lease = self._leases[name] = TaskLease(name, attempt, time.monotonic())
+        if lease is None and place == 0:
+            lease = self._leases[name] = TaskLease(name, attempt, now)
             self._tasks.note_running()
-            self._task_asked.set()
             self._forget_ended()
-        if lease.is_past(attempt):
-            return None
-        self._asked_at = time.monotonic()
+        # A lease that is not known ended so long ago that it is forgotten.
+        if lease is None or lease.is_past(attempt):
+            self._actions.append(Answer(name, attempt, None))
+            return self._decided()
+        self._asked_at = now
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
         self._waiting.pop(name, None)
+        self._repeating.pop(name, None)
         replaced = lease.attempt
+        if lease.unanswered and replaced != attempt:
+            self._answer(lease, None)
         if lease.note_request(attempt, place, made, early=early):
             self._replaced.append(replaced)
+        lease.unanswered, lease.asked_at = True, now
         if place < lease.given:
-            return await self._repeat(lease, place)
-        lease.ask()
-        self._bindings.note_asked(lease)
-        if lease.waiting and not self._advance(lease):
-            self._waiting[name] = lease
-        self._hand_out()  # no lease may hold the logical worker of its last chunk any more
-        await self._wait_for_answer(lease)
-        if place == lease.given or attempt != lease.attempt:
-            return None
-        return self._assigned(lease.last_chunk(self._bindings.of(lease)))
+            self._repeat(lease, place)
+        else:
+            lease.ask()
+            self._bindings.note_asked(lease)
+            if lease.ended:
+                self._answer(lease, None)
+            elif not self._advance(lease):
+                self._waiting[name] = lease
+        return self._decided()
 
-    async def _repeat(self, lease: TaskLease, place: int) -> AssignedChunk | None:
-        """Return a chunk that a restarted task has to make again, once its logical worker is free.
+    def finish(self, now: float, name: str, attempt: str, place: int) -> list[Answer | Loss]:
+        """Record that a task that asked early has no more samples to make.
+
+        Args:
+            now: The time.
+            name: Name of the task's lease.
+            attempt: Name of the task's process.
+            place: The ``place`` of the task's request.
+        """
+        self._now = now
+        lease = self._leases.get(name)
+        if lease is not None and lease.attempt == attempt:
+            lease.finish(place)
+        return self._decided()
+
+    def note_state(self, now: float, name: str, unchanged: bool) -> list[Answer | Loss]:
+        """Record whether a batch left its dataset copy unchanged; see ``WorkerBindings``."""
+        self._now = now
+        self._bindings.note_state(name, unchanged)
+        return self._decided()
+
+    def note_others(self, now: float, others: OtherJobs | None) -> list[Answer | Loss]:
+        """Record the state of the cluster's other training jobs; None if there are none."""
+        self._now = now
+        self._others = others
+        if others is None or not others.wait:
+            self._waited_for_since = math.inf
+        else:
+            since = now + (tuning.PROCESS_STARTS_S if others.may_wait else 0.0)
+            self._waited_for_since = min(since, self._waited_for_since)
+        self._changed = True
+        return self._decided()
+
+    def prepare(self, now: float, tasks: int) -> list[Answer | Loss]:
+        """Start tasks before there are chunks.
+
+        Until the first chunk or the end of the iteration, a task replaces each that ends.
+
+        Args:
+            now: The time.
+            tasks: Number of tasks, without those that have ended.
+        """
+        self._now = now
+        self.prepared = 0 if self._closed else max(tasks, self.prepared)
+        self.parallel = max(tasks, self.parallel)
+        self._changed = True
+        return self._decided()
+
+    def stop_preparing(self, now: float) -> list[Answer | Loss]:
+        """Start no more tasks than there are chunks."""
+        self._now = now
+        self.prepared = 0
+        return self._decided()
+
+    def tick(self, now: float) -> list[Answer | Loss]:
+        """Record that time has passed: some leases have waited for too long, or chunks have."""
+        self._now = now
+        self._changed = self._changed or bool(self._chunks)
+        self._hand_out()
+        for lease in list(self._waiting.values()):
+            too_long = now - lease.asked_at >= self._patience_of(lease)
+            if lease.waiting and too_long and not self._bind_one_more(lease):
+                self._end(lease)
+        return self._decided()
+
+    @property
+    def tick_s(self) -> float | None:
+        """Maximum time until the next ``tick``; None if the next event comes first."""
+        if self._chunks:
+            return tuning.LOOK_S
+        return tuning.IDLE_S if self._waiting else None
+
+    def drop(self) -> None:
+        """Drop the chunks that no task has."""
+        self._chunks.clear()
+
+    def close(self, now: float) -> list[Answer | Loss]:
+        """End all leases: at once if their tasks wait, else when the tasks ask again."""
+        self._now = now
+        self._closed = True
+        self.drop()
+        for lease in list(self._waiting.values()):
+            self._end(lease)
+        self.prepared = 0
+        return self._decided()
+
+    def _decided(self) -> list[Answer | Loss]:
+        """Return what the present event has decided, and start the tasks that are needed now."""
+        self._hand_out()
+        for lease, chunk in list(self._repeating.values()):
+            if not self._bindings.runs_elsewhere(lease, lease.repeats):
+                lease.begin_repeat()
+                del self._repeating[lease.name]
+                self._answer(lease, chunk)
+        while self._changed and not self._closed:
+            self._changed = False
+            if tasks := self._wanted():
+                self._tasks.start(self._now, tasks)
+                self._changed = True
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _answer(self, lease: TaskLease, chunk: AssignedChunk | None) -> None:
+        """Answer the last request of a lease."""
+        lease.unanswered = False
+        if chunk is not None and self._replaced:
+            chunk = replace(chunk, replaced=tuple(self._replaced))
+        self._actions.append(Answer(lease.name, lease.attempt, chunk))
+
+    # --- chunks -----------------------------------------------------------------------------------
+
+    def _repeat(self, lease: TaskLease, place: int) -> None:
+        """Give a restarted task a chunk that it has to make again, once its logical worker is free.
 
         Such a chunk waits only for a process that makes samples of its logical worker. A lease may
         hold the logical worker for a later chunk, and wait in turn for a chunk to repeat.
         """
-        had_ended, attempt = lease.ended, lease.attempt
+        had_ended = lease.ended
         try:
-            chunk = lease.repeat(place, self._bindings.of(lease))
+            self._repeating[lease.name] = lease, lease.repeat(place, self._bindings.of(lease))
         except DeadlyChunkError as error:
             if not had_ended:
                 self._note_ended()
-            self._hand_out()
-            for part in error.parts:
-                self._on_loss(Loss(LossCause.TASK, str(error), part))
-            return None
-        self._hand_out()
-        while self._bindings.runs_elsewhere(lease, lease.repeats):
-            await asyncio.sleep(tuning.LOOK_S)
-            if attempt != lease.attempt:
-                return None
-        lease.begin_repeat()
-        return self._assigned(chunk)
-
-    def _assigned(self, chunk: AssignedChunk) -> AssignedChunk:
-        return replace(chunk, replaced=tuple(self._replaced)) if self._replaced else chunk
-
-    async def _wait_for_answer(self, lease: TaskLease) -> None:
-        """Wait until a lease has a chunk or has ended, and end it if it waits for too long."""
-        waits_since = time.monotonic()
-        while lease.waiting and not await lease.wait_for_answer(tuning.IDLE_S):
-            self._hand_out()
-            too_long = time.monotonic() - waits_since >= self._patience_of(lease)
-            if lease.waiting and too_long and not self._bind_one_more(lease):
-                self._end(lease)
+            self._actions += [Loss(LossCause.TASK, str(error), part) for part in error.parts]
+            self._answer(lease, None)
 
     def _patience_of(self, lease: TaskLease) -> float:
         """Return how long a lease waits for its next chunk or for the next iteration."""
@@ -274,23 +393,24 @@ class Scheduler:
             del self._chunks[place]
             self._waiting.pop(lease.name, None)
             lease.give(chunk, self.run)
-            self._asked_at = time.monotonic()
+            self._asked_at = self._now
             self._bindings.note_given(lease, chunk.worker)
+            self._answer(lease, lease.last_chunk(self._bindings.of(lease)))
         else:
             return False
         return True
 
     def _must_end(self, lease: TaskLease, chunk: PickledChunk | None) -> bool:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
-        if self._closed or self._running > self._most_tasks or self._expired(lease):
+        if self._closed or self.running > self._most_tasks or self._expired(lease):
             return True
         return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)
 
     def _expired(self, lease: TaskLease) -> bool:
         """Return whether a lease has taken its time."""
-        waited_for = time.monotonic() >= self._waited_for_since
+        waited_for = self._now >= self._waited_for_since
         lease_s = tuning.WAITED_FOR_LEASE_S if waited_for else self._lease_s
-        late = lease.given > 0 and time.monotonic() - lease.began >= lease_s
+        late = lease.given > 0 and self._now - lease.began >= lease_s
         if not late or lease.workers:
             return False
         # A new task takes some 10 ms to start, and the first batch of an iteration must not
@@ -317,29 +437,11 @@ class Scheduler:
 
     def _held_back(self, lease: TaskLease) -> bool:
         """Return whether a bound lease leaves its CPU to a task of another training job."""
-        waited_for_s = time.monotonic() - self._waited_for_since
+        waited_for_s = self._now - self._waited_for_since
         # A lease that holds other resources waits only briefly; it would end, and another begin.
         if not lease.workers or self._holds_resources or waited_for_s < 0:
             return False
         return waited_for_s % (2 * tuning.HELD_BACK_S) < tuning.HELD_BACK_S
-
-    def note_state(self, name: str, unchanged: bool) -> None:
-        """Record whether a batch left its dataset copy unchanged; see ``WorkerBindings``."""
-        self._bindings.note_state(name, unchanged)
-        self._hand_out()
-
-    def finish(self, name: str, attempt: str, place: int) -> None:
-        """Record that a task that asked early has no more samples to make.
-
-        Args:
-            name: Name of the task's lease.
-            attempt: Name of the task's process.
-            place: The ``place`` of the task's request.
-        """
-        lease = self._leases.get(name)
-        if lease is not None and lease.attempt == attempt:
-            lease.finish(place)
-            self._hand_out()
 
     @property
     def has_work(self) -> bool:
@@ -363,104 +465,38 @@ class Scheduler:
         if not lease.ended:
             lease.end()
             self._note_ended()
+            if lease.unanswered:
+                self._answer(lease, None)
 
     def _note_ended(self) -> None:
-        self._tasks.note_ended()
-        self._changed.set()
+        self._tasks.note_ended(self._now)
+        self._changed = True
 
     def _forget_ended(self) -> None:
         ended = [n for n, lease in self._leases.items() if lease.ended and not lease.held]
         for name in ended[: max(0, len(ended) - max(tuning.MAX_ENDED_LEASES, 4 * self.parallel))]:
             del self._leases[name]
 
-    def drop(self) -> None:
-        """Drop the chunks that no task has."""
-        self._chunks.clear()
-
-    def close(self) -> None:
-        """End all leases: at once if their tasks wait, else when the tasks ask again."""
-        self._closed = True
-        self.drop()
-        for lease in list(self._waiting.values()):
-            self._end(lease)
-        self.stop_preparing()
-        self._changed.set()
-
     # --- starting tasks ---------------------------------------------------------------------------
-
-    async def more_tasks(self, started: int) -> int | None:
-        """Wait until tasks are needed, and return their number.
-
-        Args:
-            started: How many tasks the caller knows of. A restarted caller counts again from
-                ``first_tasks``.
-
-        Returns:
-            How many tasks to start now; None if the pipeline needs no more tasks.
-        """
-        while not self._closed:
-            if started < self.started:
-                return self.started - started
-            if tasks := self._wanted():
-                self._tasks.start(tasks)
-                continue
-            self._changed.clear()
-            timeout = tuning.LOOK_S if self._chunks else None
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout)
-        return None
-
-    async def start_tasks_and_wait(self, tasks: int) -> None:
-        """Start tasks before there are chunks, and wait until so many have asked for a chunk.
-
-        Until the first chunk or the end of the iteration, a task replaces each that ends. Then the
-        call returns in any case, as it does if the pipeline is broken.
-
-        Args:
-            tasks: Number of tasks, without those that have ended.
-        """
-        self._prepared = 0 if self._closed else max(tasks, self._prepared)
-        self.parallel = max(tasks, self.parallel)
-        self._changed.set()
-        while self._running < tasks <= self._prepared:
-            self._task_asked.clear()
-            await self._task_asked.wait()
-
-    def stop_preparing(self) -> None:
-        """Start no more tasks than there are chunks, and end ``start_tasks_and_wait``."""
-        self._prepared = 0
-        self._task_asked.set()
-
-    def note_others(self, others: OtherJobs | None) -> None:
-        """Record the state of the cluster's other training jobs; None if there are none."""
-        self._others = others
-        if others is None or not others.wait:
-            self._waited_for_since = math.inf
-        else:
-            since = time.monotonic() + (tuning.PROCESS_STARTS_S if others.may_wait else 0.0)
-            self._waited_for_since = min(since, self._waited_for_since)
-        self._hand_out()
-        self._changed.set()
 
     @property
     def started(self) -> int:
         """Number of tasks started so far."""
         return self._tasks.started
 
-    @property
-    def waits(self) -> bool:
-        """Whether a task may be about to begin, for which other jobs hold their tasks back."""
-        return self._tasks.may_run_soon
+    def waits(self, now: float) -> bool:
+        """Return whether a task may begin soon, for which other jobs hold their tasks back."""
+        return self._tasks.may_run_soon(now)
 
     @property
-    def _running(self) -> int:
+    def running(self) -> int:
         """Number of tasks that have asked for a chunk and have not ended."""
         return sum(lease.busy or not lease.ended for lease in self._leases.values())
 
     @property
     def _active(self) -> int:
         """Number of tasks that have not ended, pending tasks included."""
-        return self._running + self._tasks.pending
+        return self.running + self._tasks.pending
 
     @property
     def _most_tasks(self) -> int:
@@ -479,7 +515,7 @@ class Scheduler:
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
             wanted = min(wanted, self.starting)
-        wanted = max(wanted, self._prepared - self._running)
+        wanted = max(wanted, self.prepared - self.running)
         if self._bindings.binding is not Binding.ALWAYS and self._others is not None:
             # One task can make all batches. A second task would have to start another process, and
             # tasks of the other jobs would wait for that.
@@ -487,12 +523,12 @@ class Scheduler:
             wanted = min(wanted, max(self._others.may_wait, int(next_one)))
         allowed = self._most_tasks - active
         if self._prefers_nodes:
-            allowed -= self._tasks.not_known_free()
+            allowed -= self._tasks.not_known_free(self._now)
         return max(0, min(allowed, wanted - self._tasks.pending))
 
     def _is_stuck(self) -> bool:
         """Return whether samples may wait for logical workers that have not started."""
-        quiet_s = time.monotonic() - self._asked_at
+        quiet_s = self._now - self._asked_at
         if self._tasks.pending or not self._chunks or quiet_s < tuning.STUCK_IDLE_S:
             return False
         return quiet_s >= tuning.STUCK_S or self._idle_machine is None or self._idle_machine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from collections import deque
 from collections.abc import Iterable
@@ -84,6 +83,8 @@ class TaskLease:
         restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
             to another process before.
         made: How many blocks the process had made at its last request, or was about to finish.
+        unanswered: Whether the last request has no answer yet.
+        asked_at: When the task made that request.
     """
 
     name: str
@@ -103,6 +104,8 @@ class TaskLease:
     workers: set[int] = field(default_factory=set)
     restarted: bool = False
     made: int = 0
+    unanswered: bool = False
+    asked_at: float = 0.0
     # The places of the last request, and of the last one before which no sample is left.
     _asked: int = 0
     _finished: int = -1
@@ -116,8 +119,6 @@ class TaskLease:
     _most_made: int = 0
     # The task's earlier processes. Ray may have restarted the task while one could not be reached.
     _past_attempts: set[str] = field(default_factory=set)
-    # Done when the lease waits no more.
-    _answer: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
         self._enter(LeaseState.WAITING)
@@ -128,10 +129,6 @@ class TaskLease:
         self.waiting = state is LeaseState.WAITING
         self.busy = state is LeaseState.WORKING or state is LeaseState.REPEATING
         self.ended = state is LeaseState.ENDED or state is LeaseState.REPEATING
-        if not self.waiting and self._answer is not None:
-            if not self._answer.done():
-                self._answer.set_result(None)
-            self._answer = None
 
     @property
     def running(self) -> set[int]:
@@ -196,18 +193,8 @@ class TaskLease:
         self._enter(LeaseState.WORKING)
 
     def end(self) -> None:
-        """End the lease; a task that waits learns of it."""
+        """End the lease."""
         self._enter(LeaseState.ENDED)
-
-    async def wait_for_answer(self, timeout: float) -> bool:
-        """Wait until the lease waits no more; return False after ``timeout`` seconds."""
-        if not self.waiting:
-            return True
-        if self._answer is None:
-            self._answer = asyncio.get_running_loop().create_future()
-        answer = self._answer
-        await asyncio.wait([answer], timeout=timeout)
-        return answer.done()
 
     def last_chunk(self, binding: Binding) -> AssignedChunk:
         """Return the chunk that the task has been given.
@@ -236,7 +223,6 @@ class TaskLease:
             self.end()
             text = f"its worker process died {self._deaths} times in a row. Ray's logs say why"
             raise DeadlyChunkError(text, (chunk.part for chunk in self._chunks))
-        # This also answers a call of the earlier process that still waits.
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one
         # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as

@@ -1,0 +1,115 @@
+"""The requests of a pipeline's tasks, as calls of the pipeline actor that wait for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
+
+from dpex.protocol.chunks import AssignedChunk
+from dpex.protocol.loss_causes import Loss
+from dpex.protocol.scheduler import Answer, Scheduler
+
+__all__ = ["TaskRequests"]
+
+P = ParamSpec("P")
+Decisions = list[Answer | Loss]
+
+
+class TaskRequests:
+    """Gives a scheduler its events, and performs what it decides.
+
+    Args:
+        scheduler: The scheduler.
+        on_loss: Called with each loss of a chunk.
+    """
+
+    def __init__(self, scheduler: Scheduler, on_loss: Callable[[Loss], None]) -> None:
+        self._scheduler = scheduler
+        self._on_loss = on_loss
+        # The calls that wait, by lease and process. A process may repeat a call.
+        self._calls: dict[tuple[str, str], list[asyncio.Future[AssignedChunk | None]]] = {}
+        # Set when the number of tasks may have changed that a call waits for.
+        self._counted = asyncio.Event()
+        self._started = 0
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(
+        self, event: Callable[Concatenate[float, P], Decisions], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Give the scheduler an event, which is one of its methods, with the present time."""
+        for decision in event(time.monotonic(), *args, **kwargs):
+            if isinstance(decision, Loss):
+                self._on_loss(decision)
+                continue
+            for call in self._calls.pop((decision.name, decision.attempt), ()):
+                if not call.done():
+                    call.set_result(decision.chunk)
+        scheduler = self._scheduler
+        if self._closed or scheduler.prepared or scheduler.started != self._started:
+            self._started = scheduler.started
+            self._counted.set()
+        self._wait_for_tick()
+
+    def _wait_for_tick(self) -> None:
+        tick_s = self._scheduler.tick_s
+        if tick_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + tick_s
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.note(self._scheduler.tick)
+
+    def close(self) -> None:
+        """End all leases, and the calls that wait for tasks."""
+        self._closed = True
+        self.note(self._scheduler.close)
+
+    async def next_chunk(
+        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
+    ) -> AssignedChunk | None:
+        """Wait for a task's next chunk, and return it; see ``Scheduler.request``."""
+        call: asyncio.Future[AssignedChunk | None] = asyncio.get_running_loop().create_future()
+        self._calls.setdefault((name, attempt), []).append(call)
+        self.note(self._scheduler.request, name, place, made, attempt, early=early)
+        return await call
+
+    async def more_tasks(self, started: int) -> int | None:
+        """Wait until tasks are needed, and return their number.
+
+        Args:
+            started: How many tasks the caller knows of. A restarted caller counts again from
+                ``first_tasks``.
+
+        Returns:
+            How many tasks to start now; None if the pipeline needs no more tasks.
+        """
+        while not self._closed:
+            if started < self._scheduler.started:
+                return self._scheduler.started - started
+            self._counted.clear()
+            await self._counted.wait()
+        return None
+
+    async def start_tasks_and_wait(self, tasks: int) -> None:
+        """Start tasks before there are chunks, and wait until so many have asked for a chunk.
+
+        The call also returns after the first chunk, at the end of the iteration, and if the
+        pipeline is broken.
+
+        Args:
+            tasks: Number of tasks, without those that have ended.
+        """
+        self.note(self._scheduler.prepare, tasks)
+        while self._scheduler.running < tasks <= self._scheduler.prepared:
+            self._counted.clear()
+            await self._counted.wait()
