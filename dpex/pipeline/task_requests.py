@@ -1,4 +1,4 @@
-"""The requests of a pipeline's tasks, as calls of the pipeline actor that wait for their answers."""
+"""The requests of a pipeline's tasks: calls of the pipeline actor that wait for an answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TaskRequests:
         self._calls: dict[tuple[str, str], list[asyncio.Future[AssignedChunk | None]]] = {}
         # Set when the number of tasks may have changed that a call waits for.
         self._counted = asyncio.Event()
-        self._started = 0
+        self._counts = 0, 0
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -47,9 +47,9 @@ class TaskRequests:
             for call in self._calls.pop((decision.name, decision.attempt), ()):
                 if not call.done():
                     call.set_result(decision.chunk)
-        scheduler = self._scheduler
-        if self._closed or scheduler.prepared or scheduler.started != self._started:
-            self._started = scheduler.started
+        counts = self._scheduler.started, self._scheduler.prepared
+        if counts != self._counts or self._scheduler.prepared or self._closed:
+            self._counts = counts
             self._counted.set()
         self._wait_for_tick()
 

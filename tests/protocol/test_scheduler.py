@@ -7,19 +7,20 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import played_scheduler
 import pytest
+from played_scheduler import PlayedScheduler
 
 from dpex import tuning
-from dpex.pipeline import scheduler as scheduler_module
-from dpex.pipeline import task_starts
+from dpex.pipeline import task_requests
 from dpex.pipeline.fair_share import FairShare
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
 from dpex.protocol.loss_causes import Loss
-from dpex.protocol.scheduler import OtherJobs, Scheduler
+from dpex.protocol.scheduler import OtherJobs
 from dpex.tuning import MAX_DEATHS
 
-Scenario = Callable[[Scheduler], Awaitable[None]]
+Scenario = Callable[[PlayedScheduler], Awaitable[None]]
 
 SECONDS = 10
 BOUND: dict[str, Any] = {"binding": Binding.ALWAYS, "num_workers": 4}
@@ -33,30 +34,27 @@ def play(scenario: Scenario, **options: Any) -> None:
     lost.clear()
 
     async def run() -> None:
-        scheduler = Scheduler(lost.append, **options)
-        scheduler.parallel = scheduler.starting = 4
+        scheduler = PlayedScheduler(lost.append, **options)
+        scheduler.limit(parallel=4, starting=4)
         await scenario(scheduler)
 
     asyncio.run(asyncio.wait_for(run(), 3 * SECONDS))
 
 
-async def start_tasks(scheduler: Scheduler) -> int:
+async def start_tasks(scheduler: PlayedScheduler) -> int:
     """Start the tasks that are needed now, and return their number."""
-    asking = asyncio.ensure_future(scheduler.more_tasks(scheduler.started))
-    await asyncio.sleep(0)
-    if asking.done():
-        return asking.result() or 0
-    asking.cancel()
-    return 0
+    return scheduler.new_tasks()
 
 
-def feed_one(scheduler: Scheduler, payload: bytes, worker: int = 0, *, alone: bool = False) -> None:
+def feed_one(
+    scheduler: PlayedScheduler, payload: bytes, worker: int = 0, *, alone: bool = False
+) -> None:
     """Feed a chunk, which its losses name by its payload."""
     part = Part(payload.decode(), 0)
     scheduler.feed(PickledChunk(payload, worker, part, alone=alone, resent=alone))
 
 
-def feed(scheduler: Scheduler, *payloads: bytes, alone: bool = False) -> None:
+def feed(scheduler: PlayedScheduler, *payloads: bytes, alone: bool = False) -> None:
     for worker, payload in enumerate(payloads):
         feed_one(scheduler, payload, worker, alone=alone)
 
@@ -65,7 +63,7 @@ def lost_payloads() -> list[str]:
     return [loss.part.run for loss in lost if loss.part is not None]
 
 
-async def waits(scheduler: Scheduler, *request: Any, early: bool = False) -> bool:
+async def waits(scheduler: PlayedScheduler, *request: Any, early: bool = False) -> bool:
     """Return whether a task has to wait for its next chunk."""
     asking = asyncio.ensure_future(scheduler.next_chunk(*request, early=early))
     await asyncio.sleep(0)
@@ -85,7 +83,7 @@ def payload_of(assignment: AssignedChunk | None) -> bytes | None:
 
 
 def test_who_asks_first_gets_the_first_chunk() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
@@ -104,7 +102,7 @@ def test_who_asks_first_gets_the_first_chunk() -> None:
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2", b"3")
         for place, blocks in enumerate([0, 3, 5]):
             await scheduler.next_chunk("a", place, blocks)
@@ -122,7 +120,7 @@ def test_a_task_that_begins_again_redoes_what_may_be_lost(again: int) -> None:
 
 
 def test_a_task_is_not_begun_for_ever() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         async def begin(times: int) -> None:
             for _ in range(times):
                 assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
@@ -142,7 +140,7 @@ def test_a_task_is_not_begun_for_ever() -> None:
 
 
 def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0)
         of_the_dead = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
@@ -158,7 +156,7 @@ def test_a_task_that_begins_again_takes_its_place_among_those_that_wait() -> Non
 
 
 def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
         feed(scheduler, b"1", alone=True)
@@ -173,7 +171,7 @@ def test_a_chunk_that_is_to_be_alone_is_alone() -> None:
 
 @pytest.mark.parametrize("options", [{"claims_cpus": True}, {"holds_resources": True}])
 def test_a_task_soon_gives_back_what_other_tasks_may_want(options: dict[str, bool]) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         assert await scheduler.next_chunk("a", 0, 0) is None
 
     play(scenario, **options)
@@ -184,18 +182,18 @@ def test_a_task_waits_longer_where_no_other_task_wants_its_cpu(
 ) -> None:
     monkeypatch.setattr(tuning, "IDLE_S", 0.01)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
         await asyncio.wait([asking], timeout=10 * tuning.IDLE_S)
         assert not asking.done()
-        monkeypatch.setattr(scheduler, "_patience_s", 0.0)
+        monkeypatch.setattr(scheduler.scheduler, "_patience_s", 0.0)
         assert await asking is None
 
     play(scenario)
 
 
 def test_a_task_that_waits_ends_with_its_pipeline() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.begin(in_run=False)
         between_runs = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
         await asyncio.sleep(0)
@@ -211,7 +209,7 @@ def test_an_iteration_that_begins_waits_for_no_task_to_start(
 ) -> None:
     monkeypatch.setattr(tuning, "LEASE_S", 0.0)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.begin(in_run=True)
         feed(scheduler, b"0")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
@@ -228,7 +226,7 @@ def test_an_iteration_that_begins_waits_for_no_task_to_start(
 
 
 def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         assert await start_tasks(scheduler) == 0
         feed(scheduler, b"0", b"1")
         assert await start_tasks(scheduler) == 2
@@ -244,8 +242,8 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
 
 @pytest.mark.parametrize("binding", [Binding.WATCHED, Binding.RELEASED])
 def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        scheduler.parallel = 1
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.scheduler.parallel = 1
         prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
         await asyncio.sleep(0)
         assert await start_tasks(scheduler) == 2, "the pipeline starts with one"
@@ -263,12 +261,17 @@ def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [Scheduler.close, Scheduler.stop_preparing, lambda scheduler: feed(scheduler, b"0")]
+    "end",
+    [
+        PlayedScheduler.close,
+        PlayedScheduler.stop_preparing,
+        lambda scheduler: feed(scheduler, b"0"),
+    ],
 )
 def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
-    end: Callable[[Scheduler], None],
+    end: Callable[[PlayedScheduler], None],
 ) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
         await asyncio.sleep(0)
         end(scheduler)
@@ -278,7 +281,7 @@ def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
 
 
 def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespace) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(1))
         asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
         await asyncio.wait_for(prepared, SECONDS)
@@ -291,14 +294,14 @@ def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespa
 
 
 def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        scheduler.parallel = 1
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.scheduler.parallel = 1
         waiting = asyncio.ensure_future(scheduler.start_tasks_and_wait(7))
         await asyncio.sleep(0)
         assert await start_tasks(scheduler) == 7
         asking = [asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in "abc"]
         await scheduler.start_tasks_and_wait(3)
-        scheduler.parallel = 3
+        scheduler.scheduler.parallel = 3
         feed(scheduler, b"0", b"1", b"2")
         assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
         assert await scheduler.next_chunk("d", 0, 0) is None, "one too many"
@@ -308,7 +311,7 @@ def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
 
 
 def test_who_starts_the_tasks_may_begin_again() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         assert await scheduler.more_tasks(0) == 2
         assert await scheduler.more_tasks(0) == 2, "its process has died"
@@ -327,14 +330,14 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
     play(scenario)
 
 
-def finish(scheduler: Scheduler) -> None:
+def finish(scheduler: PlayedScheduler) -> None:
     scheduler.finish("a", "process", 1)
 
 
 def test_a_task_that_asks_early_is_at_work_until_its_last_sample() -> None:
     """Otherwise the next iteration would give a chunk to a task whose last sample hangs."""
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "process")
         request = scheduler.next_chunk("a", 1, 2, "process", early=True)
@@ -352,7 +355,7 @@ def test_a_task_that_asks_early_is_at_work_until_its_last_sample() -> None:
 
 
 def test_the_end_of_the_last_sample_may_overtake_the_request() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "process")
         finish(scheduler)
@@ -366,7 +369,7 @@ def test_the_end_of_the_last_sample_may_overtake_the_request() -> None:
 
 
 def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_early() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0, "process")
         given = await scheduler.next_chunk("a", 1, 1, "process", early=True)
@@ -384,7 +387,7 @@ def test_a_worker_s_next_chunk_waits_for_the_last_sample_of_a_task_that_asked_ea
 
 
 def test_a_worker_s_next_chunk_goes_to_a_task_that_waits_when_a_lease_ends() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", alone=True)
         await scheduler.next_chunk("a", 0, 0)
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 0, 0))
@@ -400,7 +403,7 @@ def test_a_worker_s_next_chunk_goes_to_a_task_that_waits_when_a_lease_ends() -> 
 
 
 def test_the_oldest_chunk_is_given_whose_worker_is_free() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2")
         feed(scheduler, b"0 again", b"1 again")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
@@ -413,8 +416,9 @@ def test_the_oldest_chunk_is_given_whose_worker_is_free() -> None:
 
 
 def test_no_task_is_started_for_a_worker_that_has_a_process() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
+        assert await start_tasks(scheduler) == 1
         await scheduler.next_chunk("a", 0, 0)
         feed(scheduler, b"0 again")
         assert await start_tasks(scheduler) == 0
@@ -430,7 +434,7 @@ def test_a_chunk_is_repeated_once_its_worker_is_free_and_before_later_ones(
 ) -> None:
     monkeypatch.setattr(tuning, "LOOK_S", 0.0)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         feed(scheduler, b"0 again")
         for place in range(2):
@@ -454,7 +458,7 @@ def test_a_process_that_is_replaced_while_it_waits_for_a_worker_gets_nothing(
 ) -> None:
     monkeypatch.setattr(tuning, "LOOK_S", 0.0)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         feed(scheduler, b"0 again")
         for place in range(2):
@@ -471,7 +475,7 @@ def test_a_process_that_is_replaced_while_it_waits_for_a_worker_gets_nothing(
 
 
 def test_a_process_that_dies_after_an_early_request_makes_no_sample() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "first")
         assert await waits(scheduler, "a", 1, 1, "first", early=True)
@@ -484,7 +488,7 @@ def test_a_process_that_dies_after_an_early_request_makes_no_sample() -> None:
 
 
 def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "first")
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 9, "first"))
@@ -502,7 +506,7 @@ def test_blocks_made_before_an_iteration_ended_are_skipped_if_the_task_restarts(
 
 
 def test_a_late_call_of_an_earlier_process_gets_no_chunk() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         await scheduler.next_chunk("a", 0, 0, "first")
         assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
@@ -517,7 +521,7 @@ def test_a_late_call_of_an_earlier_process_gets_no_chunk() -> None:
 
 
 def test_a_lease_that_is_forgotten_gets_nothing() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         assert await scheduler.next_chunk("unknown", 3, 3) is None
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0"
@@ -529,7 +533,7 @@ def test_a_lease_that_is_forgotten_gets_nothing() -> None:
 def test_a_lease_ends_after_a_while_if_something_depends_on_it(
     limited: str, clock: SimpleNamespace
 ) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0)
         clock.now += 1_000
@@ -539,12 +543,12 @@ def test_a_lease_ends_after_a_while_if_something_depends_on_it(
 
 
 def test_a_task_too_many_ends() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2", b"3")
         assert await start_tasks(scheduler) == 4
         for name in ("a", "b", "c"):
             await scheduler.next_chunk(name, 0, 0)
-        scheduler.parallel = 2
+        scheduler.scheduler.parallel = 2
         assert await scheduler.next_chunk("a", 1, 1) is None
         assert await start_tasks(scheduler) == 0
         assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"3"
@@ -557,9 +561,9 @@ def test_a_task_too_many_ends() -> None:
 
 @pytest.mark.parametrize("binding", [Binding.RELEASED, Binding.WATCHED])
 def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        feed(scheduler, *[b"chunk"] * 9)
+    async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
+        feed(scheduler, *[b"chunk"] * 9)
         assert await start_tasks(scheduler) == 0
         assert not scheduler.waits
         scheduler.note_others(OtherJobs(wait=False, may_wait=0))
@@ -579,7 +583,7 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
 
 
 def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
         assert await start_tasks(scheduler) == 1
         assert scheduler.waits
@@ -592,7 +596,7 @@ def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
 def test_a_task_lease_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "WAITED_FOR_LEASE_S", 0.0)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, *[b"chunk"] * 9)
         scheduler.note_others(OtherJobs(wait=False, may_wait=1))
         await scheduler.next_chunk("a", 0, 0)
@@ -608,7 +612,7 @@ def test_a_task_lease_is_shorter_if_others_wait(monkeypatch: pytest.MonkeyPatch)
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace the scheduler's clock by an object whose ``now`` is the time in seconds."""
     made = SimpleNamespace(now=100.0)
-    for module in (scheduler_module, task_starts):
+    for module in (task_requests, played_scheduler):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
@@ -616,7 +620,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
     clock: SimpleNamespace,
 ) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         for worker in (0, 0, 0, 1):
             feed_one(scheduler, b"chunk", worker)
@@ -642,41 +646,8 @@ def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
     play(scenario, **BOUND)
 
 
-def test_a_stream_that_is_held_back_from_now_on_keeps_its_task_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The period without chunks may begin while the scheduler hands out a chunk."""
-    times = [100.0]
-
-    def monotonic() -> float:
-        return times.pop(0) if len(times) > 1 else times[0]
-
-    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=monotonic))
-
-    async def scenario(scheduler: Scheduler) -> None:
-        times[:] = [100.0]
-        feed_one(scheduler, b"chunk", 0)
-        assert await scheduler.next_chunk("a", 0, 0) is not None
-        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
-        second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
-        await asyncio.sleep(0)
-        for looks in range(1, 6):  # number of looks at the clock before the period begins
-            times[:] = [109.999] * looks + [110.001]
-            feed_one(scheduler, b"chunk", 0)
-            await asyncio.sleep(0)
-            if second.done():
-                assert second.result() is not None
-                break
-            scheduler.drop()
-        times[:] = [116.0]
-        feed_one(scheduler, b"chunk", 0)
-        assert await second is not None
-
-    play(scenario, **BOUND)
-
-
 def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamespace) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         for _ in range(4):
             feed_one(scheduler, b"chunk", 0)
         assert await scheduler.next_chunk("a", 0, 0) is not None
@@ -694,7 +665,7 @@ def test_streams_are_not_held_back_for_a_process_that_starts(clock: SimpleNamesp
 
 
 def test_streams_that_hold_more_than_cpus_are_not_held_back() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed_one(scheduler, b"chunk", 0)
         feed_one(scheduler, b"chunk", 0)
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
@@ -745,7 +716,7 @@ def test_many_pipeline_actors_ask_more_rarely() -> None:
 
 
 def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             feed_one(scheduler, payload, worker)
         assert await start_tasks(scheduler) == 2  # one task for each stream
@@ -766,7 +737,7 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     play(scenario, **BOUND)
 
 
-async def die(scheduler: Scheduler, name: str) -> None:
+async def die(scheduler: PlayedScheduler, name: str) -> None:
     """Restart a task on its first chunk until the scheduler ends its lease."""
     for _ in range(MAX_DEATHS - 1):
         assert await scheduler.next_chunk(name, 0, 0) is not None
@@ -774,9 +745,10 @@ async def die(scheduler: Scheduler, name: str) -> None:
 
 
 def test_when_a_stream_is_lost_its_chunk_is_named_and_the_others_go_on() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             feed_one(scheduler, payload, worker)
+        assert await start_tasks(scheduler) == 2
         await scheduler.next_chunk("dies", 0, 0)
         assert payload_of(await scheduler.next_chunk("lives", 0, 0)) == b"1a"
         await die(scheduler, "dies")
@@ -798,7 +770,7 @@ def test_when_a_stream_is_lost_its_chunk_is_named_and_the_others_go_on() -> None
 
 
 def test_a_stream_that_began_again_before_its_loss_was_known_begins_once_more() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed_one(scheduler, b"0a", 0)
         feed_one(scheduler, b"0b", 0)
         await scheduler.next_chunk("dies", 0, 0)
@@ -818,7 +790,7 @@ def test_a_stream_that_began_again_before_its_loss_was_known_begins_once_more() 
 
 
 def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed_one(scheduler, b"5", 1, alone=True)
         feed_one(scheduler, b"7", 1, alone=True)
         assert await start_tasks(scheduler) == 1
@@ -833,7 +805,7 @@ def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -
 
 
 def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2", b"3")
         assert await start_tasks(scheduler) == 4
         names = ("a", "b", "c", "d")
@@ -857,12 +829,13 @@ def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> Non
 
 
 def test_a_task_that_waits_gives_way_if_only_one_may_run() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
+        assert await start_tasks(scheduler) == 1
         await scheduler.next_chunk("a", 0, 0)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
-        scheduler.one_by_one = True
+        scheduler.scheduler.one_by_one = True
         feed_one(scheduler, b"1 again", 1, alone=True)
         assert await waiting is None
         assert await start_tasks(scheduler) == 1
@@ -872,7 +845,7 @@ def test_a_task_that_waits_gives_way_if_only_one_may_run() -> None:
 
 
 def test_a_resent_chunk_that_need_not_be_alone_comes_before_new_ones() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         scheduler.feed(PickledChunk(b"2", 2, Part("2", 0), resent=True))
         scheduler.feed(PickledChunk(b"3", 3, Part("3", 0), resent=True))
@@ -888,7 +861,7 @@ WATCHED: dict[str, Any] = {**BOUND, "binding": Binding.WATCHED}
 
 
 def test_workers_are_released_when_all_first_batches_are_known() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a", b"2a", b"3a")
         feed(scheduler, b"0b", b"1b")
         assert await scheduler.next_chunk("a", 0, 0) == AssignedChunk(b"0a", 0, Binding.WATCHED)
@@ -911,7 +884,7 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
 def test_a_batch_in_flight_at_the_release_is_reported_before_its_worker_s_next(
     unchanged: bool,
 ) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a")
         feed(scheduler, b"0b")
         await scheduler.next_chunk("a", 0, 0)
@@ -937,7 +910,7 @@ def test_a_batch_in_flight_at_the_release_is_reported_before_its_worker_s_next(
 
 
 def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a")
         feed(scheduler, b"0b", b"1b")
         await scheduler.next_chunk("a", 0, 0)
@@ -953,7 +926,7 @@ def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
 
 
 def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a")
         feed(scheduler, b"0b", b"0c")
         await scheduler.next_chunk("a", 0, 0)
@@ -971,7 +944,7 @@ def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
 
 
 def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a", b"2a")
         feed(scheduler, b"0b", b"1b")
         await scheduler.next_chunk("a", 0, 0)
@@ -988,7 +961,7 @@ def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
 
 
 def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a", b"2a")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
         scheduler.note_state("a", unchanged=False)
@@ -1002,8 +975,8 @@ def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
 
 
 def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        scheduler.parallel = 1
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.scheduler.parallel = 1
         feed(scheduler, b"0a", b"1a")
         await scheduler.next_chunk("a", 0, 0)
         scheduler.note_state("a", unchanged=True)
@@ -1018,7 +991,7 @@ def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1")
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
@@ -1037,7 +1010,7 @@ def test_workers_keep_their_process_as_long_as_they_persist(persistent: bool) ->
 
 
 def test_a_worker_that_lived_elsewhere_is_told_so() -> None:
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a")
         await scheduler.next_chunk("dies", 0, 0)
         await die(scheduler, "dies")
@@ -1055,7 +1028,7 @@ def test_where_tasks_hold_what_others_need_a_process_has_several_workers(
 ) -> None:
     monkeypatch.setattr(tuning, "IDLE_S", 0.01)
 
-    async def scenario(scheduler: Scheduler) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
         assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"1a"
@@ -1067,8 +1040,8 @@ def test_where_tasks_hold_what_others_need_a_process_has_several_workers(
 
 
 def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -> None:
-    async def scenario(scheduler: Scheduler) -> None:
-        scheduler.parallel = scheduler.starting = 2
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.limit(parallel=2, starting=2)
         feed(scheduler, b"0", b"1", b"2", b"3")
         assert await start_tasks(scheduler) == 2
         for name in "ab":

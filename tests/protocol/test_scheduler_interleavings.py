@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from played_scheduler import PlayedScheduler
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
-from dpex.protocol.scheduler import Scheduler
 
 WORKERS = 3
 TASKS = 4
@@ -60,7 +60,7 @@ class Model:
         ghosts: The processes that Ray has replaced, and that have not ended.
     """
 
-    scheduler: Scheduler
+    scheduler: PlayedScheduler
     draws: random.Random
     processes: list[Process] = field(default_factory=list)
     ghosts: list[Process] = field(default_factory=list)
@@ -191,8 +191,8 @@ def test_no_two_processes_are_the_same_worker(
 
     async def play(seed: int) -> None:
         options: dict[str, Any] = {"binding": binding, "persistent": persistent}
-        scheduler = Scheduler(lambda _: None, num_workers=WORKERS, **options)
-        scheduler.parallel = scheduler.starting = TASKS
+        scheduler = PlayedScheduler(lambda _: None, num_workers=WORKERS, **options)
+        scheduler.limit(parallel=TASKS, starting=TASKS)
         model = Model(scheduler, random.Random(seed))
         for _ in range(STEPS):
             model.step()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from dpex.protocol.binding import Binding
@@ -89,27 +87,6 @@ def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
             lease.repeat(0, RELEASED)
         ask(lease)
     assert lease.waiting
-
-
-@pytest.mark.parametrize("change", ["give", "end", "repeat"])
-def test_who_waits_learns_of_each_change(change: str) -> None:
-    async def scenario() -> None:
-        lease = new_lease()
-        if change == "repeat":
-            give(lease, b"0")
-            ask(lease)
-        waiting = asyncio.ensure_future(lease.wait_for_answer(30))
-        await asyncio.sleep(0)
-        assert not await lease.wait_for_answer(0.001)
-        if change == "give":
-            give(lease, b"1")
-        elif change == "end":
-            lease.end()
-        else:
-            lease.repeat(0, RELEASED)
-        assert await waiting
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_worker_that_restarts_is_told_so_once() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from played_scheduler import PlayedScheduler
 
 from dpex import tuning
 from dpex.cluster.own_process import OwnProcess
@@ -26,7 +27,6 @@ from dpex.protocol.binding import Binding
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Part, PickledChunk, Run
 from dpex.protocol.loss_causes import Loss, LossCause, lost_block
-from dpex.protocol.scheduler import Scheduler
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
@@ -129,13 +129,15 @@ class World:
     def open(self, run: FakeRun) -> None:
         """Serve another run with new tasks."""
         self.run = run
-        self.scheduler = Scheduler(run.travels.append, num_workers=WORKERS, binding=self.binding)
+        self.scheduler = PlayedScheduler(
+            run.travels.append, num_workers=WORKERS, binding=self.binding
+        )
         self.chunks: dict[int, Chunk] = {}
         self.tasks: list[Task] = []
 
     def feed(self, chunks: Sequence[Chunk], **how: Any) -> None:
-        self.scheduler.parallel = self.scheduler.starting = TASKS
-        self.scheduler.one_by_one = how["one_by_one"]
+        self.scheduler.limit(parallel=TASKS, starting=TASKS)
+        self.scheduler.scheduler.one_by_one = how["one_by_one"]
         for chunk in chunks:
             self.chunks[chunk.number] = chunk
             part = Part(chunk.run.key, chunk.number)
@@ -169,15 +171,7 @@ class World:
         assert len(running) == len(set(running)), "two processes are the same worker"
 
     def start(self) -> None:
-        async def wanted() -> int:
-            asking = asyncio.ensure_future(self.scheduler.more_tasks(self.scheduler.started))
-            await asyncio.sleep(0)
-            if asking.done():
-                return asking.result() or 0
-            asking.cancel()
-            return 0
-
-        for _ in range(self.loop.run_until_complete(wanted())):
+        for _ in range(self.scheduler.new_tasks()):
             self.tasks.append(Task(f"task {next(self.names)}", f"{next(self.names)}"))
 
     def advance(self, task: Task) -> None:

@@ -1,0 +1,70 @@
+"""A scheduler with the calls of the pipeline actor, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dpex.pipeline.task_requests import TaskRequests
+from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.loss_causes import Loss
+from dpex.protocol.scheduler import OtherJobs, Scheduler
+
+__all__ = ["PlayedScheduler"]
+
+
+class PlayedScheduler(TaskRequests):
+    """A scheduler and the calls of its tasks.
+
+    Args:
+        on_loss: Called with each loss.
+        **options: Options of the scheduler.
+
+    Attributes:
+        scheduler: The scheduler.
+    """
+
+    def __init__(self, on_loss: Callable[[Loss], None], **options: Any) -> None:
+        self.scheduler = Scheduler(time.monotonic(), **options)
+        super().__init__(self.scheduler, on_loss)
+        self._known = self.scheduler.started
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def limit(self, *, parallel: int, starting: int) -> None:
+        self.scheduler.parallel, self.scheduler.starting = parallel, starting
+
+    def _wait_for_tick(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no loop runs; the test gives each tick
+            super()._wait_for_tick()
+
+    def new_tasks(self) -> int:
+        """Return how many tasks have started since the last call."""
+        self.note(self.scheduler.tick)
+        known, self._known = self._known, self.scheduler.started
+        return self._known - known
+
+    def begin(self, *, in_run: bool) -> None:
+        self.note(self.scheduler.begin, in_run=in_run)
+
+    def stop_preparing(self) -> None:
+        self.note(self.scheduler.stop_preparing)
+
+    def feed(self, chunk: PickledChunk) -> None:
+        self.note(self.scheduler.feed, chunk)
+
+    def finish(self, name: str, attempt: str, place: int) -> None:
+        self.note(self.scheduler.finish, name, attempt, place)
+
+    def note_state(self, name: str, unchanged: bool) -> None:
+        self.note(self.scheduler.note_state, name, unchanged)
+
+    def note_others(self, others: OtherJobs | None) -> None:
+        self.note(self.scheduler.note_others, others)
+
+    @property
+    def waits(self) -> bool:
+        return self.scheduler.waits(time.monotonic())
