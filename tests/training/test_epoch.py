@@ -320,7 +320,7 @@ def test_an_interrupt_while_blocks_are_taken_in_leaves_no_batch_out(
 ) -> None:
     reader = Reader(lambda chunk, _: made(chunk))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reader.epoch._carrier, "note_block", interrupted)
@@ -354,7 +354,7 @@ def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
 ) -> None:
     reader = Reader(lambda chunk, _: [DIED] if 4 in chunk.numbers else made(chunk))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reader.epoch._delivery, "_resend", interrupted)
