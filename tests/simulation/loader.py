@@ -1,0 +1,426 @@
+"""The training process: a training loop, the loader's pipelines, and what arrives of each run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from dpex.protocol import chunks as messages
+from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
+from dpex.protocol.chunk_sizes import ChunkPlanner
+from dpex.protocol.chunks import Chunk, Part, PickledChunk
+from dpex.protocol.loss_causes import Loss, lost_block
+from simulation.machines import StoredBlock
+from simulation.pipelines import Pipeline
+from simulation.plan import EndOfEpoch, Epoch
+from simulation.standins import Delivery, Wait
+
+if TYPE_CHECKING:
+    from simulation.schedule import World
+
+__all__ = ["Loader", "Progress", "Run", "TrainingLoop"]
+
+FETCH_S = 0.003
+BATCH_BYTES = 1 << 20
+
+
+class Progress:
+    """How far an epoch has been delivered; a copy of it is a state.
+
+    Attributes:
+        batches: Number of batches delivered before the first one that is not.
+        ahead: The batches delivered after that one.
+        streams: Number of delivered batches of each stream.
+        states: The state of each stream after these batches.
+        finished: Whether the epoch has been delivered to its end.
+        numbers: The number in the epoch of each batch that was drawn.
+    """
+
+    __slots__ = ("ahead", "batches", "finished", "numbers", "states", "streams")
+
+    def __init__(self, state: Progress | None = None) -> None:
+        self.batches = state.batches if state else 0
+        self.ahead = set(state.ahead) if state else set()
+        self.streams = list(state.streams) if state and state.streams else None
+        self.states = list(state.states) if state and state.streams else []
+        self.finished = False
+        self.numbers: list[int] = []
+
+    def deliver(self, count: int) -> None:
+        """Record the delivery of a batch of a map-style dataset."""
+        self.ahead.add(self.numbers[count])
+        while self.batches in self.ahead:
+            self.ahead.discard(self.batches)
+            self.batches += 1
+
+    def begin_streams(self, workers: int) -> tuple[list[int], list[tuple[int, bytes] | None]]:
+        """Begin the streams, or resume them."""
+        if self.streams is None:
+            self.streams, self.states = [0] * workers, [b""] * workers
+        begins = [(int(state), state) if state else None for state in self.states]
+        return list(self.streams), begins
+
+    def deliver_stream(self, worker: int, samples: int, state: bytes | None) -> None:
+        """Record the delivery of a batch of a stream."""
+        assert self.streams is not None
+        self.streams[worker] += 1
+        if state is not None:
+            self.states[worker] = state
+
+    def end_stream(self, worker: int, state: bytes | None) -> None:
+        """Record the end of a stream."""
+
+    def finish(self) -> None:
+        """Record the end of the epoch."""
+        self.finished = True
+
+
+class Indices:
+    """The index iterator of one epoch, whose batches have one sample each.
+
+    Attributes:
+        position: Position in the epoch of the last batch that was drawn.
+    """
+
+    __slots__ = ("_length", "_next", "epoch", "position")
+
+    unread = 0
+
+    def __init__(self, progress: Progress, length: int) -> None:
+        self.epoch = progress
+        self._next = progress.batches
+        self._length = length
+        self.position = -1
+
+    def __iter__(self) -> Indices:
+        return self
+
+    def __next__(self) -> list[int]:
+        progress = self.epoch
+        while self._next in progress.ahead:
+            self._next += 1
+        if self._next >= self._length:
+            raise StopIteration
+        number = self._next
+        self._next += 1
+        progress.numbers.append(number)
+        self.position = number
+        return [number]
+
+    def next_request(self) -> None:
+        """Return the request for any batch of a stream."""
+
+
+class Run:
+    """One run on a pipeline, as the training process sees it.
+
+    Attributes:
+        key: Identity of the run.
+        version: Number of the dataset version that it reads.
+        pipeline: The pipeline that serves it; None until that is known.
+        ended: Whether the training process has ended it.
+        over: Whether nothing more arrives.
+        news: The blocks and losses that have arrived.
+        arrived_at: When the last of them arrived.
+    """
+
+    def __init__(self, loop: TrainingLoop, loader: Loader, key: str, version: int) -> None:
+        self._loop = loop
+        self._loader = loader
+        self._world = loop.world
+        self._world.note_run(key, version)
+        self.key = key
+        self.version = version
+        self.pipeline: Pipeline | None = None
+        self.ended = self.over = False
+        self.news: deque[StoredBlock | Loss] = deque()
+        self.began_at = self.arrived_at = self._world.clock.now
+        self._fed = 0
+        self._unsent: list[tuple[Any, ...]] = []
+
+    def note_begun(self, pipeline: Pipeline, begun: bool) -> None:
+        """Learn whether a pipeline serves the run."""
+        if self.ended:
+            return
+        if not begun:
+            self._loader.drop(pipeline)
+            self._loader.open_new(self)
+            return
+        pipeline_ready = self._loader.ready
+        pipeline_ready.add(pipeline)
+        self.pipeline = pipeline
+        send = self._world.network.send
+        send(None, pipeline.ask_for_news, self)
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            send(None, pipeline.feed, self, *message)
+
+    def feed(
+        self,
+        chunks: list[Chunk],
+        *,
+        alone: bool,
+        resent: bool,
+        parallel: int,
+        starting: int,
+        one_by_one: bool,
+    ) -> None:
+        """Send chunks."""
+        pickled = []
+        for chunk in chunks:
+            self._world.log(
+                "sends", chunk.run.key, chunk.number, list(chunk.numbers), alone, resent
+            )
+            payload: Any = chunk
+            part = Part(chunk.run.key, chunk.number)
+            pickled.append(PickledChunk(payload, chunk.worker, part, alone, resent))
+        message = self._fed, pickled, (parallel, starting, one_by_one)
+        self._fed += len(pickled)
+        if self.pipeline is None:
+            self._unsent.append(message)
+        else:
+            self._world.network.send(None, self.pipeline.feed, self, *message)
+
+    def take_news(self, blocks: list[StoredBlock], losses: list[Loss], over: bool) -> None:
+        """Receive news, and read the blocks that nodes store."""
+        if any(block.node is not None for block in blocks):
+            delay_s = FETCH_S * self._world.draw()
+            self._world.clock.after(delay_s, self._read, blocks, losses, over)
+        else:
+            self._read(blocks, losses, over)
+
+    def _read(self, blocks: list[StoredBlock], losses: list[Loss], over: bool) -> None:
+        world = self._world
+        for block in blocks:
+            if block.node is not None:
+                block.node.stored.pop(block, None)
+            if self.ended:
+                continue
+            if block.lost:
+                self.news.append(lost_block("its node lost it", block.part))
+            else:
+                self.news.append(block)
+        if self.ended:
+            return
+        if world.network.repeats and blocks and not blocks[0].lost:
+            world.network.repeats -= 1
+            self.news.append(blocks[0])
+        self.news.extend(losses)
+        self.over = self.over or over
+        self.arrived_at = world.clock.now
+        if not over and self.pipeline is not None:
+            world.network.send(None, self.pipeline.ask_for_news, self)
+        self._loop.wake()
+
+    def end(self) -> None:
+        """End the run, finished or not."""
+        if not self.ended:
+            self.ended = True
+            for pipeline in self._loader.pipelines:
+                if pipeline.reserved is self:
+                    self._world.network.send(None, pipeline.cancel, self)
+
+
+class Loader:
+    """A loader's pipelines, and the carrier of its epochs.
+
+    Attributes:
+        pipelines: The pipelines that are not closed.
+        ready: Those that have begun their last run, as far as is known.
+        run: The present run.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._world = loop.world
+        self.pipelines: list[Pipeline] = []
+        self.ready: set[Pipeline] = set()
+        self.run: Run | None = None
+        plan = loop.world.plan
+        self.planner = ChunkPlanner(
+            num_workers=plan.workers,
+            prefetch_factor=plan.prefetch_factor,
+            prefetch_bytes=plan.prefetch_batches * BATCH_BYTES,
+            claims_cpus=plan.claims_cpus,
+        )
+        self.version = loop.next_version()
+
+    def open(self, run: messages.Run) -> None:
+        """Begin a run on an idle pipeline, or on a new one."""
+        self.run = new = Run(self._loop, self, run.key, run.dataset_version)
+        chosen = None
+        for pipeline in list(self.pipelines):
+            if chosen is None and pipeline in self.ready:
+                chosen = pipeline
+                self.ready.discard(pipeline)
+                pipeline.reserved = new
+                self._world.network.send(None, pipeline.begin, new)
+            else:
+                self.drop(pipeline)
+        if chosen is None:
+            self.open_new(new)
+
+    def open_new(self, run: Run) -> None:
+        """Begin a run on a new pipeline."""
+        world = self._world
+        world.clock.after(0.001 + 0.01 * world.draw(), self._opened, run)
+
+    def _opened(self, run: Run) -> None:
+        if run.ended:
+            return
+        world = self._world
+        pipeline = Pipeline(world, len(world.pipelines), run)
+        pipeline.earlier = [other for other in world.pipelines if other.closed and other.has_tasks]
+        pipeline.reserved = run
+        world.pipelines.append(pipeline)
+        self.pipelines.append(pipeline)
+        run.note_begun(pipeline, True)
+
+    def drop(self, pipeline: Pipeline) -> None:
+        """Close a pipeline."""
+        if pipeline in self.pipelines:
+            self.pipelines.remove(pipeline)
+            self.ready.discard(pipeline)
+            self._world.network.send(None, pipeline.close)
+
+    def close(self) -> None:
+        """Close the loader."""
+        if self.run is not None:
+            self.run.end()
+        for pipeline in list(self.pipelines):
+            self.drop(pipeline)
+
+    # --- the carrier of a delivery ----------------------------------------------------------------
+
+    def feed(self, chunks: list[Chunk], **how: Any) -> None:
+        assert self.run is not None
+        self.run.feed(chunks, **how)
+
+    def take(self) -> Any:
+        assert self.run is not None
+        return self.run.news.popleft() if self.run.news else None
+
+    @property
+    def ended(self) -> bool:
+        assert self.run is not None
+        return self.run.over and not self.run.news
+
+    def end(self) -> None:
+        assert self.run is not None
+        self.run.end()
+
+
+class TrainingLoop:
+    """The training loop, which reads epochs as the plan says.
+
+    Attributes:
+        world: The world.
+        over: Whether it has read all epochs and closed its loader.
+        delivered_at: When the last batch was delivered, or the last epoch began.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.over = False
+        self.delivered_at = 0.0
+        self._versions = 0
+        self._runs = 0
+        self._waits = 0
+        self._waiting = False
+        self._steps = self._main()
+
+    def next_version(self) -> int:
+        """Return the number of a new dataset version."""
+        self._versions += 1
+        return self._versions
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin with the first epoch."""
+        self._advance()
+
+    def wake(self) -> None:
+        """Continue, because there is news."""
+        if self._waiting:
+            self._advance()
+
+    def _time_out(self, wait: int) -> None:
+        if wait == self._waits:
+            self._advance()
+
+    def _advance(self) -> None:
+        self._waiting = False
+        self._waits += 1
+        step = next(self._steps, None)
+        if step is None:
+            self.over = True
+        elif type(step) is Wait:
+            run = self._loader.run
+            if run is not None and (run.news or run.over):
+                self.world.clock.after(0.0, self._time_out, self._waits)
+                return
+            self._waiting = True
+            self.world.clock.after(step.seconds, self._time_out, self._waits)
+        else:
+            self.world.clock.after(step.seconds, self._time_out, self._waits)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def _main(self) -> Generator[Any, None, None]:
+        world, plan = self.world, self.world.plan
+        self._loader = loader = Loader(self)
+        progress = Progress()
+        number = 0
+        for epoch in plan.epochs:
+            yield from self._read(loader, epoch, progress, number)
+            if epoch.end is EndOfEpoch.RESUME and not progress.finished:
+                progress = Progress(progress)
+                loader.close()
+                self._loader = loader = Loader(self)
+                continue
+            number += 1
+            progress = Progress()
+            if epoch.end is EndOfEpoch.CLOSE:
+                loader.close()
+                self._loader = loader = Loader(self)
+        loader.close()
+
+    def _read(
+        self, loader: Loader, epoch: Epoch, progress: Progress, number: int
+    ) -> Generator[Any, None, None]:
+        world, plan = self.world, self.world.plan
+        if not plan.persistent:
+            loader.version = self.next_version()
+        self._runs += 1
+        run = messages.Run(f"run {self._runs}", "loader", 7, number, plan.workers, loader.version, None)
+        loader.planner.begin(free_cores=plan.free_cores)
+        indices: Any = Indices(progress, plan.length)
+        order: BatchOrder
+        if plan.streams is not None:
+            order = StreamOrder(indices, loader.planner, run=run)
+        else:
+            length = plan.length if plan.knows_length else None
+            order = IndexOrder(indices, loader.planner, run=run, length=length, patient=True)
+        first = progress.batches
+        world.log("epoch", number, run.key, loader.version, first, list(progress.streams or ()))
+        world.invariants.begin_epoch(order, loader.planner)
+        self.delivered_at = world.clock.now
+        delivery = Delivery(run, order, loader.planner, loader, plan.in_order)
+        delivery.fill()
+        read = 0
+        while epoch.end is EndOfEpoch.READ or read < epoch.reads:
+            entry = yield from delivery.next_entry()
+            if entry is None:
+                break
+            read += 1
+            self.delivered_at = world.clock.now
+            what = entry.batch
+            if plan.streams is None:
+                what = progress.numbers[entry.batch - first]
+            world.deliver(number, run.dataset_version, entry, what)
+            if plan.step_s:
+                yield world.pause(plan.step_s)
+        world.log("leaves", number, epoch.end.name, progress.finished)
+        loader.end()
