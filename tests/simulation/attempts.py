@@ -18,6 +18,8 @@ __all__ = ["Attempt"]
 
 # Resumes a loop whose present batch has been read.
 _READ = object()
+# More than a message takes, so that requests of a process stay in order.
+ASK_AGAIN_S = 0.1
 
 
 class Attempt:
@@ -44,6 +46,7 @@ class Attempt:
         "_entries",
         "_iteration",
         "_loop",
+        "_request",
         "_restarted",
         "_seconds",
         "_steps",
@@ -82,7 +85,7 @@ class Attempt:
         # Messages that the actor has not confirmed, and those of chunks before the present one.
         self._unconfirmed: set[int] = set()
         self._earlier: set[int] = set()
-        self._blocks = 0
+        self._blocks = self._request = 0
         # What the loop waits for, and the answers that have come before it waits.
         self._waits_for: Any = None
         self._answers: list[AssignedChunk | None] = []
@@ -166,13 +169,25 @@ class Attempt:
     # --- requests and messages --------------------------------------------------------------------
 
     def _ask(self, step: Ask) -> None:
-        self._world.network.send(
-            self.process.link, self.pipeline.take_request, self, step, repeats=True
-        )
+        """Send a request. If the answer of the first one is lost, the process repeats it."""
+        world = self._world
+        self._request += 1
+        send, link = world.network.send, self.process.link
+        if world.network.repeats:
+            world.network.repeats -= 1
+            send(link, self.pipeline.take_request, self, 0, step)
+            world.clock.after(ASK_AGAIN_S, self._ask_again, step)
+        else:
+            send(link, self.pipeline.take_request, self, self._request, step)
 
-    def answer(self, assigned: AssignedChunk | None) -> None:
-        """Receive the answer to the last request."""
-        if self.over:
+    def _ask_again(self, step: Ask) -> None:
+        if not self.over:
+            link = self.process.link
+            self._world.network.send(link, self.pipeline.take_request, self, self._request, step)
+
+    def answer(self, request: int, assigned: AssignedChunk | None) -> None:
+        """Receive the answer to a request; only that to the last one counts."""
+        if self.over or request != self._request:
             return
         self._answers = [assigned]
         if type(self._waits_for) is NextChunk:
@@ -186,7 +201,7 @@ class Attempt:
         self._blocks += 1
         self._unconfirmed.add(number)
         self._world.network.send(
-            self.process.link, self._arrive, number, receive, content, repeats=True
+            self.process.link, self._arrive, number, receive, content
         )
 
     def _arrive(self, number: int, receive: Any, content: tuple[Any, ...]) -> None:

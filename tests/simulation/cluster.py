@@ -154,7 +154,7 @@ class Cluster:
 
     def replace(self, attempt: Attempt) -> None:
         """Restart the task of an attempt that Ray takes for dead, and that continues."""
-        attempt.replaced = True
+        attempt.replaced = attempt.process.replaced = True
         self._world.log("replaces", attempt.id)
         self._world.invariants.excuse(attempt.process)
         self._restart(attempt)

@@ -77,7 +77,7 @@ class Invariants:
             process = attempt.process
             owner = self._owners.setdefault(key, process)
             if owner is not process:
-                if key not in self.excused:
+                if key not in self.excused and owner.alive and not owner.replaced:
                     self._world.fail(
                         f"logical worker {chunk.worker} moved from {owner.name} to {process.name}"
                     )
@@ -86,7 +86,9 @@ class Invariants:
     def restart(self, attempt: Attempt, chunk: Chunk) -> None:
         """Note that a logical worker begins again, because its state is lost."""
         key = chunk.run.dataset_version, chunk.worker
-        if key not in self.excused and not self._world.plan.holds_resources:
+        owner = self._owners.get(key)
+        lost = owner is None or not owner.alive or owner.replaced
+        if not lost and key not in self.excused and not self._world.plan.holds_resources:
             self._world.fail(f"logical worker {chunk.worker} began again without a loss")
         self.excused.add(key)
 
@@ -115,6 +117,8 @@ class Invariants:
             self._losses[key] = self._losses.get(key, 0) + 1
         self.disturbed = True
         version = self._world.version_of(part.run)
+        if kind == "full":  # from now on one task works at a time, and the others end
+            self.excuse_all(version)
         for batch in part.batches:
             self.excused.add((version, batch % self._world.plan.workers))
         return True

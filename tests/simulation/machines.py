@@ -89,6 +89,7 @@ class WorkerProcess:
         alive: Whether it runs.
         link: Its link to the machine of the training process.
         loses: Whether messages that it had sent may be lost, because it has died.
+        replaced: Whether Ray has taken it for dead.
         silent_until: The time until which it does nothing.
         attempt: The attempt of a task that it runs.
         copies: Its dataset copies, by dataset version and logical worker.
@@ -106,6 +107,7 @@ class WorkerProcess:
         "loses",
         "name",
         "node",
+        "replaced",
         "silent_until",
     )
 
@@ -114,7 +116,7 @@ class WorkerProcess:
         self.node = node
         self.link = node.link
         self.alive = True
-        self.loses = False
+        self.loses = self.replaced = False
         self.silent_until = 0.0
         self.attempt: Attempt | None = None
         self.copies: dict[tuple[Any, int], Copy] = {}

@@ -44,7 +44,7 @@ class Network:
 
     Attributes:
         drops: How many of the next messages are lost, and repeated later.
-        repeats: How many of the next messages arrive twice.
+        repeats: How many of the next requests are repeated, and blocks arrive twice.
     """
 
     __slots__ = ("_clock", "_draw", "drops", "repeats")
@@ -55,26 +55,19 @@ class Network:
         self.drops = 0
         self.repeats = 0
 
-    def send(
-        self, link: Link | None, receive: Callable[..., None], *message: Any, repeats: bool = False
-    ) -> None:
+    def send(self, link: Link | None, receive: Callable[..., None], *message: Any) -> None:
         """Send a message: call ``receive`` after a delay.
 
         Args:
             link: The link; None within the machine of the training process.
             receive: Called with the message.
             *message: The message.
-            repeats: Whether the receiver may get the message twice.
         """
-        clock = self._clock
         delay_s = self._delay_s(link)
         if self.drops and link is not None:
             self.drops -= 1
             delay_s += RESEND_S
-        if self.repeats and repeats:
-            self.repeats -= 1
-            clock.after(self._delay_s(link), receive, *message)
-        clock.after(delay_s, receive, *message)
+        self._clock.after(delay_s, receive, *message)
 
     def _delay_s(self, link: Link | None) -> float:
         draw = self._draw()

@@ -46,7 +46,7 @@ class Pipeline:
         self._blocks: list[StoredBlock] = []
         self._losses: list[Loss] = []
         # The calls that wait for an answer.
-        self._calls: dict[tuple[str, str], list[Attempt]] = {}
+        self._calls: dict[tuple[str, str], list[tuple[Attempt, int]]] = {}
         self._tasks = 0
         self._tick_at = math.inf
         self._asked_for_news: Run | None = None
@@ -86,10 +86,10 @@ class Pipeline:
                 if calls is None:
                     self._world.fail(f"{decision.attempt} got an answer, and has no request")
                     return
-                for attempt in calls:
-                    self._world.log("answers", attempt.id, decision.chunk)
+                for attempt, request in calls:
+                    self._world.log("answers", attempt.id, *_short(decision.chunk))
                     link = attempt.process.link
-                    self._world.network.send(link, attempt.answer, decision.chunk)
+                    self._world.network.send(link, attempt.answer, request, decision.chunk)
             else:
                 self.lose(decision)
         while self._tasks < scheduler.started:
@@ -109,15 +109,15 @@ class Pipeline:
             self._tick_at = math.inf
             self._note(self.scheduler.tick(self._world.clock.now))
 
-    def take_request(self, attempt: Attempt, step: Any) -> None:
+    def take_request(self, attempt: Attempt, request: int, step: Any) -> None:
         """Receive a task's request for its next chunk."""
         now = self._world.clock.now
         if self.closed:
-            self._world.network.send(attempt.process.link, attempt.answer, None)
+            self._world.network.send(attempt.process.link, attempt.answer, request, None)
             return
         if step.unchanged is not None:
             self._note(self.scheduler.note_state(now, attempt.name, step.unchanged))
-        self._calls.setdefault((attempt.name, attempt.id), []).append(attempt)
+        self._calls.setdefault((attempt.name, attempt.id), []).append((attempt, request))
         self._world.log("asks", attempt.id, step.place, step.made, step.early)
         self._note(
             self.scheduler.request(
@@ -303,3 +303,18 @@ class Pipeline:
         self.cluster.end_tasks(self)
         if self._begins is not None:
             self._try_begin()
+
+
+def _short(assigned: AssignedChunk | None) -> tuple[Any, ...]:
+    if assigned is None:
+        return ("the lease has ended",)
+    chunk: Any = assigned.payload
+    flags = (("again", assigned.again), ("restarted", assigned.restarted))
+    return (
+        f"chunk {chunk.number}",
+        f"worker {chunk.worker}",
+        assigned.binding.value,
+        *(name for name, is_set in flags if is_set),
+        *((f"skipped {assigned.skipped_blocks}",) if assigned.skipped_blocks else ()),
+        *assigned.replaced,
+    )
