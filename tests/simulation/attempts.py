@@ -315,7 +315,8 @@ class Attempt:
             self._stop()
             return None
         self._batch += 1
-        if batch in plan.deadly:
+        number = batch if plan.streams is not None else chunk.batches[index][0]
+        if number in plan.deadly and not self._is_past_end(chunk, batch):
             world.cluster.die(self.process)
             return None
         if chunk.stream:
@@ -328,6 +329,10 @@ class Attempt:
         if self._batch == len(chunk.batches) or entry.outcome == "end":
             self._stop()
         return self._seconds, entry.outcome == "end"
+
+    def _is_past_end(self, chunk: Chunk, batch: int) -> bool:
+        streams = self._world.plan.streams
+        return streams is not None and batch // chunk.stride >= streams[chunk.worker]
 
     def _copy(self, slot: tuple[Any, int]) -> Copy:
         copies = self.process.copies

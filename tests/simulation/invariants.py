@@ -77,7 +77,7 @@ class Invariants:
             process = attempt.process
             owner = self._owners.setdefault(key, process)
             if owner is not process:
-                if key not in self.excused and owner.alive and not owner.replaced:
+                if not self._excuses(key, owner):
                     self._world.fail(
                         f"logical worker {chunk.worker} moved from {owner.name} to {process.name}"
                     )
@@ -87,10 +87,15 @@ class Invariants:
         """Note that a logical worker begins again, because its state is lost."""
         key = chunk.run.dataset_version, chunk.worker
         owner = self._owners.get(key)
-        lost = owner is None or not owner.alive or owner.replaced
-        if not lost and key not in self.excused and not self._world.plan.holds_resources:
+        if owner is not None and not self._excuses(key, owner):
             self._world.fail(f"logical worker {chunk.worker} began again without a loss")
         self.excused.add(key)
+
+    def _excuses(self, key: tuple[int, int], owner: WorkerProcess) -> bool:
+        """Return whether a logical worker may begin again in another process than its last one."""
+        if not owner.alive or owner.replaced or self._world.plan.holds_resources:
+            return True
+        return key in self.excused or key[0] in self.late
 
     def excuse(self, process: WorkerProcess) -> None:
         """Note that the state in a process is lost, or may be."""

@@ -237,6 +237,7 @@ class Loader:
         self.pipelines: list[Pipeline] = []
         self.ready: set[Pipeline] = set()
         self.run: Run | None = None
+        self._dropped: list[Pipeline] = []
         plan = loop.world.plan
         self.planner = ChunkPlanner(
             num_workers=plan.workers,
@@ -270,8 +271,11 @@ class Loader:
         if run.ended:
             return
         world = self._world
+        for other in self._dropped:  # the pipeline actor gets these calls in order
+            other.close()
+        self._dropped.clear()
         pipeline = Pipeline(world, len(world.pipelines), run)
-        pipeline.earlier = [other for other in world.pipelines if other.closed and other.has_tasks]
+        pipeline.earlier = [other for other in world.pipelines if other.has_tasks]
         pipeline.reserved = run
         world.pipelines.append(pipeline)
         self.pipelines.append(pipeline)
@@ -282,6 +286,7 @@ class Loader:
         if pipeline in self.pipelines:
             self.pipelines.remove(pipeline)
             self.ready.discard(pipeline)
+            self._dropped.append(pipeline)
             self._world.network.send(None, pipeline.close)
 
     def close(self) -> None:

@@ -54,6 +54,7 @@ class Pipeline:
         self._begins: tuple[Run, float] | None = None
         # The number of blocks of each task that Ray has for the later stage.
         self._yielded: dict[str, int] = {}
+        self._at_work = False
         self._fed = 0
         self._early: dict[int, PickledChunk] = {}
         self._ends = 0
@@ -288,8 +289,8 @@ class Pipeline:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether a task of the pipeline may make samples."""
-        return any(attempt.runs is not None for attempt in self.attempts.values())
+        """Whether the pipeline is closed, and a task of it may still make samples."""
+        return self._at_work and bool(self.attempts)
 
     def close(self) -> None:
         """End the pipeline. Its tasks end soon, or their processes are killed."""
@@ -300,6 +301,7 @@ class Pipeline:
         self._note(self.scheduler.begin(self._world.clock.now, in_run=False))
         self._note(self.scheduler.close(self._world.clock.now))
         self.closed = True
+        self._at_work = self.scheduler.has_work
         self.cluster.end_tasks(self)
         if self._begins is not None:
             self._try_begin()
