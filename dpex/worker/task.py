@@ -7,7 +7,7 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,6 +17,17 @@ from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk
+from dpex.protocol.worker_loop import (
+    Ask,
+    EndChunk,
+    MadeBatch,
+    NextBatch,
+    NextChunk,
+    Open,
+    Send,
+    Step,
+    WorkerLoop,
+)
 from dpex.wire.packing import pack, unpack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
@@ -31,9 +42,9 @@ from dpex.worker.kept_jobs import is_over, read_job, release_when_closed, workin
 from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 
 if TYPE_CHECKING:
-    from dpex.protocol.chunks import Chunk
+    from dpex.protocol.chunks import Chunk, Entry
     from dpex.wire.block_format import BlockWriter
-    from dpex.wire.segments import SegmentPool
+    from dpex.wire.timings import Costs
     from dpex.worker.map_style import Job
 
 __all__ = [
@@ -102,37 +113,73 @@ def make_batches(
     """
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import OWN_SEGMENTS
+    from dpex.wire.timings import Costs
     from dpex.worker.dataset_copies import ALL_ITERATIONS
 
     show_script_arguments()
-    asking = _Asking(actor_name, pipeline_key)
+    loop = WorkerLoop()
+    actor = _Actor(actor_name, pipeline_key)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
-    while (assigned := asking.answer()) is not None:
-        asking.messages.begin_chunk()
-        chunk = pickle.loads(assigned.payload)
-        cancelled = functools.partial(is_over, pipeline_key, assigned.iteration)
-        # A bound logical worker that is far enough ahead waits, and releases its CPU to the others.
-        asking.keeps_cpu = assigned.binding is not Binding.ALWAYS
-        for _ in range(assigned.skipped_blocks):
-            # Ray has these blocks from an earlier attempt, and drops the empty replacements.
-            asking.made += 1
-            if not last:
-                yield BlockWriter("", 0).table()
-        wait_for_end(assigned.replaced, cancelled)
-        if cancelled():  # its copies are dropped already, and this chunk would make new ones
-            continue
-        # None before a later stage, also if Ray runs that stage in this task with segments.
-        segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
-        with working(pipeline_key, ALL_ITERATIONS if persistent else assigned.iteration):
-            for writer in _make_chunk(chunk, assigned, make_copy, cancelled, asking, segments):
-                asking.made += 1
-                if last:
-                    deliver(writer, asking.messages, asking.last_sample_made())
-                else:
-                    yield writer.table()
-        asking.finish()
-    asking.messages.confirm()
+    writer = BlockWriter("", 0)
+    batches: Iterator[tuple[Entry, Costs]] = iter(())
+    steps = loop.run()
+    answer: Any = None
+    # Each chunk closes it at its end.
+    with contextlib.ExitStack() as work:
+        while (step := _next_step(steps, answer)) is not None:
+            answer = None
+            match step:
+                case NextBatch():
+                    if (made := next(batches, None)) is not None:
+                        entry, costs = made
+                        writer.add(entry, costs)
+                        sizes = writer.batch_bytes, writer.size_bytes
+                        ended = entry.outcome == "end"
+                        answer = MadeBatch(time.monotonic(), costs.seconds, *sizes, ended)
+                        del made, entry
+                case Send():
+                    if last:
+                        deliver(writer, actor.messages, actor.report_of(step.finished))
+                    else:
+                        yield writer.table()
+                    answer = time.monotonic()
+                case Ask():
+                    actor.ask(step)
+                case NextChunk():
+                    answer = actor.answer()
+                case Open():
+                    assigned = step.assigned
+                    actor.messages.begin_chunk()
+                    for _ in range(0 if last else assigned.skipped_blocks):
+                        # Ray has these blocks from an earlier attempt, and drops the replacements.
+                        yield BlockWriter("", 0).table()
+                    cancelled = functools.partial(is_over, pipeline_key, assigned.iteration)
+                    wait_for_end(assigned.replaced, cancelled)
+                    if cancelled():  # its copies are dropped already, and it would make new ones
+                        continue
+                    chunk = pickle.loads(assigned.payload)
+                    # None before a later stage, also if Ray runs that stage in this task.
+                    segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
+                    earlier = Costs(retries=len(chunk.numbers) if assigned.again else 0)
+                    writer = BlockWriter(chunk.run.key, chunk.number, earlier, segments=segments)
+                    iteration = ALL_ITERATIONS if persistent else assigned.iteration
+                    work.enter_context(working(pipeline_key, iteration))
+                    batches = _batches(chunk, assigned, make_copy, cancelled, loop, actor)
+                    answer = chunk, time.monotonic()
+                case EndChunk():
+                    work.close()
+                    if (report := actor.report_of(step.finished)) is not None:
+                        actor.messages.send("finished", *report)
+    actor.messages.confirm()
+
+
+def _next_step(steps: Generator[Step, Any, None], answer: Any) -> Step | None:
+    """Return the next step of a worker loop, or None at its end."""
+    try:
+        return steps.send(answer)
+    except StopIteration:
+        return None
 
 
 def deliver(
@@ -145,7 +192,7 @@ def deliver(
     Args:
         writer: The writer of the block.
         messages: The messages of the current task to the pipeline actor.
-        finished: What ``_Asking.last_sample_made`` returned.
+        finished: What ``_Actor.report_of`` returned.
     """
     part = writer.part
     if (block := writer.message()) is not None:
@@ -233,77 +280,43 @@ class TransformBatches:
         yield from transform_batches(table, **self._what, kept=True)
 
 
-class _Asking:
-    """A task's requests for its next chunk.
+class _Actor:
+    """The pipeline actor, as a task's loop reaches it.
 
     Attributes:
-        made: Number of blocks that the task has made.
-        origin: Identifiers of the task and of its process.
-        keeps_cpu: Whether the task keeps its CPU for ``tuning.KEEP_CPU_S`` of a wait for an answer.
-        unchanged: Whether the last batch has left its copy unchanged; None if this is not known.
-        messages: The other messages of the task to the pipeline actor.
+        messages: The messages of the task, other than its requests.
     """
 
     def __init__(self, actor_name: str, pipeline_key: str) -> None:
         self._actor_name = actor_name
         self._pipeline_key = pipeline_key
-        self.origin = (ray.get_runtime_context().get_task_id(), attempt_name())
-        self._place = 0
-        self.made = 0
-        # How many blocks the task will have made at the end of a chunk in which it asked early.
-        self._made_then: int | None = None
-        self.keeps_cpu = True
-        self.unchanged: bool | None = None
+        self._origin = (ray.get_runtime_context().get_task_id(), attempt_name())
+        # Whether the task keeps its CPU for ``tuning.KEEP_CPU_S`` of a wait for an answer.
+        self._keeps_cpu = True
         self.messages = Messages(actor_name, pipeline_key)
-        self._told: bool | None = None
+        self._request: Ask | None = None
         self._answer: ray.ObjectRef | None = None
 
-    def ask(self, coming: int = 0, *, early: bool = False) -> None:
-        """Send a request for the next chunk, if none is pending; ``answer`` returns the chunk.
-
-        Args:
-            coming: Number of blocks of the current chunk that the task still has to make.
-            early: Whether it also has samples to make; ``finish`` reports their end.
+    def ask(self, request: Ask) -> None:
+        """Send a request, without waiting for its answer.
 
         Raises:
             ActorUnavailableError: The pipeline actor cannot be reached.
         """
-        if self._answer is None:
-            # Invariant: the blocks of all chunks before the current one have arrived. If this
-            # process dies, only the current and the next chunk are recomputed.
-            self.messages.confirm_earlier()
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                request = pack(
-                    self._pipeline_key,
-                    self.origin,
-                    self._place,
-                    self.made + coming,
-                    self.unchanged,
-                    early=early,
-                )
-                self._answer = pipeline_actor(self._actor_name).next_chunk.remote(request)
-                self._told, self.unchanged = self.unchanged, None
-                self._made_then = self.made + coming if early else None
-
-    def last_sample_made(self) -> tuple[str, str, int] | None:
-        """Return a report if the task asked early, and has made the last block since.
-
-        Until the report arrives, the pipeline actor gives no task a chunk of the logical worker.
-        """
-        if self._made_then is None or self.made < self._made_then:
-            return None
-        self._made_then = None
-        return *self.origin, self._place
-
-    def finish(self) -> None:
-        """Report the end of a chunk in which the task asked early, if no block reports it."""
-        if self._made_then is not None:
-            self._made_then = None
-            self.messages.send("finished", *self.origin, self._place)
-
-    def tell_changed(self) -> None:
-        """Report that a batch has changed its copy, although its logical worker is released."""
-        self.messages.send("state", self.origin[0], False)
+        # Invariant: the blocks of all chunks before the current one have arrived. If this
+        # process dies, only the current and the next chunk are recomputed.
+        self.messages.confirm_earlier()
+        self._request = request
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            packed = pack(
+                self._pipeline_key,
+                self._origin,
+                request.place,
+                request.made,
+                request.unchanged,
+                early=request.early,
+            )
+            self._answer = pipeline_actor(self._actor_name).next_chunk.remote(packed)
 
     def answer(self) -> AssignedChunk | None:
         """Return the next chunk; None if the lease has ended or the actor no longer exists.
@@ -312,95 +325,71 @@ class _Asking:
             ActorUnavailableError: The pipeline actor cannot be reached.
         """
         patience = Patience()
-        while True:
-            self.ask()
+        while self._request is not None:
+            if self._answer is None:
+                self.ask(self._request)
             if self._answer is None:
                 return None
             try:
-                assigned: AssignedChunk | None = unpack(self._get(self._answer))
+                # If the task keeps its CPU, the actor answers soon: with a chunk, or with the end.
+                get = get_soon if self._keeps_cpu else ray.get
+                assigned: AssignedChunk | None = unpack(get(self._answer))
             except ACTOR_DIED:
                 return None
             except ray.exceptions.ActorUnavailableError as error:
-                self._answer, self.unchanged = None, self._told
+                self._answer = None
                 # `wait` raises in the end, so that the task fails. The pipeline actor would take a
                 # normal return of the task for the end of a lease that the actor has ended.
                 patience.wait(error)
             else:
-                self._answer = None
-                if assigned is not None:
-                    self._place = assigned.place + 1
+                self._request = self._answer = None
+                # A bound logical worker that is far enough ahead releases its CPU to the others.
+                self._keeps_cpu = assigned is None or assigned.binding is not Binding.ALWAYS
                 return assigned
+        return None
 
-    def _get(self, answer: ray.ObjectRef) -> Any:
-        # If the task keeps its CPU, the actor answers soon: with a chunk or the end of the lease.
-        return get_soon(answer) if self.keeps_cpu else ray.get(answer)
+    def report_of(self, finished: int | None) -> tuple[str, str, int] | None:
+        """Return the report that the last sample before a request has been made, if it has been."""
+        return None if finished is None else (*self._origin, finished)
+
+    def note_change(self) -> None:
+        """Report that a batch has changed its copy, although its logical worker is released."""
+        self.messages.send("state", self._origin[0], False)
 
 
-def _make_chunk(
+def _batches(
     chunk: Chunk,
     assigned: AssignedChunk,
     make_copy: Callable[[], Job],
     cancelled: Callable[[], bool],
-    asking: _Asking,
-    segments: SegmentPool | None,
-) -> Iterator[BlockWriter]:
-    """Yield a writer whenever its block is complete; request the next chunk before the last one."""
-    from dpex.wire.block_format import BlockWriter
-    from dpex.wire.timings import Costs
+    loop: WorkerLoop,
+    actor: _Actor,
+) -> Iterator[tuple[Entry, Costs]]:
+    """Return the iterator of a chunk's batches, which asks for the next chunk in time."""
     from dpex.worker.iterable import stream_chunk
     from dpex.worker.map_style import fetch_chunk
 
-    again, binding = assigned.again, assigned.binding
-    costs_before = Costs(retries=len(chunk.numbers) if again else 0)
-    writer = BlockWriter(chunk.run.key, chunk.number, costs_before, segments=segments)
-    opened = time.monotonic()
-    # Invariant: when `ask` is called, only the block with the last batch is still to be made.
-    ask = functools.partial(asking.ask, coming=1)
-    ask_early = functools.partial(ask, early=True)
     if chunk.stream:
-        batches = stream_chunk(chunk, make_copy, _here(), cancelled)
-    else:
+        return stream_chunk(chunk, make_copy, _here(), cancelled)
 
-        def note_state(unchanged: bool) -> None:
-            if binding is Binding.WATCHED:  # the actor needs it to choose the next chunk
-                asking.unchanged = unchanged
-            elif not unchanged:
-                asking.tell_changed()
+    def ask_early() -> None:
+        if (request := loop.ask_early()) is not None:
+            actor.ask(request)
 
-        batches = fetch_chunk(
-            chunk,
-            make_copy,
-            _here(),
-            cancelled,
-            binding=binding,
-            restarted=assigned.restarted,
-            # For a watched logical worker, the request waits until the last batch has been checked.
-            nearly_made=None if binding is Binding.WATCHED else ask_early,
-            seen_unchanged=note_state,
-        )
-    remaining = len(chunk.batches)
-    if again:  # each batch is sent at once, so it survives another death of the process
-        long_block_s = long_batch_s = 0.0
-    elif chunk.patient:
-        long_block_s = long_batch_s = tuning.PATIENT_S
-    else:
-        long_block_s = tuning.BLOCK_S
-        long_batch_s = 0.0 if remaining <= tuning.SHORT_CHUNK else tuning.LONG_BATCH_S
-    for entry, costs in batches:
-        writer.add(entry, costs)
-        remaining -= 1
-        ended = entry.outcome == "end"
-        del entry
-        # Tensors in segments do not make a block longer. But only a patient loop waits for more.
-        block_bytes = writer.size_bytes if chunk.patient else writer.batch_bytes
-        full = block_bytes >= tuning.BLOCK_BYTES or time.monotonic() - opened >= long_block_s
-        last = remaining == 0 or ended
-        if last or full or costs.seconds >= long_batch_s:
-            if last:
-                # The actor answers while this task stores the block.
-                ask()
-            yield writer
-            opened = time.monotonic()
+    def note_state(unchanged: bool) -> None:
+        if loop.note_state(unchanged):
+            actor.note_change()
+
+    return fetch_chunk(
+        chunk,
+        make_copy,
+        _here(),
+        cancelled,
+        binding=assigned.binding,
+        restarted=assigned.restarted,
+        nearly_made=ask_early if loop.asks_early else None,
+        seen_unchanged=note_state,
+    )
 
 
 def _here() -> str:

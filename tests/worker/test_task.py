@@ -21,10 +21,11 @@ def test_a_chunk_of_an_iteration_that_has_ended_is_not_made(
     """The process has dropped its copies by then, so it would read a stream a second time."""
     run = Run("run", "loader", 7, 0, 1, 0, Settings(".", torch.float32))
     [chunk] = pickled_chunks([Chunk(run, 0, 0, [[0]], [0])], alone=False, resent=False)
-    asking = Mock(answer=Mock(side_effect=[AssignedChunk(chunk.payload, 0, iteration=1), None]))
+    answers: list[Any] = [AssignedChunk(chunk.payload, 0, iteration=1), None]
+    actor = Mock(answer=Mock(side_effect=answers), report_of=Mock(return_value=None))
     made = Mock(return_value=iter(()))
-    monkeypatch.setattr(task, "_Asking", lambda *_: asking)
-    monkeypatch.setattr(task, "_make_chunk", made)
+    monkeypatch.setattr(task, "_Actor", lambda *_: actor)
+    monkeypatch.setattr(task, "_batches", made)
     monkeypatch.setattr(task, "release_when_closed", Mock())
     monkeypatch.setitem(kept_jobs._jobs_of, "pipeline", set())
     monkeypatch.setitem(kept_jobs._ended, "pipeline", ended)
