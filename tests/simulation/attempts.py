@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dpex import tuning
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Part
+from dpex.protocol.worker_loop import (
+    Ask,
+    EndChunk,
+    MadeBatch,
+    NextBatch,
+    NextChunk,
+    Open,
+    Send,
+    WorkerLoop,
+)
 from simulation.machines import SHARED, Copy, StoredBlock, WorkerProcess
-from simulation.standins import Ask, Finished, NextBatch, NextChunk, Open, Send, WorkerLoop
 
 if TYPE_CHECKING:
     from simulation.pipelines import Pipeline
@@ -18,6 +26,7 @@ __all__ = ["Attempt"]
 
 # Resumes a loop whose present batch has been read.
 _READ = object()
+BATCH_BYTES = 1 << 20
 # More than a message takes, so that requests of a process stay in order.
 ASK_AGAIN_S = 0.1
 
@@ -90,7 +99,7 @@ class Attempt:
         self._waits_for: Any = None
         self._answers: list[AssignedChunk | None] = []
         self._loop = WorkerLoop()
-        self._steps = self._loop.run(world.clock.now)
+        self._steps = self._loop.run()
 
     def start(self) -> None:
         """Begin to drive the loop."""
@@ -130,6 +139,7 @@ class Attempt:
                 return
             if kind is Send:
                 self._send(step)
+                value = self._world.clock.now
             elif kind is Ask:
                 if self._earlier:
                     self._waits_for = step
@@ -146,8 +156,8 @@ class Attempt:
                     self._waits_for = step
                     return
                 value = self._open(step.assigned)
-            elif kind is Finished:
-                self._message(self.pipeline.take_finished, self, step.place)
+            elif kind is EndChunk and step.finished is not None:
+                self._message(self.pipeline.take_finished, self, step.finished)
 
     def die(self) -> None:
         """End with the process."""
@@ -257,7 +267,7 @@ class Attempt:
         self._waits_for = None
         self._world.clock.after(0.0, self._resume, self._open(waits_for.assigned))
 
-    def _open(self, assigned: AssignedChunk) -> Chunk | None:
+    def _open(self, assigned: AssignedChunk) -> tuple[Chunk, float] | None:
         """Begin a chunk."""
         self._earlier = set(self._unconfirmed)
         if self.pipeline.later_stages:
@@ -272,7 +282,7 @@ class Attempt:
         self._restarted = assigned.restarted
         self._entries, self._seconds = [], 0.0
         self._world.log("begins", self.id, chunk.number, chunk.worker, assigned.again)
-        return chunk
+        return chunk, self._world.clock.now
 
     def _begin_batch(self) -> bool:
         """Begin to read the next batch; return False if there is none."""
@@ -285,7 +295,7 @@ class Attempt:
             self.runs = chunk.worker
             self._world.invariants.begin(self)
         self._seconds = seconds = self._world.batch_seconds()
-        early = self._batch == len(chunk.batches) - 1 and self._binding is not Binding.WATCHED
+        early = self._batch == len(chunk.batches) - 1 and self._loop.asks_early
         if early and not chunk.stream and self._world.draw() < 0.5:
             self._world.clock.after(0.7 * seconds, self._ask_early)
         self._later(seconds, _READ)
@@ -299,7 +309,7 @@ class Attempt:
 
     def _ask_early(self) -> None:
         if not self.over and self.process.silent_until <= self._world.clock.now:
-            # The real one waits until the blocks of earlier chunks are confirmed.
+            # The task would wait until the blocks of earlier chunks have arrived.
             if not self._earlier and (step := self._loop.ask_early()) is not None:
                 self._ask(step)
 
@@ -328,7 +338,8 @@ class Attempt:
         self._entries.append(entry)
         if self._batch == len(chunk.batches) or entry.outcome == "end":
             self._stop()
-        return self._seconds, entry.outcome == "end"
+        size = BATCH_BYTES * len(self._entries)
+        return MadeBatch(world.clock.now, self._seconds, size, size, entry.outcome == "end")
 
     def _is_past_end(self, chunk: Chunk, batch: int) -> bool:
         streams = self._world.plan.streams
@@ -372,9 +383,7 @@ class Attempt:
         return Entry(batch, (index, changed))
 
     def _note_state(self, unchanged: bool) -> None:
-        if self._binding is Binding.WATCHED:
-            self._loop.unchanged = unchanged
-        elif not unchanged:
+        if self._loop.note_state(unchanged):
             self._message(self.pipeline.take_state, self.name, unchanged)
 
     def _read_stream(self, chunk: Chunk, batch: int) -> Entry:
