@@ -196,9 +196,10 @@ class Pipeline:
             self.lose(Loss(LossCause.TASK, "the execution failed"))
 
     def ask_for_news(self, run: Run) -> None:
-        """Receive a run's request for its news."""
-        self._asked_for_news = run
-        self._send_news()
+        """Receive a run's request for its news; that of an earlier run may come late."""
+        if run is self.run:
+            self._asked_for_news = run
+            self._send_news()
 
     def _send_news(self) -> None:
         run = self._asked_for_news

@@ -150,6 +150,9 @@ def draw_plan(draws: Random) -> Plan:
     ]
     faults.sort(key=lambda fault: -fault[0])
     deadly = frozenset({int(draw() * length)} if draw() < 0.05 else ())
+    if deadly and streams is not None:
+        # A state does not say that an error has ended a stream, so the stream would continue.
+        epochs = epochs[-1:]
     return Plan(
         workers=workers,
         length=length,
