@@ -10,15 +10,46 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.protocol.chunks import Chunk, Entry, Run
 
-if TYPE_CHECKING:
-    from dpex.training.index_iterator import IndexIterator
-
 __all__ = ["BatchOrder", "IndexOrder", "StreamOrder"]
+
+
+class Delivered(Protocol):
+    """The record of what an epoch has delivered; see ``EpochProgress``."""
+
+    batches: int
+
+    def deliver(self, batch: int) -> None:
+        """Record a batch."""
+
+    def begin_streams(self, workers: int) -> tuple[list[int], list[tuple[int, bytes] | None]]:
+        """Return the batches that each stream has delivered, and where it resumes."""
+
+    def deliver_stream(self, worker: int, samples: int, state: bytes | None) -> None:
+        """Record a batch of a stream."""
+
+    def end_stream(self, worker: int, state: bytes | None) -> None:
+        """Record the end of a stream."""
+
+    def finish(self) -> None:
+        """Record the end of the epoch."""
+
+
+class Indices(Protocol):
+    """The indices of each batch; see ``IndexIterator``."""
+
+    position: int
+    epoch: Delivered
+
+    def __next__(self) -> Any:
+        """Return the indices of the next batch."""
+
+    def next_request(self) -> Any:
+        """Return what every batch of a stream requests."""
 
 
 class BatchOrder(abc.ABC):
@@ -29,7 +60,7 @@ class BatchOrder(abc.ABC):
         planner: Planner of the chunk sizes.
     """
 
-    def __init__(self, indices: IndexIterator, planner: ChunkPlanner) -> None:
+    def __init__(self, indices: Indices, planner: ChunkPlanner) -> None:
         self._indices = indices
         self._planner = planner
         self.delivered = 0
@@ -130,7 +161,7 @@ class IndexOrder(BatchOrder):
 
     def __init__(
         self,
-        indices: IndexIterator,
+        indices: Indices,
         planner: ChunkPlanner,
         *,
         run: Run,
@@ -250,7 +281,7 @@ class StreamOrder(BatchOrder):
 
     def __init__(
         self,
-        indices: IndexIterator,
+        indices: Indices,
         planner: ChunkPlanner,
         *,
         run: Run,

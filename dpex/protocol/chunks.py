@@ -103,6 +103,7 @@ class PickledChunk:
         part: All its batches.
         alone: Whether its lease may contain no other chunk, because it may have killed a process.
         resent: Whether its batches were lost. The training loop needs them before later ones.
+        deaths: How many processes of earlier leases have died on it.
     """
 
     payload: bytes
@@ -110,6 +111,7 @@ class PickledChunk:
     part: Part
     alone: bool = False
     resent: bool = False
+    deaths: int = 0
 
 
 @dataclass(frozen=True)

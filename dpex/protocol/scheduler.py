@@ -195,6 +195,10 @@ class Scheduler:
         if lease is None or lease.is_past(attempt):
             self._actions.append(Answer(name, attempt, None))
             return self._decided()
+        if lease.has_asked(attempt, place):
+            if not lease.unanswered:
+                self._actions.append(Answer(name, attempt, lease.answer))
+            return self._decided()
         self._asked_at = now
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
@@ -280,6 +284,9 @@ class Scheduler:
             too_long = now - lease.asked_at >= self._patience_of(lease)
             if lease.waiting and too_long and not self._bind_one_more(lease):
                 self._end(lease)
+        for lease, _ in list(self._repeating.values()):
+            if self._holds_resources and now - lease.asked_at >= tuning.IDLE_S:
+                self._give_back(lease)
         return self._decided()
 
     @property
@@ -287,7 +294,7 @@ class Scheduler:
         """Maximum time until the next ``tick``; None if the next event comes first."""
         if self._chunks:
             return tuning.LOOK_S
-        return tuning.IDLE_S if self._waiting else None
+        return tuning.IDLE_S if self._waiting or self._repeating else None
 
     def drop(self) -> None:
         """Drop the chunks that no task has."""
@@ -321,9 +328,9 @@ class Scheduler:
 
     def _answer(self, lease: TaskLease, chunk: AssignedChunk | None) -> None:
         """Answer the last request of a lease."""
-        lease.unanswered = False
         if chunk is not None and self._replaced:
             chunk = replace(chunk, replaced=tuple(self._replaced))
+        lease.unanswered, lease.answer = False, chunk
         self._actions.append(Answer(lease.name, lease.attempt, chunk))
 
     # --- chunks -----------------------------------------------------------------------------------
@@ -342,6 +349,19 @@ class Scheduler:
                 self._note_ended()
             self._actions += [Loss(LossCause.TASK, str(error), part) for part in error.parts]
             self._answer(lease, None)
+
+    def _give_back(self, lease: TaskLease) -> None:
+        """End the lease of a restarted task, and let another task repeat its chunks.
+
+        The process that makes samples of its logical worker may be dead too, and unable to restart,
+        because this task holds the resources.
+        """
+        if not lease.ended:
+            self._note_ended()
+        self._chunks.extendleft(reversed(lease.give_back()))
+        del self._repeating[lease.name]
+        self._answer(lease, None)
+        self._changed = True
 
     def _patience_of(self, lease: TaskLease) -> float:
         """Return how long a lease waits for its next chunk or for the next iteration."""

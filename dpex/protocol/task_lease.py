@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
@@ -84,6 +84,7 @@ class TaskLease:
             to another process before.
         made: How many blocks the process had made at its last request, or was about to finish.
         unanswered: Whether the last request has no answer yet.
+        answer: The last answer.
         asked_at: When the task made that request.
     """
 
@@ -105,6 +106,7 @@ class TaskLease:
     restarted: bool = False
     made: int = 0
     unanswered: bool = False
+    answer: AssignedChunk | None = None
     asked_at: float = 0.0
     # The places of the last request, and of the last one before which no sample is left.
     _asked: int = 0
@@ -113,8 +115,10 @@ class TaskLease:
     _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _runs: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
-    # How often the process has died since the task got the last chunk.
+    # How often processes have died on the last chunk.
     _deaths: int = 0
+    # The index in ``_chunks`` of the chunk to repeat.
+    _repeated: int = 0
     # The most blocks that any process had made when it asked for its next chunk.
     _most_made: int = 0
     # The task's earlier processes. Ray may have restarted the task while one could not be reached.
@@ -146,6 +150,11 @@ class TaskLease:
     def is_past(self, attempt: str) -> bool:
         """Return whether a process is not the task's last one."""
         return attempt in self._past_attempts
+
+    def has_asked(self, attempt: str, place: int) -> bool:
+        """Return whether a process repeats its last request, because it got no answer."""
+        known = self.unanswered or self.answer is not None
+        return known and attempt == self.attempt and place == self._asked
 
     def note_request(self, attempt: str, place: int, made: int, *, early: bool) -> bool:
         """Record that a process of the task requests its next chunk.
@@ -189,7 +198,7 @@ class TaskLease:
         self.given += 1
         self.run, self.alone = run, chunk.alone
         self.last_worker = self.runs = chunk.worker
-        self._deaths = 0
+        self._deaths = chunk.deaths
         self._enter(LeaseState.WORKING)
 
     def end(self) -> None:
@@ -230,7 +239,7 @@ class TaskLease:
         kept = max(0, place - self.given + len(self._chunks))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
-        self.repeats = self._chunks[kept].worker
+        self.repeats, self._repeated = self._chunks[kept].worker, kept
         return AssignedChunk(
             self._chunks[kept].payload,
             self.given - len(self._chunks) + kept,
@@ -245,3 +254,10 @@ class TaskLease:
         """Record that the restarted task makes the chunk that it has to repeat."""
         if self.repeats is not None:  # else an earlier call of the task has done this
             self.runs, self.repeats = self.repeats, None
+
+    def give_back(self) -> list[PickledChunk]:
+        """End the lease, and return the chunks that its task has not repeated."""
+        self.end()
+        self.repeats = None
+        chunks = list(self._chunks)[self._repeated :]
+        return [replace(chunk, resent=True, deaths=self._deaths) for chunk in chunks]

@@ -167,9 +167,10 @@ def test_a_loader_that_raises_has_no_further_turn() -> None:
 def test_persistent_workers_of_a_cut_epoch_end() -> None:
     given = DataLoader(Slow(100_000), batch_size=4, num_workers=2, persistent_workers=True)
     loaders = loaders_like(given, num_workers=2, with_ray=False, head_address=None)
+    before = set(multiprocessing.active_children())  # of loaders that are still to be collected
     take_turns(loaders, total_s=0.2)
     assert loaders["torch"]._iterator is None
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_the_loaders_have_the_user_s_arguments() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dpex.pipeline.task_requests import TaskRequests
-from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.chunks import AssignedChunk, PickledChunk
 from dpex.protocol.loss_causes import Loss
 from dpex.protocol.scheduler import OtherJobs, Scheduler
 
@@ -30,12 +32,26 @@ class PlayedScheduler(TaskRequests):
         self.scheduler = Scheduler(time.monotonic(), **options)
         super().__init__(self.scheduler, on_loss)
         self._known = self.scheduler.started
+        self._attempts: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
     def limit(self, *, parallel: int, starting: int) -> None:
         self.scheduler.parallel, self.scheduler.starting = parallel, starting
+
+    async def next_chunk(
+        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
+    ) -> AssignedChunk | None:
+        """Wait for a task's next chunk. Without an attempt, a new process asks at place 0."""
+        if attempt:
+            return await super().next_chunk(name, place, made, attempt, early=early)
+        self._attempts[name] += place == 0
+        answer = await super().next_chunk(name, place, made, self._attempt(name), early=early)
+        return answer and replace(answer, replaced=())
+
+    def _attempt(self, name: str) -> str:
+        return f"process {self._attempts[name]} of {name}"
 
     def _wait_for_tick(self) -> None:
         with contextlib.suppress(RuntimeError):  # no loop runs; the test gives each tick
@@ -57,7 +73,7 @@ class PlayedScheduler(TaskRequests):
         self.note(self.scheduler.feed, chunk)
 
     def finish(self, name: str, attempt: str, place: int) -> None:
-        self.note(self.scheduler.finish, name, attempt, place)
+        self.note(self.scheduler.finish, name, attempt or self._attempt(name), place)
 
     def note_state(self, name: str, unchanged: bool) -> None:
         self.note(self.scheduler.note_state, name, unchanged)

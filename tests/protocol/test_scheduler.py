@@ -1055,3 +1055,43 @@ def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -
             assert await scheduler.next_chunk(name, 0, 0) is not None
 
     play(scenario, **WATCHED, idle=lambda: False)
+
+
+def test_a_repeated_request_gets_the_same_answer() -> None:
+    """Its answer was lost with the connection, and nothing was lost with the process."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0", b"1")
+        for place, payload in enumerate((b"0", b"1")):
+            request = "a", place, place, "process"
+            asked = [await scheduler.next_chunk(*request) for _ in range(MAX_DEATHS + 1)]
+            assert asked == [AssignedChunk(payload, place)] * len(asked)
+        request = "a", 2, 2, "process"
+        twice = [asyncio.ensure_future(scheduler.next_chunk(*request)) for _ in range(2)]
+        await asyncio.sleep(0)
+        feed(scheduler, b"2")
+        assert [payload_of(answer) for answer in await asyncio.gather(*twice)] == [b"2"] * 2
+
+    play(scenario)
+
+
+def test_a_restarted_task_makes_room_for_one_that_cannot_restart(clock: SimpleNamespace) -> None:
+    """Two tasks have died on chunks of one logical worker, and only one fits on the nodes."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        for place, worker in enumerate((1, 0)):
+            feed_one(scheduler, b"%d" % place, worker)
+            assert await scheduler.next_chunk("a", place, place, "a 1") is not None
+        feed_one(scheduler, b"2", 1)
+        assert payload_of(await scheduler.next_chunk("b", 0, 0, "b 1")) == b"2"
+        restarted = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "a 2"))
+        await asyncio.sleep(0)
+        assert not restarted.done(), "b may still run"
+        clock.now += tuning.IDLE_S
+        scheduler.note(scheduler.scheduler.tick)
+        assert await restarted is None
+        assert not lost
+        for place, payload in enumerate((b"2", b"0", b"1")):
+            assert payload_of(await scheduler.next_chunk("b", place, place, "b 2")) == payload
+
+    play(scenario, holds_resources=True)
