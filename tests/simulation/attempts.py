@@ -38,6 +38,8 @@ class Attempt:
         name: The task's name.
         had: Dataset version and logical worker of each chunk that it has had.
         id: Name of the attempt.
+        number: Its number, which is larger than those of the task's earlier attempts.
+        known: Whether the scheduler has had a request of it.
         process: The worker process.
         runs: The logical worker whose samples it makes now; None if it makes none.
         replaced: Whether Ray has started a further attempt of the task.
@@ -64,7 +66,9 @@ class Attempt:
         "_world",
         "had",
         "id",
+        "known",
         "name",
+        "number",
         "over",
         "pipeline",
         "process",
@@ -74,12 +78,14 @@ class Attempt:
     )
 
     def __init__(
-        self, world: World, pipeline: Pipeline, name: str, attempt: str, process: WorkerProcess
+        self, world: World, pipeline: Pipeline, name: str, number: int, process: WorkerProcess
     ) -> None:
         self._world = world
         self.pipeline = pipeline
         self.name = name
-        self.id = attempt
+        self.id = f"{name} attempt {number}"
+        self.number = number
+        self.known = False
         self.process = process
         process.attempt = self
         process.ended.setdefault(pipeline.number, 0)

@@ -80,8 +80,8 @@ class Cluster:
         if process is None:
             process = WorkerProcess(f"process {self._names}", node)
             node.processes.append(process)
-        identity = f"{task} attempt {self._names}"
-        attempt = Attempt(self._world, pipeline, task, identity, process)
+        attempt = Attempt(self._world, pipeline, task, self._names, process)
+        identity = attempt.id
         self._processes[identity] = process
         served = self._served.setdefault(pipeline.number, [])
         if process not in served:

@@ -18,8 +18,6 @@ __all__ = ["Faults"]
 
 # How long Ray goes on with a process that it has replaced, before it kills that process.
 MOST_CUT_S = 8.0
-# Whether Ray may replace a process whose first request has not arrived.
-REPLACED_EARLY = False
 MOST_SILENCE_S = 6.0
 OTHERS_S = 8.0
 
@@ -74,9 +72,6 @@ class Faults:
         if (attempt := self._attempt()) is None:
             return
         world, process = self._world, attempt.process
-        # Else its first request could displace the process that replaces it; see REPLACED_EARLY.
-        if not attempt.had and not REPLACED_EARLY:
-            return
         process.link = Link()
         process.link.cut_until = self._lasts(MOST_CUT_S)
         if world.draw() < 0.5:

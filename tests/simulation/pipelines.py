@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
+# Whether the first request of a process may arrive after that of the process that replaced it.
+OVERTAKEN_REQUESTS = False
+
 
 class Pipeline:
     """One pipeline.
@@ -47,6 +50,8 @@ class Pipeline:
         self._losses: list[Loss] = []
         # The calls that wait for an answer.
         self._calls: dict[tuple[str, str], list[tuple[Attempt, int]]] = {}
+        # The number of the latest attempt of each task that has asked.
+        self._latest: dict[str, int] = {}
         self._tasks = 0
         self._tick_at = math.inf
         self._asked_for_news: Run | None = None
@@ -116,6 +121,11 @@ class Pipeline:
         if self.closed:
             self._world.network.send(attempt.process.link, attempt.answer, request, None)
             return
+        latest = self._latest.get(attempt.name, 0)
+        if attempt.number < latest and not attempt.known and not OVERTAKEN_REQUESTS:
+            return
+        attempt.known = True
+        self._latest[attempt.name] = max(latest, attempt.number)
         if step.unchanged is not None:
             self._note(self.scheduler.note_state(now, attempt.name, step.unchanged))
         self._calls.setdefault((attempt.name, attempt.id), []).append((attempt, request))
