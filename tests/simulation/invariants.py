@@ -72,7 +72,7 @@ class Invariants:
                 self._world.fail(f"batch {batch} was made twice, without a fault")
         else:
             self._made.add(made)
-        if binding is Binding.ALWAYS:
+        if binding is Binding.ALWAYS and not attempt.replaced:
             key = chunk.run.dataset_version, chunk.worker
             process = attempt.process
             owner = self._owners.setdefault(key, process)
