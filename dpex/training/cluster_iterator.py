@@ -13,8 +13,8 @@ from dpex.compat.untraced import untraced
 from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Run
+from dpex.protocol.deferred_errors import reraise
 from dpex.stats import Meter
-from dpex.training.deferred_errors import reraise
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.worker.seeding import generators_kept
 from dpex.worker.training_settings import Settings

@@ -11,7 +11,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 from dpex import BatchLostError
-from dpex.training.deferred_errors import KeptError, reraise
+from dpex.protocol.deferred_errors import KeptError, reraise
 
 
 @pytest.fixture(autouse=True)
