@@ -28,6 +28,7 @@ class Cluster:
         nodes: The nodes that run.
         attempts: All attempts that have not ended, replaced ones included.
         others: Number of CPUs that another job has.
+        died_at: When a node last died.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,6 +48,7 @@ class Cluster:
         self._names = 0
         self.attempts: dict[str, Attempt] = {}
         self.others = 0
+        self.died_at = -1.0
 
     # --- starting tasks ---------------------------------------------------------------------------
 
@@ -173,6 +175,7 @@ class Cluster:
         """End a node with its processes and blocks; another one replaces it."""
         self._world.log("loses node", node.number)
         node.alive = False
+        self.died_at = self._world.clock.now
         self.nodes.remove(node)
         if not self.nodes:
             self.nodes.append(Node(self._node_numbers))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dpex import tuning
 from dpex.protocol import chunks as messages
 from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.protocol.chunk_sizes import ChunkPlanner
-from dpex.protocol.chunks import Chunk, Part, PickledChunk
+from dpex.protocol.chunks import Chunk, Entry, Part, PickledChunk
+from dpex.protocol.delivery import Delivery, Pause, Wait
+from dpex.protocol.in_flight import Attempt
 from dpex.protocol.loss_causes import Loss, lost_block
+from dpex.protocol.recovery import Recovery
 from simulation.machines import StoredBlock
 from simulation.pipelines import Pipeline
 from simulation.plan import EndOfEpoch, Epoch
-from simulation.standins import Delivery, Wait
 
 if TYPE_CHECKING:
     from simulation.schedule import World
@@ -23,6 +26,9 @@ __all__ = ["Loader", "Progress", "Run", "TrainingLoop"]
 
 FETCH_S = 0.003
 BATCH_BYTES = 1 << 20
+LEAST_EVENTS = 200
+# Share of the waits for a batch that an interrupt ends.
+INTERRUPTED_SHARE = 0.01
 
 
 class Progress:
@@ -157,25 +163,16 @@ class Run:
             send(None, pipeline.feed, self, *message)
 
     def feed(
-        self,
-        chunks: list[Chunk],
-        *,
-        alone: bool,
-        resent: bool,
-        parallel: int,
-        starting: int,
-        one_by_one: bool,
+        self, chunks: Sequence[Chunk], alone: bool, resent: bool, limits: tuple[int, int, bool]
     ) -> None:
         """Send chunks."""
         pickled = []
         for chunk in chunks:
-            self._world.log(
-                "sends", chunk.run.key, chunk.number, list(chunk.numbers), alone, resent
-            )
+            key, number = chunk.run.key, chunk.number
+            self._world.log("sends", key, number, list(chunk.numbers), alone, resent)
             payload: Any = chunk
-            part = Part(chunk.run.key, chunk.number)
-            pickled.append(PickledChunk(payload, chunk.worker, part, alone, resent))
-        message = self._fed, pickled, (parallel, starting, one_by_one)
+            pickled.append(PickledChunk(payload, chunk.worker, Part(key, number), alone, resent))
+        message = self._fed, pickled, limits
         self._fed += len(pickled)
         if self.pipeline is None:
             self._unsent.append(message)
@@ -198,7 +195,7 @@ class Run:
             if self.ended:
                 continue
             if block.lost:
-                self.news.append(lost_block("its node lost it", block.part))
+                self.news.append(lost_block("its node lost it", block.block))
             else:
                 self.news.append(block)
         if self.ended:
@@ -265,9 +262,9 @@ class Loader:
     def open_new(self, run: Run) -> None:
         """Begin a run on a new pipeline."""
         world = self._world
-        world.clock.after(0.001 + 0.01 * world.draw(), self._opened, run)
+        world.clock.after(0.001 + 0.01 * world.draw(), self._create, run)
 
-    def _opened(self, run: Run) -> None:
+    def _create(self, run: Run) -> None:
         if run.ended:
             return
         world = self._world
@@ -298,22 +295,97 @@ class Loader:
 
     # --- the carrier of a delivery ----------------------------------------------------------------
 
-    def feed(self, chunks: list[Chunk], **how: Any) -> None:
-        assert self.run is not None
-        self.run.feed(chunks, **how)
+    alive = True
+    starts = False
+    replaceable = True
 
-    def take(self) -> Any:
+    def wait_until_open(self) -> None:
+        """Do nothing: what is sent earlier waits in the run."""
+
+    def send(self, chunks: Sequence[Chunk], attempt: Attempt, *, one_by_one: bool) -> None:
+        """Send chunks."""
+        self._opened.feed(
+            chunks,
+            attempt.alone,
+            attempt != _FIRST,
+            (self.planner.parallel, self.planner.free_cores, one_by_one),
+        )
+
+    @property
+    def _opened(self) -> Run:
         assert self.run is not None
-        return self.run.news.popleft() if self.run.news else None
+        return self.run
+
+    def end(self) -> None:
+        """End the run, if there is one."""
+        if self.run is not None:
+            self.run.end()
+
+    def take(self) -> StoredBlock | Loss | None:
+        """Return the next news."""
+        news = self._opened.news
+        return news.popleft() if news else None
+
+    def has_news(self) -> bool:
+        """Return whether there is news."""
+        run = self._opened
+        return bool(run.news) or run.over
 
     @property
     def ended(self) -> bool:
-        assert self.run is not None
-        return self.run.over and not self.run.news
+        """Whether nothing more comes."""
+        run = self._opened
+        return run.over and not run.news
 
-    def end(self) -> None:
-        assert self.run is not None
-        self.run.end()
+    def lost_with_node(self) -> bool:
+        """Return whether a node has died, and nothing has come for a while since."""
+        run, died_at = self._opened, self._world.cluster.died_at
+        quiet_s = self._world.clock.now - max(died_at, run.arrived_at)
+        if died_at < run.began_at or quiet_s < tuning.NODE_REPLACED_S + self.planner.batch_s:
+            return False
+        if run.pipeline is not None:
+            self.ready.discard(run.pipeline)
+        self._world.invariants.excuse_all(run.version)
+        return True
+
+    def failure(self) -> None:
+        """Return the error that ended the run: there is none here."""
+
+    def waiting_text(self) -> str:
+        """Return why the next batch is late."""
+        return "late"
+
+    def name_dead_nodes(self) -> None:
+        """Do nothing: the history has the nodes that have died."""
+
+    def note_block(self, arrived: StoredBlock, *, new: bool) -> None:
+        """Count the costs of a block."""
+        if new:
+            batches, seconds = len(arrived.batches), arrived.seconds
+            self.planner.observe(
+                batches=batches,
+                seconds=seconds,
+                cpu_seconds=seconds,
+                size_bytes=batches * BATCH_BYTES,
+            )
+
+    def note_late(self, waited_s: float) -> None:
+        """Note that no batch has come for a while."""
+        self._world.log("late", waited_s)
+
+    def note_recovery(self, plan: Recovery) -> None:
+        """Note that batches are resent."""
+        self._world.log("recovers", plan.cause.name, plan.retries)
+
+    def note_new_run(self, failure: BaseException | None, resent: int) -> None:
+        """Note that a new run replaces a lost one."""
+        self._world.log("new run", resent)
+
+    def leave_out(self, entry: Entry) -> None:
+        """Do nothing: no sample is left out."""
+
+
+_FIRST = Attempt()
 
 
 class TrainingLoop:
@@ -332,7 +404,7 @@ class TrainingLoop:
         self._versions = 0
         self._runs = 0
         self._waits = 0
-        self._waiting = False
+        self._waiting = self._begun = False
         self._steps = self._main()
 
     def next_version(self) -> int:
@@ -349,36 +421,38 @@ class TrainingLoop:
     def wake(self) -> None:
         """Continue, because there is news."""
         if self._waiting:
-            self._advance()
+            self._advance(news=True)
 
     def _time_out(self, wait: int) -> None:
         if wait == self._waits:
             self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self, news: bool = False) -> None:
+        """Continue until the loop waits again, without news or for a fixed time."""
         self._waiting = False
         self._waits += 1
-        step = next(self._steps, None)
-        if step is None:
-            self.over = True
-        elif type(step) is Wait:
-            run = self._loader.run
-            if run is not None and (run.news or run.over):
-                self.world.clock.after(0.0, self._time_out, self._waits)
+        while True:
+            try:
+                step = self._steps.send(news if self._begun else None)
+            except StopIteration:
+                self.over = True
                 return
-            self._waiting = True
-            self.world.clock.after(step.seconds, self._time_out, self._waits)
-        else:
-            self.world.clock.after(step.seconds, self._time_out, self._waits)
+            self._begun = True
+            waits = type(step) is Wait
+            if not (waits and self._loader.has_news()):
+                break
+            news = True
+        self._waiting = waits
+        self.world.clock.after(step.seconds, self._time_out, self._waits)
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def _main(self) -> Generator[Any, None, None]:
+    def _main(self) -> Generator[Wait | Pause, bool, None]:
         world, plan = self.world, self.world.plan
         self._loader = loader = Loader(self)
         progress = Progress()
         number = 0
-        for epoch in plan.epochs:
+        for epoch in self._epochs():
             yield from self._read(loader, epoch, progress, number)
             if epoch.end is EndOfEpoch.RESUME and not progress.finished:
                 progress = Progress(progress)
@@ -392,9 +466,15 @@ class TrainingLoop:
                 self._loader = loader = Loader(self)
         loader.close()
 
+    def _epochs(self) -> Iterator[Epoch]:
+        """Yield the planned epochs, and further ones until there have been enough events."""
+        yield from self.world.plan.epochs
+        while self.world.clock.events < LEAST_EVENTS:
+            yield Epoch(EndOfEpoch.READ, 0)
+
     def _read(
         self, loader: Loader, epoch: Epoch, progress: Progress, number: int
-    ) -> Generator[Any, None, None]:
+    ) -> Generator[Wait | Pause, bool, None]:
         world, plan = self.world, self.world.plan
         if not plan.persistent:
             loader.version = self.next_version()
@@ -412,11 +492,13 @@ class TrainingLoop:
         world.log("epoch", number, run.key, loader.version, first, list(progress.streams or ()))
         world.invariants.begin_epoch(order, loader.planner)
         self.delivered_at = world.clock.now
-        delivery = Delivery(run, order, loader.planner, loader, plan.in_order)
+        delivery = Delivery(
+            run, order, loader, lambda: world.clock.now, in_order=plan.in_order, timeout_s=0.0
+        )
         delivery.fill()
         read = 0
         while epoch.end is EndOfEpoch.READ or read < epoch.reads:
-            entry = yield from delivery.next_entry()
+            entry = yield from self._next(delivery)
             if entry is None:
                 break
             read += 1
@@ -428,4 +510,19 @@ class TrainingLoop:
             if plan.step_s:
                 yield world.pause(plan.step_s)
         world.log("leaves", number, epoch.end.name, progress.finished)
-        loader.end()
+        delivery.end()
+
+    def _next(self, delivery: Delivery[StoredBlock]) -> Generator[Wait | Pause, bool, Entry | None]:
+        """Return the next batch. Interrupts come during waits, after which the loop goes on."""
+        steps, news = delivery.next_entry(), None
+        while True:
+            try:
+                step = steps.send(news)  # type: ignore[arg-type]
+            except StopIteration as end:
+                entry: Entry | None = end.value
+                return entry
+            if self.world.draw() < INTERRUPTED_SHARE and type(step) is Wait:
+                steps.close()
+                steps, news = delivery.next_entry(), None
+            else:
+                news = yield step

@@ -40,18 +40,18 @@ class StoredBlock:
     """A block of batches, in a message or in the object store of a node.
 
     Attributes:
-        part: Its batches.
-        entries: Its batches, or the outcomes in their place.
+        block: Its batches, by number.
+        batches: Its batches, or the outcomes in their place.
         seconds: The time to make it.
         node: The node that stores it; None if a message carries it.
         lost: Whether its node has lost it.
     """
 
-    __slots__ = ("entries", "lost", "node", "part", "seconds")
+    __slots__ = ("batches", "block", "lost", "node", "seconds")
 
     def __init__(self, part: Part, entries: list[Entry], seconds: float) -> None:
-        self.part = part
-        self.entries = entries
+        self.block = part
+        self.batches = entries
         self.seconds = seconds
         self.node: Node | None = None
         self.lost = False

@@ -161,9 +161,9 @@ class Pipeline:
             return None
         node = attempt.process.node
         most = tuning.STORE_FULL_TRIES - 2
-        if node.full and world.invariants.may_lose(block.part, "full", most):
+        if node.full and world.invariants.may_lose(block.block, "full", most):
             node.full -= 1
-            return Loss(LossCause.STORE_FULL, "the object store is full", block.part)
+            return Loss(LossCause.STORE_FULL, "the object store is full", block.block)
         block.node = node
         node.stored[block] = None
         return None
@@ -176,7 +176,7 @@ class Pipeline:
             return
         if loss is not None:
             self.lose(loss)
-        elif self.run is not None and block.part.run == self.run.key:
+        elif self.run is not None and block.block.run == self.run.key:
             self._blocks.append(block)
         self._send_news()
         if finished is not None:

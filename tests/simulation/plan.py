@@ -10,9 +10,9 @@ from dpex.protocol.binding import Binding
 
 __all__ = ["EndOfEpoch", "Epoch", "Fault", "Plan", "draw_plan"]
 
-# Schedules with fewer batches would have fewer than 200 events.
-LEAST_BATCHES = 36
-MOST_BATCHES = 64
+# So few that most schedules have little more than 200 events.
+LEAST_BATCHES = 16
+MOST_BATCHES = 40
 
 
 class EndOfEpoch(enum.Enum):
@@ -146,7 +146,7 @@ def draw_plan(draws: Random) -> Plan:
     epochs.append(Epoch(EndOfEpoch.READ, 0))
     number = int(draw() * 6)
     faults = [
-        (int(draw() * draw() * 400), _FAULTS[int(draw() * len(_FAULTS))]) for _ in range(number)
+        (int(draw() * draw() * 200), _FAULTS[int(draw() * len(_FAULTS))]) for _ in range(number)
     ]
     faults.sort(key=lambda fault: -fault[0])
     deadly = frozenset({int(draw() * length)} if draw() < 0.05 else ())

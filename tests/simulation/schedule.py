@@ -7,6 +7,7 @@ from typing import Any
 
 from dpex import tuning
 from dpex.protocol.chunks import Entry
+from dpex.protocol.delivery import Pause
 from simulation import model
 from simulation.clock import Clock
 from simulation.cluster import Cluster
@@ -17,7 +18,6 @@ from simulation.machines import StoredBlock
 from simulation.network import Network
 from simulation.pipelines import Pipeline
 from simulation.plan import Plan, draw_plan
-from simulation.standins import Pause
 
 __all__ = ["Failure", "World", "play", "readable"]
 
@@ -129,9 +129,9 @@ class World:
 
     def lose_block(self, block: StoredBlock) -> None:
         """Lose a block that a node stores."""
-        if self.invariants.may_lose(block.part, "block", tuning.MOST_LOSSES - 1):
+        if self.invariants.may_lose(block.block, "block", tuning.MOST_LOSSES - 1):
             block.lost = True
-            self.log("loses block", block.part)
+            self.log("loses block", block.block)
         if block.node is not None:
             block.node.stored.pop(block, None)
 
