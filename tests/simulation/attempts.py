@@ -27,8 +27,6 @@ __all__ = ["Attempt"]
 # Resumes a loop whose present batch has been read.
 _READ = object()
 BATCH_BYTES = 1 << 20
-# More than a message takes, so that requests of a process stay in order.
-ASK_AGAIN_S = 0.1
 
 
 class Attempt:
@@ -191,15 +189,17 @@ class Attempt:
         send, link = world.network.send, self.process.link
         if world.network.repeats:
             world.network.repeats -= 1
-            send(link, self.pipeline.take_request, self, 0, step)
-            world.clock.after(ASK_AGAIN_S, self._ask_again, step)
+            send(link, self._lose_answer, step)
         else:
             send(link, self.pipeline.take_request, self, self._request, step)
 
-    def _ask_again(self, step: Ask) -> None:
-        if not self.over:
+    def _lose_answer(self, step: Ask) -> None:
+        """Receive a request whose answer is lost, so that the process repeats it."""
+        request = self._request
+        self.pipeline.take_request(self, 0, step)
+        if not self.over and request == self._request:
             link = self.process.link
-            self._world.network.send(link, self.pipeline.take_request, self, self._request, step)
+            self._world.network.send(link, self.pipeline.take_request, self, request, step)
 
     def answer(self, request: int, assigned: AssignedChunk | None) -> None:
         """Receive the answer to a request; only that to the last one counts."""

@@ -185,7 +185,7 @@ class Pipeline:
     def yield_block(self, attempt: Attempt, place: int, block: StoredBlock) -> None:
         """Receive a task's output, which Ray drops if an earlier attempt has yielded it."""
         world = self._world
-        if place < self._yielded.get(attempt.name, 0):
+        if attempt.replaced or place < self._yielded.get(attempt.name, 0):
             return
         self._yielded[attempt.name] = place + 1
         loss = self.store(attempt, block)

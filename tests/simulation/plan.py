@@ -11,8 +11,8 @@ from dpex.protocol.binding import Binding
 __all__ = ["EndOfEpoch", "Epoch", "Fault", "Plan", "draw_plan"]
 
 # So few that most schedules have little more than 200 events.
-LEAST_BATCHES = 16
-MOST_BATCHES = 40
+LEAST_BATCHES = 14
+MOST_BATCHES = 30
 
 
 class EndOfEpoch(enum.Enum):
@@ -138,15 +138,15 @@ def draw_plan(draws: Random) -> Plan:
     epochs = []
     share = draw()
     ends = [EndOfEpoch.BREAK, EndOfEpoch.RESUME, EndOfEpoch.RESUME, EndOfEpoch.CLOSE]
-    if share < 0.5:
+    if share < 0.35:
         end = ends[int(draw() * 4)]
         epochs.append(Epoch(end, int(draw() * (total + 1))))
-    elif share < 0.6:
+    elif share < 0.5:
         epochs.append(Epoch(EndOfEpoch.READ, 0))
     epochs.append(Epoch(EndOfEpoch.READ, 0))
     number = int(draw() * 6)
     faults = [
-        (int(draw() * draw() * 200), _FAULTS[int(draw() * len(_FAULTS))]) for _ in range(number)
+        (int(draw() * draw() * 150), _FAULTS[int(draw() * len(_FAULTS))]) for _ in range(number)
     ]
     faults.sort(key=lambda fault: -fault[0])
     deadly = frozenset({int(draw() * length)} if draw() < 0.05 else ())
@@ -171,8 +171,8 @@ def draw_plan(draws: Random) -> Plan:
         cpus=1 + int(draw() * workers),
         nodes=1 + int(draw() * 3),
         free_cores=1 + int(draw() * workers),
-        batch_s=(0.002, 0.02, 0.1)[int(draw() * 3)],
-        step_s=(0.0, 0.005, 0.05)[int(draw() * 3)],
+        batch_s=(0.002, 0.01, 0.05)[int(draw() * 3)],
+        step_s=(0.0, 0.002, 0.02)[int(draw() * 3)],
         small_share=(0.0, 0.5, 1.0)[int(draw() * 3)],
         deadly=deadly,
         epochs=epochs,

@@ -63,6 +63,15 @@ class World:
         Raises:
             Failure: An invariant does not hold.
         """
+        try:
+            self._play()
+        except Failure:
+            raise
+        except Exception as error:
+            text = f"seed {self.seed}, at {self.clock.now:.3f} s: {type(error).__name__}: {error}"
+            raise Failure(text) from error
+
+    def _play(self) -> None:
         clock, faults, training, step = self.clock, self.plan.faults, self.training, self.clock.step
         training.start()
         while not training.over:
