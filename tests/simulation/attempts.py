@@ -39,6 +39,7 @@ class Attempt:
         number: Its number, which is larger than those of the task's earlier attempts.
         known: Whether the scheduler has had a request of it.
         process: The worker process.
+        again: Whether an earlier attempt had the present chunk.
         runs: The logical worker whose samples it makes now; None if it makes none.
         replaced: Whether Ray has started a further attempt of the task.
         over: Whether it has ended, or its process has died.
@@ -62,6 +63,7 @@ class Attempt:
         "_unconfirmed",
         "_waits_for",
         "_world",
+        "again",
         "had",
         "id",
         "known",
@@ -83,7 +85,7 @@ class Attempt:
         self.name = name
         self.id = f"{name} attempt {number}"
         self.number = number
-        self.known = False
+        self.known = self.again = False
         self.process = process
         process.attempt = self
         process.ended.setdefault(pipeline.number, 0)
@@ -285,7 +287,7 @@ class Attempt:
         self._chunk, self._batch, self._done = chunk, 0, False
         self.had.append((chunk.run.dataset_version, chunk.worker))
         self._binding = assigned.binding
-        self._restarted = assigned.restarted
+        self._restarted, self.again = assigned.restarted, assigned.again
         self._entries, self._seconds = [], 0.0
         self._world.log("begins", self.id, chunk.number, chunk.worker, assigned.again)
         return chunk, self._world.clock.now

@@ -48,7 +48,9 @@ class Invariants:
         key = chunk.run.dataset_version, chunk.worker
         other = self._running.get(key)
         if other is not None and other is not attempt:
-            here = attempt.process.node is other.process.node
+            # A pipeline knows only of its own processes that Ray has replaced.
+            known = attempt.pipeline is other.pipeline
+            here = known and attempt.process.node is other.process.node
             if here or not (other.replaced or attempt.replaced):
                 self._world.fail(
                     f"{attempt.id} and {other.id} both make batches of logical worker {key[1]}"
@@ -72,7 +74,7 @@ class Invariants:
                 self._world.fail(f"batch {batch} was made twice, without a fault")
         else:
             self._made.add(made)
-        if binding is Binding.ALWAYS and not attempt.replaced:
+        if binding is Binding.ALWAYS and not (attempt.replaced or attempt.again):
             key = chunk.run.dataset_version, chunk.worker
             process = attempt.process
             owner = self._owners.setdefault(key, process)
