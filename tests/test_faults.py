@@ -113,7 +113,7 @@ def test_an_interrupt_while_lost_batches_are_resent_leaves_none_out(
     def interrupted(*_: Any, **__: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(iterator._epoch, "_resend", interrupted)
+    monkeypatch.setattr(iterator._epoch._delivery, "_resend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
     with pytest.raises(BatchLostError, match="the next one is 5"):

@@ -229,7 +229,7 @@ class Delivery(Generic[ArrivedT]):
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._unsent: list[Chunk] = []
-        self._flushed_at = 0.0
+        self._flushed_at = self._drawn_since = 0.0
         self._in_flight = InFlight()
         self._undelivered: dict[int, Entry] = {}
         self._runs_opened = 1
@@ -261,7 +261,8 @@ class Delivery(Generic[ArrivedT]):
         """Draw and send as far ahead as torch does."""
         try:
             self._order.fill(self._take_chunk)
-            self._flush()
+            if self._unsent or self.state is DeliveryState.OPENING:
+                self._flush()
         except Exception:
             raise
         except BaseException:  # an interrupt, after which a batch may be missing
@@ -277,9 +278,14 @@ class Delivery(Generic[ArrivedT]):
         Returns:
             False if nothing more can be requested now.
         """
+        self._drawn_since = self._clock()
         asked = self._order.prefetch_chunk(self._take_chunk, enough)
-        self._flush()
+        if self._unsent:
+            self._flush()
         return asked
+
+    def _has_drawn_long(self) -> bool:
+        return self._clock() >= self._drawn_since + tuning.DRAW_S
 
     def _take_chunk(self, chunk: Chunk) -> None:
         self._unsent.append(chunk)
@@ -290,8 +296,6 @@ class Delivery(Generic[ArrivedT]):
     def _flush(self) -> None:
         """Send the chunks that have been drawn."""
         self._flushed_at = self._clock()
-        if not self._unsent and self.state is not DeliveryState.OPENING:
-            return
         chunks: list[Chunk] = []
         try:
             if self.state is DeliveryState.OPENING:
@@ -349,8 +353,7 @@ class Delivery(Generic[ArrivedT]):
                 self._order.deliver(entry)
                 self.fill()
                 for _ in range(prefetched):
-                    stop_at = self._clock() + tuning.DRAW_S
-                    if not self._prefetch_chunk(lambda at=stop_at: self._clock() >= at):  # type: ignore[misc]
+                    if not self._prefetch_chunk(self._has_drawn_long):
                         break
                 if entry.left_out:
                     self._leave_out(entry)

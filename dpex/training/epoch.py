@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +172,8 @@ class _RunCarrier:
 
     def take(self) -> Arrival | Loss | None:
         """Return the next block or loss that has come."""
-        return self._run.arrivals.take()
+        assert self._opened is not None  # as in _run, in one frame less for each batch
+        return self._opened.arrivals.take()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until ``has_news`` is true; return False after the timeout."""
@@ -361,17 +361,18 @@ class Epoch:
         """
         self._carrier.meter = meter
         steps = self._delivery.next_entry()
-        with closing(steps):  # an interrupt during a wait reaches the generator at once
-            try:
-                step = next(steps)
-                while True:
-                    if isinstance(step, Wait):
-                        step = steps.send(self._carrier.wait(step.seconds))
-                    else:
-                        time.sleep(step.seconds)
-                        step = next(steps)
-            except StopIteration as end:
-                entry: Entry | None = end.value
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Wait):
+                    step = steps.send(self._carrier.wait(step.seconds))
+                else:
+                    time.sleep(step.seconds)
+                    step = next(steps)
+        except StopIteration as end:
+            entry: Entry | None = end.value
+        finally:
+            steps.close()  # an interrupt during a step reaches the generator at once
         if entry is None:
             raise StopIteration
         return entry

@@ -320,10 +320,10 @@ def test_an_interrupt_while_blocks_are_taken_in_leaves_no_batch_out(
 ) -> None:
     reader = Reader(lambda chunk, _: made(chunk))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader.epoch, "_take_block", interrupted)
+    monkeypatch.setattr(reader.epoch._carrier, "note_block", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.batches()
     with pytest.raises(BatchLostError, match="outstanding"):
@@ -343,7 +343,7 @@ def test_a_warning_that_is_raised_leaves_no_lost_batch_out(
         for warning in warnings:
             raise warning
 
-    monkeypatch.setattr(reader.epoch._notes, "note", note)
+    monkeypatch.setattr(reader.epoch._carrier._notes, "note", note)
     with pytest.raises(UserWarning, match="once"):
         reader.batches()
     assert reader.batches() == list(range(12))
@@ -354,10 +354,10 @@ def test_an_interrupt_during_a_recovery_leaves_no_batch_out(
 ) -> None:
     reader = Reader(lambda chunk, _: [DIED] if 4 in chunk.numbers else made(chunk))
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader.epoch, "_resend", interrupted)
+    monkeypatch.setattr(reader.epoch._delivery, "_resend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.batches()
     with pytest.raises(BatchLostError, match="outstanding"):
