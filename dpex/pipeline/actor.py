@@ -29,7 +29,7 @@ from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
 from dpex.pipeline.task_requests import TaskRequests
-from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.recent import Recent
@@ -411,7 +411,7 @@ class _PipelineActor:
         unchanged: bool | None,
         *,
         early: bool = False,
-    ) -> AssignedChunk | None:
+    ) -> AssignedChunk | Replaced | None:
         """Return a task's next chunk, or None if its lease is over.
 
         Args:
@@ -429,7 +429,7 @@ class _PipelineActor:
         if unchanged is not None:
             pipeline.requests.note(pipeline.scheduler.note_state, name, unchanged)
         chunk = await pipeline.requests.next_chunk(name, place, made, attempt, early=early)
-        if chunk is not None:
+        if isinstance(chunk, AssignedChunk):
             pipeline.holders.hold(process_of(attempt))
         return chunk
 

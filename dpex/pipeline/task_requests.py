@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec
 
-from dpex.protocol.chunks import AssignedChunk
+from dpex.protocol.chunks import AssignedChunk, Replaced
 from dpex.protocol.loss_causes import Loss
 from dpex.protocol.scheduler import Answer, Scheduler
 
-__all__ = ["TaskRequests"]
+__all__ = ["TaskAnswer", "TaskRequests"]
 
 P = ParamSpec("P")
 Decisions = list[Answer | Loss]
+TaskAnswer = AssignedChunk | Replaced | None
 
 
 class TaskRequests:
@@ -29,7 +30,7 @@ class TaskRequests:
         self._scheduler = scheduler
         self._on_loss = on_loss
         # The calls that wait, by lease and process. A process may repeat a call.
-        self._calls: dict[tuple[str, str], list[asyncio.Future[AssignedChunk | None]]] = {}
+        self._calls: dict[tuple[str, str], list[asyncio.Future[TaskAnswer]]] = {}
         # Set when the number of tasks may have changed that a call waits for.
         self._counted = asyncio.Event()
         self._counts = 0, 0
@@ -76,9 +77,9 @@ class TaskRequests:
 
     async def next_chunk(
         self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
-    ) -> AssignedChunk | None:
+    ) -> TaskAnswer:
         """Wait for a task's next chunk, and return it; see ``Scheduler.request``."""
-        call: asyncio.Future[AssignedChunk | None] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[TaskAnswer] = asyncio.get_running_loop().create_future()
         self._calls.setdefault((name, attempt), []).append(call)
         self.note(self._scheduler.request, name, place, made, attempt, early=early)
         return await call

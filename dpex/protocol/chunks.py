@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dpex.protocol.binding import Binding
 
-__all__ = ["AssignedChunk", "Chunk", "Entry", "Part", "PickledChunk", "Run"]
+__all__ = ["AssignedChunk", "Chunk", "Entry", "Part", "PickledChunk", "Replaced", "Run"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,15 @@ class AssignedChunk:
     skipped_blocks: int = 0
     replaced: tuple[str, ...] = ()
     iteration: int = 0
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The answer to a process whose task has another process: it must end without returning.
+
+    Two processes of a task may ask in another order than they started in. If Ray still waits for
+    the process that gets this answer, its return would end the task; its death restarts the task.
+    """
 
 
 @dataclass(frozen=True)

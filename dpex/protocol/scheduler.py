@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
 from dpex.protocol.task_starts import TaskStarts
@@ -36,13 +36,13 @@ class Answer:
     Attributes:
         name: Name of the task's lease.
         attempt: Name of the process that made the request.
-        chunk: The chunk. None if the lease has ended, or if the process has been replaced: for
-            example, because the processes of the task died too often on one chunk, which is lost.
+        chunk: The chunk. None if the lease has ended: for example, because the processes of the
+            task died too often on one chunk, which is lost.
     """
 
     name: str
     attempt: str
-    chunk: AssignedChunk | None
+    chunk: AssignedChunk | Replaced | None
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class Scheduler:
         self._now = now
         self._actions: list[Answer | Loss] = []
         self._holds_resources = holds_resources
+        self._later_stages = later_stages
         self._prefers_nodes = prefers_nodes
         self._num_workers = num_workers
         self._idle_machine = idle
@@ -191,9 +192,10 @@ class Scheduler:
             lease = self._leases[name] = TaskLease(name, attempt, now)
             self._tasks.note_running()
             self._forget_ended()
-        # A lease that is not known ended so long ago that it is forgotten.
         if lease is None or lease.is_past(attempt):
-            self._actions.append(Answer(name, attempt, None))
+            # A lease that is not known ended so long ago that it is forgotten.
+            answer = None if lease is None else Replaced()
+            self._actions.append(Answer(name, attempt, answer))
             return self._decided()
         if lease.has_asked(attempt, place):
             if not lease.unanswered:
@@ -206,7 +208,7 @@ class Scheduler:
         self._repeating.pop(name, None)
         replaced = lease.attempt
         if lease.unanswered and replaced != attempt:
-            self._answer(lease, None)
+            self._actions.append(Answer(name, replaced, Replaced()))
         if lease.note_request(attempt, place, made, early=early):
             self._replaced.append(replaced)
         lease.unanswered, lease.asked_at = True, now
@@ -423,6 +425,10 @@ class Scheduler:
     def _must_end(self, lease: TaskLease, chunk: PickledChunk | None) -> bool:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
         if self._closed or self.running > self._most_tasks or self._expired(lease):
+            return True
+        # Ray takes the next blocks of a restarted task for those that the dead process had yielded
+        # of cancelled chunks, and drops them.
+        if self._later_stages and lease.was_restarted and lease.given and lease.run != self.run:
             return True
         return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)
 

@@ -147,6 +147,11 @@ class TaskLease:
             held.add(self.repeats)
         return held
 
+    @property
+    def was_restarted(self) -> bool:
+        """Whether Ray has restarted the task."""
+        return bool(self._past_attempts)
+
     def is_past(self, attempt: str) -> bool:
         """Return whether a process is not the task's last one."""
         return attempt in self._past_attempts

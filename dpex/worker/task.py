@@ -16,7 +16,7 @@ import ray
 from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk
+from dpex.protocol.chunks import AssignedChunk, Replaced
 from dpex.protocol.worker_loop import (
     Ask,
     EndChunk,
@@ -333,7 +333,7 @@ class _Actor:
             try:
                 # If the task keeps its CPU, the actor answers soon: with a chunk, or with the end.
                 get = get_soon if self._keeps_cpu else ray.get
-                assigned: AssignedChunk | None = unpack(get(self._answer))
+                assigned: AssignedChunk | Replaced | None = unpack(get(self._answer))
             except ACTOR_DIED:
                 return None
             except ray.exceptions.ActorUnavailableError as error:
@@ -343,6 +343,8 @@ class _Actor:
                 patience.wait(error)
             else:
                 self._request = self._answer = None
+                if isinstance(assigned, Replaced):
+                    os._exit(1)
                 # A bound logical worker that is far enough ahead releases its CPU to the others.
                 self._keeps_cpu = assigned is None or assigned.binding is not Binding.ALWAYS
                 return assigned

@@ -84,10 +84,15 @@ async def feed(
 
 
 async def ask(
-    actor: _PipelineActor, place: int = 0, made: int = 0, pipeline: str = "pipeline"
+    actor: _PipelineActor,
+    place: int = 0,
+    made: int = 0,
+    pipeline: str = "pipeline",
+    attempt: str = ORIGIN[1],
 ) -> bytes | None:
     """Return the payload of the next chunk of a task."""
-    found = unpack(await actor.next_chunk(pack(pipeline, ORIGIN, place, made, unchanged=None)))
+    request = pack(pipeline, (ORIGIN[0], attempt), place, made, unchanged=None)
+    found = unpack(await actor.next_chunk(request))
     return None if found is None else found.payload
 
 
@@ -208,8 +213,8 @@ def test_a_loss_is_told_and_the_tasks_go_on(play: Any) -> None:
         assert not waiting.done()
         await feed(actor, 0, b"0")
         assert await waiting == b"0"
-        for _ in range(tuning.MAX_DEATHS):
-            payload = await ask(actor)
+        for number in range(tuning.MAX_DEATHS):
+            payload = await ask(actor, attempt=f"process {number}")
         assert payload is None
         [loss] = (await take(actor)).losses
         assert (loss.cause, loss.part) == (LossCause.TASK, Part("first", 0))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dpex.pipeline.task_requests import TaskRequests
+from dpex.pipeline.task_requests import TaskAnswer, TaskRequests
 from dpex.protocol.chunks import AssignedChunk, PickledChunk
 from dpex.protocol.loss_causes import Loss
 from dpex.protocol.scheduler import OtherJobs, Scheduler
@@ -42,13 +42,13 @@ class PlayedScheduler(TaskRequests):
 
     async def next_chunk(
         self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
-    ) -> AssignedChunk | None:
+    ) -> TaskAnswer:
         """Wait for a task's next chunk. Without an attempt, a new process asks at place 0."""
         if attempt:
             return await super().next_chunk(name, place, made, attempt, early=early)
         self._attempts[name] += place == 0
         answer = await super().next_chunk(name, place, made, self._attempt(name), early=early)
-        return answer and replace(answer, replaced=())
+        return replace(answer, replaced=()) if isinstance(answer, AssignedChunk) else answer
 
     def _attempt(self, name: str) -> str:
         return f"process {self._attempts[name]} of {name}"

@@ -15,7 +15,7 @@ from dpex import tuning
 from dpex.pipeline import task_requests
 from dpex.pipeline.fair_share import FairShare
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss
 from dpex.protocol.scheduler import OtherJobs
 from dpex.tuning import MAX_DEATHS
@@ -467,7 +467,7 @@ def test_a_process_that_is_replaced_while_it_waits_for_a_worker_gets_nothing(
         second = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "second"))
         await asyncio.sleep(0)
         third = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0, "third"))
-        assert await second is None
+        assert await second == Replaced()
         assert await waits(scheduler, "b", 1, 1)
         assert payload_of(await third) == b"0"
 
@@ -513,7 +513,7 @@ def test_a_late_call_of_an_earlier_process_gets_no_chunk() -> None:
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "second"))
         await asyncio.sleep(0)
         # It could not be reached for a while, and repeats its call.
-        assert await scheduler.next_chunk("a", 1, 1, "first") is None
+        assert await scheduler.next_chunk("a", 1, 1, "first") == Replaced()
         feed(scheduler, b"1")
         assert payload_of(await waiting) == b"1"
 
@@ -1095,3 +1095,18 @@ def test_a_restarted_task_makes_room_for_one_that_cannot_restart(clock: SimpleNa
             assert payload_of(await scheduler.next_chunk("b", place, place, "b 2")) == payload
 
     play(scenario, holds_resources=True)
+
+
+def test_a_restarted_task_gets_no_chunk_of_a_further_iteration_before_a_later_stage() -> None:
+    """Ray drops its first blocks, because it takes them for those of the dead process."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0")
+        await scheduler.next_chunk("a", 0, 0, "first")
+        scheduler.begin(in_run=True)
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "second")) == b"0"
+        feed(scheduler, b"1")
+        assert await scheduler.next_chunk("a", 1, 0, "second") is None
+        assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
+
+    play(scenario, later_stages=True)
