@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Part
+from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Part, Replaced
 from dpex.protocol.worker_loop import (
     Ask,
     EndChunk,
@@ -36,8 +36,6 @@ class Attempt:
         name: The task's name.
         had: Dataset version and logical worker of each chunk that it has had.
         id: Name of the attempt.
-        number: Its number, which is larger than those of the task's earlier attempts.
-        known: Whether the scheduler has had a request of it.
         process: The worker process.
         again: Whether an earlier attempt had the present chunk.
         runs: The logical worker whose samples it makes now; None if it makes none.
@@ -66,9 +64,7 @@ class Attempt:
         "again",
         "had",
         "id",
-        "known",
         "name",
-        "number",
         "over",
         "pipeline",
         "process",
@@ -84,8 +80,7 @@ class Attempt:
         self.pipeline = pipeline
         self.name = name
         self.id = f"{name} attempt {number}"
-        self.number = number
-        self.known = self.again = False
+        self.again = False
         self.process = process
         process.attempt = self
         process.ended.setdefault(pipeline.number, 0)
@@ -203,9 +198,12 @@ class Attempt:
             link = self.process.link
             self._world.network.send(link, self.pipeline.take_request, self, request, step)
 
-    def answer(self, request: int, assigned: AssignedChunk | None) -> None:
+    def answer(self, request: int, assigned: AssignedChunk | Replaced | None) -> None:
         """Receive the answer to a request; only that to the last one counts."""
         if self.over or request != self._request:
+            return
+        if isinstance(assigned, Replaced):
+            self._world.cluster.die(self.process)
             return
         self._answers = [assigned]
         if type(self._waits_for) is NextChunk:

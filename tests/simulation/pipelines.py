@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
-from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import Answer, OtherJobs, Scheduler
 from simulation.machines import StoredBlock, WorkerProcess
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from simulation.schedule import World
 
 __all__ = ["Pipeline"]
-
-# Whether the first request of a process may arrive after that of the process that replaced it.
-OVERTAKEN_REQUESTS = False
 
 
 class Pipeline:
@@ -50,8 +47,6 @@ class Pipeline:
         self._losses: list[Loss] = []
         # The calls that wait for an answer.
         self._calls: dict[tuple[str, str], list[tuple[Attempt, int]]] = {}
-        # The number of the latest attempt of each task that has asked.
-        self._latest: dict[str, int] = {}
         self._tasks = 0
         self._tick_at = math.inf
         self._asked_for_news: Run | None = None
@@ -121,11 +116,6 @@ class Pipeline:
         if self.closed:
             self._world.network.send(attempt.process.link, attempt.answer, request, None)
             return
-        latest = self._latest.get(attempt.name, 0)
-        if attempt.number < latest and not attempt.known and not OVERTAKEN_REQUESTS:
-            return
-        attempt.known = True
-        self._latest[attempt.name] = max(latest, attempt.number)
         if step.unchanged is not None:
             self._note(self.scheduler.note_state(now, attempt.name, step.unchanged))
         self._calls.setdefault((attempt.name, attempt.id), []).append((attempt, request))
@@ -318,9 +308,11 @@ class Pipeline:
             self._try_begin()
 
 
-def _short(assigned: AssignedChunk | None) -> tuple[Any, ...]:
+def _short(assigned: AssignedChunk | Replaced | None) -> tuple[Any, ...]:
     if assigned is None:
         return ("the lease has ended",)
+    if isinstance(assigned, Replaced):
+        return ("the process is replaced",)
     chunk: Any = assigned.payload
     flags = (("again", assigned.again), ("restarted", assigned.restarted))
     return (
