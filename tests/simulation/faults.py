@@ -76,8 +76,9 @@ class Faults:
         process.link.cut_until = self._lasts(MOST_CUT_S)
         if world.draw() < 0.5:
             process.silent_until = self._lasts(MOST_CUT_S)
-        if world.draw() < 0.7:
-            until = self._lasts(MOST_CUT_S)
+        # Ray takes no block of a replaced process for a later stage, so it gets no chunk either.
+        if world.draw() < 0.7 or world.plan.later_stages:
+            until = process.link.cut_until if world.plan.later_stages else self._lasts(MOST_CUT_S)
             world.clock.after(until - world.clock.now, world.cluster.die, process)
         world.cluster.replace(attempt)
 

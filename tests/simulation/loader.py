@@ -235,6 +235,7 @@ class Loader:
         self.ready: set[Pipeline] = set()
         self.run: Run | None = None
         self._dropped: list[Pipeline] = []
+        self._versions: set[int] = set()
         plan = loop.world.plan
         self.planner = ChunkPlanner(
             num_workers=plan.workers,
@@ -271,6 +272,9 @@ class Loader:
         for other in self._dropped:  # the pipeline actor gets these calls in order
             other.close()
         self._dropped.clear()
+        if run.version in self._versions:  # dpex warns that the workers' state is lost
+            world.invariants.excuse_all(run.version)
+        self._versions.add(run.version)
         pipeline = Pipeline(world, len(world.pipelines), run)
         pipeline.earlier = [other for other in world.pipelines if other.has_tasks]
         pipeline.reserved = run
