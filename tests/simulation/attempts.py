@@ -40,6 +40,7 @@ class Attempt:
         again: Whether an earlier attempt had the present chunk.
         runs: The logical worker whose samples it makes now; None if it makes none.
         replaced: Whether Ray has started a further attempt of the task.
+        restarted: Whether Ray has restarted the task after the death of the process.
         over: Whether it has ended, or its process has died.
     """
 
@@ -69,6 +70,7 @@ class Attempt:
         "pipeline",
         "process",
         "replaced",
+        "restarted",
         "runs",
         "yielded",
     )
@@ -85,7 +87,7 @@ class Attempt:
         process.attempt = self
         process.ended.setdefault(pipeline.number, 0)
         self.runs: int | None = None
-        self.replaced = self.over = False
+        self.replaced = self.restarted = self.over = False
         self.yielded = 0
         self.had: list[tuple[int, int]] = []
         self._chunk: Chunk | None = None
@@ -216,9 +218,7 @@ class Attempt:
         number = self._blocks
         self._blocks += 1
         self._unconfirmed.add(number)
-        self._world.network.send(
-            self.process.link, self._arrive, number, receive, content
-        )
+        self._world.network.send(self.process.link, self._arrive, number, receive, content)
 
     def _arrive(self, number: int, receive: Any, content: tuple[Any, ...]) -> None:
         """Receive a message at the pipeline actor, and confirm it; later copies are dropped."""
@@ -314,10 +314,11 @@ class Attempt:
             self.runs = None
 
     def _ask_early(self) -> None:
-        if not self.over and self.process.silent_until <= self._world.clock.now:
-            # The task would wait until the blocks of earlier chunks have arrived.
-            if not self._earlier and (step := self._loop.ask_early()) is not None:
-                self._ask(step)
+        # The task would wait until the blocks of earlier chunks have arrived.
+        if self.over or self._earlier or self.process.silent_until > self._world.clock.now:
+            return
+        if (step := self._loop.ask_early()) is not None:
+            self._ask(step)
 
     def _read(self) -> Any:
         """Make the present batch."""

@@ -162,6 +162,7 @@ class Cluster:
         self._restart(attempt)
 
     def _restart(self, attempt: Attempt) -> None:
+        attempt.restarted = attempt.over
         if not attempt.pipeline.closed:
             self.submit(attempt.pipeline, attempt.name)
 

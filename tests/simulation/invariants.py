@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Chunk, Part
@@ -95,7 +95,10 @@ class Invariants:
 
     def _excuses(self, key: tuple[int, int], owner: WorkerProcess) -> bool:
         """Return whether a logical worker may begin again in another process than its last one."""
-        if not owner.alive or owner.replaced or self._world.plan.holds_resources:
+        plan = self._world.plan
+        # The lease of a restarted task before a later stage ends with the iteration.
+        gives_up = plan.holds_resources or (plan.later_stages and plan.persistent)
+        if not owner.alive or owner.replaced or gives_up:
             return True
         return key in self.excused or key[0] in self.late
 

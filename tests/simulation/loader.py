@@ -452,7 +452,6 @@ class TrainingLoop:
     # --- the loop ---------------------------------------------------------------------------------
 
     def _main(self) -> Generator[Wait | Pause, bool, None]:
-        world, plan = self.world, self.world.plan
         self._loader = loader = Loader(self)
         progress = Progress()
         number = 0
@@ -483,7 +482,9 @@ class TrainingLoop:
         if not plan.persistent:
             loader.version = self.next_version()
         self._runs += 1
-        run = messages.Run(f"run {self._runs}", "loader", 7, number, plan.workers, loader.version, None)
+        run = messages.Run(
+            f"run {self._runs}", "loader", 7, number, plan.workers, loader.version, None
+        )
         loader.planner.begin(free_cores=plan.free_cores)
         indices: Any = Indices(progress, plan.length)
         order: BatchOrder

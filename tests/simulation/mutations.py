@@ -336,9 +336,7 @@ def find(name: str, *, first: int = 0, count: int = MOST_SCHEDULES) -> str | Non
         The number of schedules and the failure; None if there was no failure.
     """
     command = [sys.executable, "-m", "simulation.mutations", name, str(first), str(count)]
-    done = subprocess.run(
-        command, cwd=ROOT / "tests", capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout.strip() or None

@@ -116,6 +116,8 @@ class Pipeline:
         if self.closed:
             self._world.network.send(attempt.process.link, attempt.answer, request, None)
             return
+        if attempt.restarted:  # Ray closes the connections of a process before it replaces it
+            return
         if step.unchanged is not None:
             self._note(self.scheduler.note_state(now, attempt.name, step.unchanged))
         self._calls.setdefault((attempt.name, attempt.id), []).append((attempt, request))

@@ -117,9 +117,7 @@ class World:
 
     def deliver(self, epoch: int, version: int, entry: Entry, batch: int) -> None:
         """Note that the training loop has got a batch."""
-        self.history.append(
-            (self.clock.now, "delivers", epoch, batch, entry.value, entry.outcome)
-        )
+        self.history.append((self.clock.now, "delivers", epoch, batch, entry.value, entry.outcome))
         self.invariants.deliver()
 
     def note_idle(self, pipeline: Pipeline) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulation import model, mutations
 from simulation.mutations import MUTATIONS, SAMPLE
 from simulation.plan import Plan
@@ -70,7 +71,9 @@ def a_history(*batches: int) -> list[tuple[object, ...]]:
         ((0, 1, 1, 2), "in order"),
     ],
 )
-def test_the_model_knows_what_an_epoch_delivers(batches: tuple[int, ...], wrong: str | None) -> None:
+def test_the_model_knows_what_an_epoch_delivers(
+    batches: tuple[int, ...], wrong: str | None
+) -> None:
     found = model.check(a_history(*batches), a_plan())
     assert found is None if wrong is None else wrong in str(found)
 
