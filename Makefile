@@ -28,6 +28,10 @@ BENCH_ARGS ?=
 REV ?= HEAD
 AGAINST ?=
 SOAK_ARGS ?=
+# How many schedules `make simulate` plays, the seed that it replays, whether it plants bugs.
+COUNT ?= 1000000
+SEED ?=
+MUTATIONS ?=
 
 .DEFAULT_GOAL := help
 
@@ -45,6 +49,11 @@ IN_PARALLEL := --numprocesses 2 --dist worksteal
 .PHONY: test
 test: check ## check, then the tests (TEST_ARGS="-k parity")
 	$(RUN) -m pytest -m "not extended" $(IN_PARALLEL) --durations=15 $(TEST_ARGS)
+
+.PHONY: simulate
+simulate: $(VENV)/.installed-test ## Search races of the protocol (COUNT=1000000; SEED=7 replays; MUTATIONS=1)
+	PYTHONPATH=tests $(RUN) -m simulation --count $(COUNT) $(if $(SEED),--seed $(SEED)) \
+		$(if $(MUTATIONS),--mutations)
 
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die

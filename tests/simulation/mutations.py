@@ -1,0 +1,359 @@
+"""Planted bugs of the protocol, each of which the search has to find."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType, ModuleType
+
+__all__ = ["MUTATIONS", "SAMPLE", "Mutation", "find"]
+
+MOST_SCHEDULES = 100_000
+# A planted bug may loop for ever within one event.
+SCHEDULE_S = 20
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One planted bug.
+
+    Attributes:
+        name: Its name.
+        module: The module of ``dpex.protocol`` that has it.
+        old: Text that occurs once in the module's source.
+        new: The text in its place.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+    @property
+    def path(self) -> Path:
+        """The file of the module."""
+        return ROOT / "dpex" / "protocol" / f"{self.module}.py"
+
+
+MUTATIONS = [
+    # --- faults of the past, as in CHANGELOG.md -------------------------------------------------
+    Mutation(
+        "the end of a stream overtakes its last batches",
+        "in_flight",
+        "{missing for missing in sent.missing if missing < batch}",
+        "set()",
+    ),
+    Mutation(
+        "a task that asks early hangs",
+        "worker_loop",
+        "        self._request = _Request.SENT\n        return self.place",
+        "        self._request = _Request.SENT\n        return None",
+    ),
+    Mutation(
+        "streams are joined across a gap",
+        "in_flight",
+        "if place is None or joined[place].chunk.numbers.stop != chunk.first_batch:",
+        "if place is None:",
+    ),
+    Mutation(
+        "a death makes two processes one logical worker",
+        "scheduler",
+        "            self._replaced.append(replaced)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a batch that arrives twice is delivered twice",
+        "in_flight",
+        "            elif entry.batch in sent.missing:\n",
+        "            else:\n",
+    ),
+    Mutation(
+        "a chunk gets the number of a later iteration, and is made after its own has ended",
+        "task_lease",
+        "        payload, run = self._chunks[-1].payload, self._runs[-1]\n",
+        "        payload, run = self._chunks[-1].payload, self._runs[-1] + 1\n",
+    ),
+    Mutation(
+        "a loss resends the whole chunk, and loses its other batches",
+        "in_flight",
+        "sent.missing.intersection(part.batches or sent.missing)",
+        "set(part.batches or sent.missing)",
+    ),
+    Mutation(
+        "a task that cannot restart keeps another one waiting",
+        "scheduler",
+        "if self._holds_resources and now - lease.asked_at >= tuning.IDLE_S:",
+        "if False:",
+    ),
+    Mutation(
+        "a replaced process returns, and ends its task",
+        "scheduler",
+        "answer = None if lease is None else Replaced()",
+        "answer = None",
+    ),
+    Mutation(
+        "a restarted task before a later stage goes on to the next iteration",
+        "scheduler",
+        "if self._later_stages and lease.was_restarted and lease.given and lease.run != self.run:",
+        "if False:",
+    ),
+    Mutation(
+        "a chunk to repeat does not wait for the process that makes its logical worker",
+        "scheduler",
+        "if not self._bindings.runs_elsewhere(lease, lease.repeats):",
+        "if True:",
+    ),
+    # --- the scheduler --------------------------------------------------------------------------
+    Mutation(
+        "a chunk stays after it is given",
+        "scheduler",
+        "            del self._chunks[place]\n            self._waiting.pop(lease.name, None)",
+        "            self._waiting.pop(lease.name, None)",
+    ),
+    Mutation(
+        "dropped chunks stay",
+        "scheduler",
+        "        self._chunks.clear()\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "a lease of a single chunk gets a second one",
+        "scheduler",
+        "return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)",
+        "return False",
+    ),
+    Mutation(
+        "the end of a lease is not told to a task that waits",
+        "scheduler",
+        "            if lease.unanswered:\n                self._answer(lease, None)",
+        "            if False:\n                self._answer(lease, None)",
+    ),
+    Mutation(
+        "an ended task is not replaced",
+        "scheduler",
+        "        self._tasks.note_ended(self._now)\n        self._changed = True",
+        "        self._tasks.note_ended(self._now)",
+    ),
+    Mutation(
+        "waiting chunks start no task",
+        "scheduler",
+        "self._changed = self._changed or bool(self._chunks)\n        self._hand_out()\n",
+        "self._hand_out()\n",
+    ),
+    # --- leases ---------------------------------------------------------------------------------
+    Mutation(
+        "a restarted task repeats only its last chunk",
+        "task_lease",
+        "kept = max(0, place - self.given + len(self._chunks))",
+        "kept = max(0, len(self._chunks) - 1)",
+    ),
+    Mutation(
+        "the number of a repeated chunk is off by one",
+        "task_lease",
+        "self.given - len(self._chunks) + kept,",
+        "self.given - len(self._chunks) + kept + 1,",
+    ),
+    Mutation(
+        "a restarted task skips one block too few",
+        "task_lease",
+        "skipped = max(0, self._blocks[kept] - self.made)",
+        "skipped = max(0, self._blocks[kept] - self.made - 1)",
+    ),
+    Mutation(
+        "deaths do not count",
+        "task_lease",
+        "self._deaths += place == 0",
+        "self._deaths += 0",
+    ),
+    Mutation(
+        "a task that has asked early does not hold its logical worker",
+        "task_lease",
+        "self.making = self.runs if early and self._finished < place else None",
+        "self.making = None",
+    ),
+    Mutation(
+        "an end of samples that overtakes its request is forgotten",
+        "task_lease",
+        "        self._finished = place\n        if place",
+        "        if place",
+    ),
+    Mutation(
+        "a lease holds only what it makes",
+        "task_lease",
+        "held = self.running if self.ended else self.running | self.workers",
+        "held = self.running",
+    ),
+    # --- bindings -------------------------------------------------------------------------------
+    Mutation(
+        "a bound lease gets chunks of any logical worker",
+        "worker_bindings",
+        "if alone and (chunk.worker in lease.workers or not lease.workers):",
+        "if alone:",
+    ),
+    Mutation(
+        "a changed copy is not bound",
+        "worker_bindings",
+        "            self.binding = Binding.ALWAYS\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "logical workers are released before each has reported",
+        "worker_bindings",
+        "if len(self._unchanged) == self._num_workers:",
+        "if self._unchanged:",
+    ),
+    Mutation(
+        "state of a logical worker begins again without a report",
+        "worker_bindings",
+        "        lease.restarted = worker in self._placed\n",
+        "        lease.restarted = False\n",
+    ),
+    # --- the order of delivery ------------------------------------------------------------------
+    Mutation(
+        "a loss that has no batches left resends none",
+        "in_flight",
+        "        return lost if lost.missing else None\n",
+        "        return None\n",
+    ),
+    Mutation(
+        "a new run forgets the batches in flight",
+        "in_flight",
+        "taken, self._chunks = list(self._chunks.values()), {}",
+        "taken, self._chunks = list(self._chunks.values())[1:], {}",
+    ),
+    Mutation(
+        "a chunk with a gap is resent whole",
+        "in_flight",
+        "next((n for n, b in expected if b != first + n * stride), len(missing))",
+        "len(missing)",
+    ),
+    Mutation(
+        "the error of a stream does not end it",
+        "recovery",
+        "found.ended.append(min(failed) + sent.chunk.stride)",
+        "pass",
+    ),
+    Mutation(
+        "the prefetch does not look at the window",
+        "batch_order",
+        "            if self.in_flight >= self._planner.window:\n                return False\n",
+        "",
+    ),
+    Mutation(
+        "batches are delivered as they come",
+        "batch_order",
+        "return self.next_batch if self.next_batch in made else None",
+        "return min(made)",
+    ),
+    # --- the worker's loop ----------------------------------------------------------------------
+    Mutation(
+        "the loop takes the number of its chunk for the number of chunks",
+        "worker_loop",
+        "self.place, self._binding = assigned.place + 1, assigned.binding",
+        "self.place, self._binding = assigned.place, assigned.binding",
+    ),
+    Mutation(
+        "the loop does not count the blocks that it skips",
+        "worker_loop",
+        "        self.made += assigned.skipped_blocks\n",
+        "",
+    ),
+    Mutation(
+        "the last block stays in the loop if it is short",
+        "worker_loop",
+        "            if not (last or full or batch.seconds >= long_batch_s):\n",
+        "            if not (full or batch.seconds >= long_batch_s):\n",
+    ),
+]
+
+SAMPLE = (
+    "the end of a stream overtakes its last batches",
+    "streams are joined across a gap",
+    "a batch that arrives twice is delivered twice",
+    "a task that has asked early does not hold its logical worker",
+    "a restarted task repeats only its last chunk",
+)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from its changed source."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for the changed module only."""
+        if name != f"dpex.protocol.{self._mutation.module}":
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the changed source."""
+        mutation = self._mutation
+        source = mutation.path.read_text()
+        assert source.count(mutation.old) == 1, mutation.name
+        changed = source.replace(mutation.old, mutation.new)
+        exec(compile(changed, str(mutation.path), "exec"), module.__dict__)
+
+
+def _play(mutation: Mutation, first: int, count: int) -> str | None:
+    """Plant a bug in this process, and return the first failure among some seeds."""
+    sys.meta_path.insert(0, _Finder(mutation))
+    from simulation.schedule import Failure, World
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise Failure("an event does not end")
+
+    signal.signal(signal.SIGALRM, give_up)
+    for seed in range(first, first + count):
+        signal.alarm(SCHEDULE_S)
+        try:
+            World(seed).play()
+        except Failure as failure:
+            return f"{seed - first + 1} {failure}"
+    return None
+
+
+def find(name: str, *, first: int = 0, count: int = MOST_SCHEDULES) -> str | None:
+    """Search for a planted bug in a process of its own.
+
+    Args:
+        name: Name of the mutation.
+        first: The first seed.
+        count: Maximum number of schedules.
+
+    Returns:
+        The number of schedules and the failure; None if there was no failure.
+    """
+    command = [sys.executable, "-m", "simulation.mutations", name, str(first), str(count)]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout.strip() or None
+
+
+def main() -> int:
+    """Search for all planted bugs, and print after how many schedules each was found."""
+    missed = 0
+    for mutation in MUTATIONS:
+        found = find(mutation.name)
+        missed += found is None
+        print(f"{mutation.name}: {found or 'not found'}", flush=True)
+    print(f"{len(MUTATIONS) - missed} of {len(MUTATIONS)} planted bugs found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    name, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    found = _play(next(m for m in MUTATIONS if m.name == name), first, count)
+    print(found or "")

@@ -1,0 +1,161 @@
+"""One schedule: a world whose events and faults a seed draws, and its history."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from dpex import tuning
+from dpex.protocol.chunks import Entry
+from dpex.protocol.delivery import Pause
+from simulation import model
+from simulation.clock import Clock
+from simulation.cluster import Cluster
+from simulation.faults import Faults
+from simulation.invariants import Invariants
+from simulation.loader import TrainingLoop
+from simulation.machines import StoredBlock
+from simulation.network import Network
+from simulation.pipelines import Pipeline
+from simulation.plan import Plan, draw_plan
+
+__all__ = ["Failure", "World", "play", "readable"]
+
+# Without a fault, a batch is delivered within this virtual time, or the epoch has ended.
+STALL_S = 120.0
+# All tasks end within this time after the loader is closed.
+CLOSED_S = 60.0
+MOST_EVENTS = 30_000
+
+
+class Failure(AssertionError):
+    """A schedule that broke an invariant."""
+
+
+class World:
+    """Everything in one schedule.
+
+    Args:
+        seed: Draws all that happens.
+
+    Attributes:
+        history: The events so far.
+    """
+
+    def __init__(self, seed: int) -> None:
+        draws = Random(seed)
+        self.seed = seed
+        self.draw = draws.random
+        self.plan: Plan = draw_plan(draws)
+        self.clock = Clock(self.draw)
+        self.history: list[tuple[Any, ...]] = []
+        self.pipelines: list[Pipeline] = []
+        self.network = Network(self.clock, self.draw)
+        self.cluster = Cluster(self)
+        self.invariants = Invariants(self)
+        self.faults = Faults(self)
+        self.training = TrainingLoop(self)
+        self._versions: dict[str, int] = {}
+
+    def play(self) -> None:
+        """Let events happen until the training loop is over and all tasks have ended.
+
+        Raises:
+            Failure: An invariant does not hold.
+        """
+        try:
+            self._play()
+        except Failure:
+            raise
+        except Exception as error:
+            text = f"seed {self.seed}, at {self.clock.now:.3f} s: {type(error).__name__}: {error}"
+            raise Failure(text) from error
+
+    def _play(self) -> None:
+        clock, faults, training, step = self.clock, self.plan.faults, self.training, self.clock.step
+        training.start()
+        while not training.over:
+            if faults and clock.events >= faults[-1][0]:
+                self.faults.happen(faults.pop()[1])
+            step()
+            if clock.now > STALL_S and self._stalls():
+                self.fail(f"no batch for {STALL_S} s")
+            if clock.events > MOST_EVENTS:
+                self.fail(f"more than {MOST_EVENTS} events")
+        end = max(clock.now, self.faults.calm_at) + CLOSED_S
+        cluster = self.cluster
+        while cluster.attempts or any(not pipeline.closed for pipeline in self.pipelines):
+            if clock.now > end or not step():
+                self.fail("tasks run after the loader was closed")
+        if wrong := model.check(self.history, self.plan):
+            self.fail(wrong)
+
+    def _stalls(self) -> bool:
+        return self.clock.now > STALL_S + max(self.training.delivered_at, self.faults.calm_at)
+
+    def fail(self, text: str) -> None:
+        """Raise the failure of the schedule."""
+        raise Failure(f"seed {self.seed}, at {self.clock.now:.3f} s: {text}")
+
+    def log(self, kind: str, *values: Any) -> None:
+        """Add an event to the history."""
+        self.history.append((self.clock.now, kind, *values))
+
+    def batch_seconds(self) -> float:
+        """Draw the time to make a batch."""
+        draw = self.draw()
+        seconds = self.plan.batch_s * (0.2 + draw)
+        return 10 * seconds if draw > 0.95 else seconds
+
+    def pause(self, seconds: float) -> Pause:
+        """Draw the time of a training step."""
+        return Pause(2 * seconds * self.draw())
+
+    def has_idle_core(self) -> bool:
+        """Return whether the machine has an idle processor."""
+        return self.draw() < 0.5
+
+    def deliver(self, epoch: int, version: int, entry: Entry, batch: int) -> None:
+        """Note that the training loop has got a batch."""
+        self.history.append((self.clock.now, "delivers", epoch, batch, entry.value, entry.outcome))
+        self.invariants.deliver()
+
+    def note_idle(self, pipeline: Pipeline) -> None:
+        """Note that a task has ended, for which chunks of another pipeline may wait."""
+        if pipeline.closed:
+            for other in self.pipelines:
+                other.feed_held()
+
+    def version_of(self, run: str) -> int:
+        """Return the dataset version that a run reads."""
+        return self._versions[run]
+
+    def note_run(self, run: str, version: int) -> None:
+        """Note the dataset version that a run reads."""
+        self._versions[run] = version
+
+    def lose_block(self, block: StoredBlock) -> None:
+        """Lose a block that a node stores."""
+        if self.invariants.may_lose(block.block, "block", tuning.MOST_LOSSES - 1):
+            block.lost = True
+            self.log("loses block", block.block)
+        if block.node is not None:
+            block.node.stored.pop(block, None)
+
+
+def play(seed: int) -> World:
+    """Play the schedule of a seed, and return its world.
+
+    Raises:
+        Failure: An invariant does not hold.
+    """
+    world = World(seed)
+    world.play()
+    return world
+
+
+def readable(history: list[tuple[Any, ...]]) -> str:
+    """Return a history as text, one line for each event."""
+    return "\n".join(
+        f"{now:10.4f}  {kind:12} {', '.join(map(str, values))}" for now, kind, *values in history
+    )
