@@ -48,6 +48,7 @@ from dpex.wire.mapped_files import (
 )
 from dpex.wire.memory_map import SEGMENT_NAME, Span, address_of, spans
 from dpex.wire.semaphores import move_to_memory_file
+from dpex.wire.shared_views import bounds_of
 
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
 
@@ -325,9 +326,10 @@ class Mappings:
     # --- kinds of objects -----------------------------------------------------------------------
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
-        if array.dtype.hasobject or not array.size or self._span(address_of(array), 1) is None:
+        bounds = bounds_of(array)
+        if array.dtype.hasobject or bounds is None or self._span(address_of(array), 1) is None:
             return None
-        low, high = _bounds(array)
+        low, high = bounds
         found = self._find(array, low, high - low, writeable=array.flags.writeable)
         if found is None:
             return None
@@ -513,15 +515,6 @@ def _merged(found: list[Span]) -> list[Span]:
         else:
             merged.append(span)
     return merged
-
-
-def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the lowest address of an array's memory, and the address after its last byte."""
-    low = high = address_of(array)
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        low += min(0, (length - 1) * stride)
-        high += max(0, (length - 1) * stride)
-    return low, high + array.itemsize
 
 
 def _anonymous_bytes() -> dict[int, int]:

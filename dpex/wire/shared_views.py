@@ -16,7 +16,7 @@ import torch
 
 from dpex.wire.memory_map import address_of
 
-__all__ = ["SharedViews"]
+__all__ = ["SharedViews", "bounds_of"]
 
 # Memory starts at a multiple of this many bytes from the start of its allocation, so that elements
 # of every dtype stay aligned.
@@ -29,7 +29,7 @@ _Bounds = tuple[int, int]
 """The first address of an object's elements, and the address behind the last one."""
 
 
-def _bounds(obj: np.ndarray[Any, Any] | torch.Tensor) -> _Bounds | None:
+def bounds_of(obj: np.ndarray[Any, Any] | torch.Tensor) -> _Bounds | None:
     """Return the bounds of an array or a tensor; None if it has no elements."""
     if isinstance(obj, torch.Tensor):
         first, item, dense = obj.data_ptr(), obj.element_size(), obj.is_contiguous()
@@ -146,7 +146,7 @@ class SharedViews:
         noted: list[Any] = self._tensors
         if self._any_view or self._tensors:
             noted = [*noted, *self._arrays]
-        placed = [(bounds, obj) for obj in noted if (bounds := _bounds(obj)) is not None]
+        placed = [(bounds, obj) for obj in noted if (bounds := bounds_of(obj)) is not None]
         placed.sort(key=lambda item: item[0])
         self._tensors, self._arrays = [], []
         together: list[Any] = []
@@ -163,7 +163,7 @@ class SharedViews:
     def _keep(self, first: int, end: int, objects: list[Any]) -> None:
         for obj in objects:
             whole = _whole(obj)
-            bounds = _bounds(whole) if whole is not None else None
+            bounds = bounds_of(whole) if whole is not None else None
             if whole is not None and bounds is not None and bounds[0] <= first and end <= bounds[1]:
                 skipped = (first - bounds[0]) // _ALIGNMENT * _ALIGNMENT
                 content = whole[skipped : end - bounds[0]]
@@ -172,7 +172,7 @@ class SharedViews:
 
     def reduce(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> Any:
         """Return how to pickle an object in memory that others share; None for any other object."""
-        bounds = _bounds(obj)
+        bounds = bounds_of(obj)
         if bounds is None:
             return None
         place = bisect.bisect_right(self._memories, bounds[0], key=lambda memory: memory.first) - 1
