@@ -20,13 +20,10 @@ class MemoryPool:
     next batch then waits until the kernel has zeroed the same amount, page by page. Torch's
     allocator of pinned memory keeps freed memory for the same reason.
 
-    Args:
-        most_bytes: Maximum number of idle bytes. The pool always keeps one piece of memory, even
-            if that piece is larger.
+    The pool keeps at most ``tuning.IDLE_BYTES`` idle bytes, or one piece of memory that is larger.
     """
 
-    def __init__(self, most_bytes: int = tuning.IDLE_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._idle: list[Bytes] = []
         # Never block on this lock: a finalizer may run while this thread holds it, and a fork may
         # inherit it locked. If it is locked, memory is allocated or freed outside the pool.
@@ -72,7 +69,7 @@ class MemoryPool:
         if self._lock.acquire(blocking=False):
             try:
                 self._idle.append(memory)
-                while len(self._idle) > 1 and self.idle_bytes > self._most_bytes:
+                while len(self._idle) > 1 and self.idle_bytes > tuning.IDLE_BYTES:
                     del self._idle[0]
             finally:
                 self._lock.release()

@@ -91,6 +91,7 @@ class Receiver:
         through_client: Whether this process is a Ray Client.
 
     Attributes:
+        failure: The error that ended the reading; None if there was no error.
         replaceable: Whether a new pipeline can continue, because a private name of Ray ended this
             one, or because this process cannot read segments.
     """
@@ -111,7 +112,7 @@ class Receiver:
         # block that is lost has its loss in its place.
         self._unread: deque[tuple[StoredBlock, Part] | Loss] = deque()
         self._changing = threading.Lock()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self.replaceable = False
         self._all_told = False
         self._stopped = False
@@ -242,7 +243,7 @@ class Receiver:
             self.replaceable |= isinstance(self._decode.failure, SegmentsUnreadableError)
             # Drop the traceback. Its frames refer to this object, and only the garbage collector
             # would free that reference cycle.
-            self._failure = error.with_traceback(None)
+            self.failure = error.with_traceback(None)
         finally:
             self._unread.clear()
             self._arrivals.end()
@@ -284,8 +285,3 @@ class Receiver:
             while self._unread and isinstance(loss := self._unread[0], Loss):
                 self._unread.popleft()
                 self._arrivals.add(loss)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the reading; None if there was no error."""
-        return self._failure

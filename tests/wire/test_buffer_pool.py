@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dpex import DpexDataLoader
+from dpex import DpexDataLoader, tuning
 from dpex.cluster.connect import Connection
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.memory_map import address_of
@@ -102,8 +102,9 @@ def test_what_is_a_little_smaller_goes_there_too(nbytes: int, serves: bool) -> N
     assert kept == (0 if serves else 8 * MB)
 
 
-def test_no_more_is_kept_than_was_said_but_for_one_piece() -> None:
-    pool = MemoryPool(most_bytes=8 * MB)
+def test_no_more_is_kept_than_was_said_but_for_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "IDLE_BYTES", 8 * MB)
+    pool = MemoryPool()
     copies = [pool.copy(filled(3 * MB)) for _ in range(5)]
     copies.clear()
     assert pool.idle_bytes == 6 * MB
