@@ -193,12 +193,11 @@ def speeds(turns: Mapping[str, Sequence[Sequence[Epoch]]]) -> dict[str, Speed]:
 
 
 def _speed(turns: Sequence[Sequence[Epoch]], later: Sequence[Epoch], counts: str) -> Speed:
-    if counts == "epochs":
-        parts = [(float(epoch.samples), epoch.seconds) for epoch in later if epoch.whole]
-    elif counts == "steady":
+    if counts == "steady":
         parts = [(epoch.steady_samples, epoch.steady_s) for epoch in later]
     else:
-        parts = [(float(epoch.samples), epoch.seconds) for epoch in later]
+        counted = [epoch for epoch in later if epoch.whole or counts == "all"]
+        parts = [(float(epoch.samples), epoch.seconds) for epoch in counted]
     samples, seconds = (sum(column) for column in zip(*parts, strict=True))
     first, *others = [epoch for turn in turns for epoch in turn]
     total = sum(epoch.samples for epoch in (first, *others))

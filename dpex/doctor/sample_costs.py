@@ -83,19 +83,13 @@ def measure(loader: DataLoader[Any], *, budget_s: float) -> SampleCosts:
         worker_init_fn=_begin,
     )
     [measured] = worker
-    if isinstance(measured, _Failure):
-        raise Problem(measured.text, measured.details)
+    if isinstance(measured, Problem):
+        raise measured
     assert isinstance(measured, SampleCosts)
     return measured
 
 
-@dataclass(frozen=True)
-class _Failure:
-    text: str
-    details: str = ""
-
-
-class _Probe(IterableDataset[SampleCosts | _Failure]):
+class _Probe(IterableDataset[SampleCosts | Problem]):
     """A stream of one item: the costs of the samples of a loader."""
 
     def __init__(self, loader: DataLoader[Any], budget_s: float) -> None:
@@ -114,14 +108,14 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
         self.reading = "the first sample"
         self.skipped = 0
 
-    def __iter__(self) -> Iterator[SampleCosts | _Failure]:
+    def __iter__(self) -> Iterator[SampleCosts | Problem]:
         try:
             yield self._measured()
         except Exception as error:
             text = f"{self.reading} raises {type(error).__name__}: {error}"
-            yield _Failure(text, traceback.format_exc())
+            yield Problem(text, traceback.format_exc())
 
-    def _measured(self) -> SampleCosts | _Failure:
+    def _measured(self) -> SampleCosts | Problem:
         started = time.perf_counter()
         batches: list[tuple[int, float, Costs]] = []
         reads = self._reads()
@@ -140,7 +134,7 @@ class _Probe(IterableDataset[SampleCosts | _Failure]):
         counted = batches[1:] or batches
         samples = sum(size for size, _, _ in counted)
         if not samples:
-            return _Failure("the loader has no sample")
+            return Problem("the loader has no sample")
         total = Costs()
         for _, _, costs in counted:
             total.add(costs)
