@@ -21,10 +21,8 @@ __all__ = ["DrawnBatch", "EpochProgress", "Progress"]
 class Progress:
     """Progress of a loader, from its first iteration to its last.
 
-    Args:
-        pending: A loaded state that the next epoch uses.
-
     Attributes:
+        pending: The loaded state that the next epoch uses, or None.
         fresh_stream: State of the dataset before dpex loaded one, in a list. Empty if dpex has
             loaded no state into a dataset that the training process reads.
         stream_at_end: State at the end of the last epoch of such a dataset.
@@ -32,24 +30,19 @@ class Progress:
 
     def __init__(self, pending: ResumeState | None = None) -> None:
         self._epoch: EpochProgress | None = None
-        self._pending = pending
+        self.pending = pending
         self.fresh_stream: list[Any] = []
         self.stream_at_end: StreamState | None = None
 
     @property
-    def pending(self) -> ResumeState | None:
-        """The loaded state that the next epoch uses, or None."""
-        return self._pending
-
-    @property
     def resumes(self) -> bool:
         """Whether the next epoch resumes an epoch that was in progress."""
-        return self._pending is not None and self._pending.in_progress
+        return self.pending is not None and self.pending.in_progress
 
     @property
     def seeded(self) -> bool:
         """Whether the next epoch's base_seed was drawn before the state was saved."""
-        return self.resumes or (self._pending is not None and self._pending.base_seed is not None)
+        return self.resumes or (self.pending is not None and self.pending.base_seed is not None)
 
     @property
     def draws_base_seed(self) -> bool:
@@ -58,7 +51,7 @@ class Progress:
         The training process draws it between ``before_iter`` and ``before_first`` if it makes the
         batches itself, and does not save it.
         """
-        state = self._pending
+        state = self.pending
         return state is not None and state.base_seed is None and state.before_first is None
 
     def begin(self, epoch: EpochProgress) -> None:
@@ -68,7 +61,7 @@ class Progress:
     def delivered_from(self, epoch: EpochProgress) -> None:
         """Drop the loaded state once the newest epoch has delivered a batch or ended."""
         if epoch is self._epoch:
-            self._pending = None
+            self.pending = None
 
     def note_fresh_stream(self, dataset: Any) -> None:
         """Record a dataset's state before dpex loads the first state into it."""
@@ -77,11 +70,11 @@ class Progress:
     @contextlib.contextmanager
     def rereading(self) -> Iterator[None]:
         """Keep the loaded state in the block, though batches are delivered."""
-        pending = self._pending
+        pending = self.pending
         try:
             yield
         finally:
-            self._pending = pending
+            self.pending = pending
 
     def state_dict(self, source: IndexSource, *, persistent_workers: bool) -> dict[str, Any]:
         """Return the state of the newest epoch as strings, numbers, lists and dicts.
@@ -91,8 +84,8 @@ class Progress:
             persistent_workers: Whether workers are persistent, so that the next epoch draws no
                 base_seed.
         """
-        if self._epoch is None and self._pending is not None:
-            return dump_state(self._pending)
+        if self._epoch is None and self.pending is not None:
+            return dump_state(self.pending)
         epoch = self._epoch
         if epoch is None or epoch.finished:
             stays = epoch if persistent_workers else None
@@ -133,7 +126,7 @@ class Progress:
             with contextlib.ExitStack() as undo:
                 self._give(state, source, undo)
                 undo.pop_all()  # nothing was raised
-        self._epoch, self._pending = None, state
+        self._epoch, self.pending = None, state
 
     def _give(self, state: ResumeState, source: IndexSource, undo: contextlib.ExitStack) -> None:
         """Load a state into dataset, samplers and generators.
@@ -189,6 +182,7 @@ class EpochProgress:
         iteration: Number of earlier epochs with this base_seed.
         before_first: Generator states before the first batch of indices was drawn.
         finished: Whether the epoch has been delivered to its end.
+        batches: Number of batches delivered before the first undelivered one.
         samples_delivered: Number of samples delivered since the epoch was started or resumed.
     """
 
@@ -199,7 +193,7 @@ class EpochProgress:
         self.before_first = begin.before_first
         self.finished = False
         self.samples_delivered = 0
-        self._batches, self._samples = begin.batches, begin.samples
+        self.batches, self._samples = begin.batches, begin.samples
         self._samplers = begin.samplers
         self._drawn: dict[int, DrawnBatch] = {}
         self._done: dict[int, DrawnBatch] = {}
@@ -209,11 +203,6 @@ class EpochProgress:
         self._stream_states: dict[int, bytes] = {}
         self._states_at_end: dict[int, bytes] = {}
         self._fetcher: Any = None
-
-    @property
-    def batches(self) -> int:
-        """Number of batches delivered before the first undelivered one."""
-        return self._batches
 
     @property
     @untraced
@@ -259,7 +248,7 @@ class EpochProgress:
         """
         known = self.begin.streams
         self._streams = list(known or [0] * num_workers)
-        self._batches = sum(self._streams)
+        self.batches = sum(self._streams)
         states = self.begin.stream_states or [None] * num_workers
         begins = [None if s is None else (s.batches, s.packed()) for s in states]
         self._stream_states = {w: begin[1] for w, begin in enumerate(begins) if begin}
@@ -275,7 +264,7 @@ class EpochProgress:
         """
         assert self._streams is not None
         self._streams[worker] += 1
-        self._batches += 1
+        self.batches += 1
         self.samples_delivered += samples
         if state is not None:
             self._stream_states[worker] = state
@@ -310,7 +299,7 @@ class EpochProgress:
 
     def _state_here(self) -> StreamState | None:
         """Return the state of the stream that this process reads, or None if it has none."""
-        state = StreamState.of(self._fetcher, self._batches)
+        state = StreamState.of(self._fetcher, self.batches)
         return None if state is None else StreamState.unpacked(state)
 
     def _unpacked(self, states: Mapping[int, bytes]) -> tuple[StreamState | None, ...] | None:
@@ -327,8 +316,8 @@ class EpochProgress:
 
     def _finish(self, drawn: DrawnBatch) -> None:
         self._done[drawn.number] = drawn
-        while (last := self._done.pop(self._batches, None)) is not None:
-            self._batches += 1
+        while (last := self._done.pop(self.batches, None)) is not None:
+            self.batches += 1
             self._samples = last.end
             self._samplers = last.samplers
 
@@ -346,7 +335,7 @@ class EpochProgress:
         """Return the resume state of the epoch."""
         return ResumeState(
             in_progress=True,
-            batches=self._batches,
+            batches=self.batches,
             samples=self._samples,
             ahead=tuple(sorted({*self._done, *self._ahead})),
             base_seed=self.base_seed,

@@ -58,19 +58,14 @@ def _digest(value: Any, outer: tuple[int, ...]) -> bytes:
     if isinstance(value, set | frozenset):
         return _hashed("set", *sorted(_digest(each, inner) for each in value))
     if type(value) is np.ndarray:
-        return _array("array", value, inner)
+        head = str((value.dtype.str, value.shape)).encode()
+        content = _digest(value.tolist(), inner) if value.dtype.hasobject else value.tobytes()
+        return _hashed("array", head, content)
     if _is_plain_tensor(value):
         resolved = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         elements = resolved.reshape(-1).view(torch.uint8).numpy()
         return _hashed("tensor", str((value.dtype, tuple(value.shape))).encode(), elements.data)
-    return _object(value)
-
-
-def _array(kind: str, array: np.ndarray[Any, Any], outer: tuple[int, ...]) -> bytes:
-    head = str((array.dtype.str, array.shape)).encode()
-    if array.dtype.hasobject:
-        return _hashed(kind, head, _digest(array.tolist(), outer))
-    return _hashed(kind, head, array.tobytes())
+    return _hashed("object", type(value).__qualname__.encode())
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -79,10 +74,6 @@ def _is_plain_tensor(value: Any) -> bool:
         and value.layout is torch.strided
         and not (value.is_quantized or value.is_meta)
     )
-
-
-def _object(value: Any) -> bytes:
-    return _hashed("object", type(value).__qualname__.encode())
 
 
 def _key(key: Any) -> bytes:

@@ -271,8 +271,8 @@ def _dump_python(value: Any) -> list[Any]:
     return [version, _dump_bytes(array("I", words).tobytes()), gauss]
 
 
-def _load_by_name(field: _Field) -> Callable[[str, Any], dict[str, Any]]:
-    """Return the ``load`` of a dict whose keys are any names."""
+def _by_name(field: _Field) -> _Field:
+    """Return the field of a dict whose keys are any names."""
 
     def load(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -281,14 +281,7 @@ def _load_by_name(field: _Field) -> Callable[[str, Any], dict[str, Any]]:
             _TEXT.load(f"a key of {name}", key)
         return {key: field.load(f"{name}.{key}", each) for key, each in value.items()}
 
-    return load
-
-
-def _by_name(field: _Field) -> _Field:
-    return _Field(
-        _load_by_name(field),
-        lambda value: {key: field.dump(each) for key, each in value.items()},
-    )
+    return _Field(load, lambda value: {key: field.dump(each) for key, each in value.items()})
 
 
 _WORDS = 624
