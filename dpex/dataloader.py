@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
@@ -309,14 +309,6 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             if warmed is not None:
                 warmed.close()
 
-    @overload
-    def _starting_session(self, jobs: _Jobs, *, warms_up: Literal[True]) -> StartingSession: ...
-
-    @overload
-    def _starting_session(
-        self, jobs: _Jobs, *, warms_up: Literal[False]
-    ) -> StartingSession | None: ...
-
     def _starting_session(self, jobs: _Jobs, *, warms_up: bool) -> StartingSession | None:
         """Fork first workers, if the next iteration can begin on them while a local Ray starts.
 
@@ -385,6 +377,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         if session is None:
             jobs = self._jobs()
             session = self._warmed = self._starting_session(jobs, warms_up=True)
+            assert session is not None
             session.warm_up(UnstoredJob(jobs.pickle_job, jobs.later), binding=initial_binding(self))
         if wait and isinstance(session, StartingSession):
             session.started()
@@ -424,7 +417,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             drop_last=self.drop_last,
         )
         pickle_job = functools.cache(functools.partial(self._pickle, job))
-        stages = [(plan.stage, functools.partial(self._pickle, plan.job)) for plan in later]
+        stages = [(stage, functools.partial(self._pickle, own)) for stage, own in later]
         return _Jobs(job, pickle_job, stages)
 
     def check_worker_number_rationality(self) -> None:

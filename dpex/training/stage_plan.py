@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpex.transforms.mapped import CollateAndTransform, MappedDataset, stages_inside
@@ -13,20 +12,7 @@ from dpex.worker.map_style import Job
 if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
 
-__all__ = ["StagePlan", "divide"]
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Plan of a stage after the first stage, which reads samples.
-
-    Attributes:
-        job: Work of the stage's workers.
-        stage: The user's ``Stage``, which requests CPUs, GPUs and other resources.
-    """
-
-    job: StageJob
-    stage: Stage
+__all__ = ["divide"]
 
 
 def divide(
@@ -37,10 +23,13 @@ def divide(
     auto_collation: bool,
     skips_errors: bool,
     drop_last: bool,
-) -> tuple[Job, list[StagePlan]]:
+) -> tuple[Job, list[tuple[Stage, StageJob]]]:
     """Divide a loader's work at the stages of its dataset, if the dataset has stages.
 
     The last stage that receives single samples collates them into a batch.
+
+    Returns:
+        The job of the first stage, which reads samples; and the later stages, each with its job.
 
     Raises:
         ValueError: A stage requests a GPU or resources, but its ``MappedDataset`` is inside
@@ -67,7 +56,8 @@ def divide(
         drop_last=drop_last,
     )
     later = [
-        StagePlan(
+        (
+            part.stage,
             StageJob(
                 transform=part.chain,
                 batched=part.batched,
@@ -76,7 +66,6 @@ def divide(
                 finishes=number == len(parts) - 1,
                 skips_errors=skips_errors,
             ),
-            part.stage,
         )
         for number, part in enumerate(parts)
         if part.stage is not None
