@@ -11,6 +11,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,13 +55,14 @@ def host_identity() -> str:
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
+@dataclass(kw_only=True, eq=False)
 class MappedFile:
     """A file that one process has mapped, and that the unpickling process maps too.
 
     A pickle holds one ``MappedFile`` for each file and kind of mapping (shared, writable). All
     views of the file share its mapping.
 
-    Args:
+    Attributes:
         path: The file's path; None if it has no name.
         pid: ID of the process that has mapped it.
         descriptor: A descriptor of the file in that process; None if it has none.
@@ -72,34 +74,20 @@ class MappedFile:
         host: ``host_identity()`` of that process.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str | None,
-        pid: int,
-        descriptor: int | None,
-        status: tuple[int, int] | None,
-        file: tuple[str, int],
-        size: int,
-        shared: bool,
-        writable: bool,
-        host: str,
-    ) -> None:
-        self.path = path
-        self.pid = pid
-        self.descriptor = descriptor
-        self.status = status
-        self.file = file
-        self.size = size
-        self.shared = shared
-        self.writable = writable
-        self.host = host
-        # The mapping, its start address, and its offset in the file.
-        self._mapped: tuple[Any, int, int] | None = None
+    path: str | None
+    pid: int
+    descriptor: int | None
+    status: tuple[int, int] | None
+    file: tuple[str, int]
+    size: int
+    shared: bool
+    writable: bool
+    host: str
+    # The mapping, its start address, and its offset in the file.
+    _mapped: tuple[Any, int, int] | None = field(default=None, init=False, repr=False)
 
-    def __reduce__(self) -> Any:
-        own = {name: value for name, value in vars(self).items() if name != "_mapped"}
-        return _mapped_file, (own,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mapped": None}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
@@ -227,10 +215,6 @@ class MappedFile:
         part: Any = (ctypes.c_uint8 * size).from_address(self.address(offset))
         part.mapping = self._map()[0]
         return part
-
-
-def _mapped_file(fields: dict[str, Any]) -> MappedFile:
-    return MappedFile(**fields)
 
 
 class MappedStorage:
