@@ -82,10 +82,10 @@ MUTATIONS = [
         "        payload, run = self._chunks[-1].payload, self._runs[-1] + 1\n",
     ),
     Mutation(
-        "a loss resends the whole chunk, and loses its other batches",
-        "in_flight",
-        "sent.missing.intersection(part.batches or sent.missing)",
-        "set(part.batches or sent.missing)",
+        "of a chunk whose task died, only the first batch is resent",
+        "recovery",
+        "single.extend(sent.rest(most=1))",
+        "single.extend(list(sent.rest(most=1))[:1])",
     ),
     Mutation(
         "a task that cannot restart keeps another one waiting",
@@ -98,6 +98,12 @@ MUTATIONS = [
         "scheduler",
         "answer = None if lease is None else Replaced()",
         "answer = None",
+    ),
+    Mutation(
+        "a repeated request counts as a restart",
+        "scheduler",
+        "if lease.has_asked(attempt, place):",
+        "if False:",
     ),
     Mutation(
         "a restarted task before a later stage goes on to the next iteration",
