@@ -135,9 +135,21 @@ endurance: $(VENV)/.installed-test $(VENV)/.installed-bench ## Whether anything 
 test-oldest: $(OLDEST_VENV)/.installed-test ## The tests with the oldest Ray and torch that dpex supports
 	$(OLDEST_VENV)/bin/python -m pytest -m "not extended" $(IN_PARALLEL) $(TEST_ARGS)
 
+# Later versions of Ray Data run all tasks in actors if the variable is 1. dpex's pipeline actor sets
+# it to 0 for itself; all other processes of the tests keep 1.
+define NAME_VERSIONS
+from importlib.metadata import version
+from packaging.version import Version
+for name in ("ray", "torch"):
+    found = Version(version(name))
+    print(name, found, "" if found.is_prerelease else "(no pre-release: the newest release)")
+endef
+export NAME_VERSIONS
+
 .PHONY: test-pre
 test-pre: $(PRE_VENV)/.installed-test ## The tests with pre-releases of Ray and torch, where there are any
-	$(PRE_VENV)/bin/python -m pytest -m "not extended" $(IN_PARALLEL) $(TEST_ARGS)
+	@$(PRE_VENV)/bin/python -c "$$NAME_VERSIONS"
+	RAY_DATA_ACTOR_ONLY_BACKEND=1 $(PRE_VENV)/bin/python -m pytest -m "not extended" $(IN_PARALLEL) $(TEST_ARGS)
 
 .PHONY: dist
 dist: $(VENV)/.installed-release ## Build the wheel and the sdist into dist/, and check them

@@ -13,6 +13,7 @@ import gc
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,7 @@ class _Pipeline:
         loop: asyncio.AbstractEventLoop,
         somebody_waits: Callable[[], bool],
         earlier: Collection[asyncio.Future[None]] = (),
+        replaced: deque[str] | None = None,
     ) -> None:
         self.job_key = spec.job_key
         self.run: str | None = None
@@ -106,6 +108,7 @@ class _Pipeline:
             idle=None if spec.claims_cpus else IdleCores().any,
             somebody_waits=somebody_waits,
             first_tasks=tuning.FIRST_TASKS,
+            replaced=replaced,
         )
         self.requests = TaskRequests(self.scheduler, self.note_loss)
         # Number of attempts of a later stage for each block.
@@ -281,6 +284,8 @@ class _PipelineActor:
         # The closed pipelines whose tasks may still make samples.
         self._at_work: set[asyncio.Future[None]] = set()
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
+        # See ``Scheduler``. The processes of a closed pipeline may still run.
+        self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
         self._sharing: asyncio.Future[None] | None = None
         self._fair_share = FairShare(free_cpus)
         tune_executor()
@@ -322,7 +327,8 @@ class _PipelineActor:
             return False
         try:
             earlier = tuple(self._at_work)
-            opening.set_result(_Pipeline(spec, run, loop, self._somebody_waits, earlier))
+            pipeline = _Pipeline(spec, run, loop, self._somebody_waits, earlier, self._replaced)
+            opening.set_result(pipeline)
             if spec.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex.compat.executor import POLICIES, limit_to_concurrency
-from dpex.pipeline.worker_options import NODE_LABEL
+from dpex.pipeline.worker_options import NODE_LABEL, instead_of
 from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import sources
 from dpex.worker.task import (
@@ -211,7 +211,7 @@ def _configure(
     else:
         context.set_config(POLICIES, [])
     if scheduling_strategy is not None:
-        context.scheduling_strategy = context.scheduling_strategy_large_args = scheduling_strategy
+        _set_strategy(context, scheduling_strategy)
     # A training process that evaluates for an hour, and reads no batch, is not stuck.
     for name, value in (
         ("execution_no_progress_timeout_s", -1),
@@ -225,6 +225,22 @@ def _configure(
             setattr(context, name, value)
     if hasattr(context, "issue_detectors_config"):
         context.issue_detectors_config.detectors = []
+
+
+def _set_strategy(context: ray.data.DataContext, strategy: Any) -> None:
+    """Set Ray's scheduling strategy of all tasks, in a Ray that still has this deprecated setting.
+
+    Raises:
+        ValueError: Ray Data lacks the setting. It would ignore an attribute of this name.
+    """
+    if not hasattr(context, "scheduling_strategy"):
+        raise ValueError(
+            f"worker_options['scheduling_strategy']={strategy!r} has no effect with Ray "
+            f"{ray.__version__}: Ray Data no longer has this setting. {instead_of(strategy)}"
+        )
+    context.scheduling_strategy = strategy
+    if hasattr(context, "scheduling_strategy_large_args"):
+        context.scheduling_strategy_large_args = strategy
 
 
 def _on_this_node() -> dict[str, Any]:

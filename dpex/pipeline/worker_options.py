@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from dpex.log import warn
 
-__all__ = ["NODE_LABEL", "WorkerOptions", "check", "lacking", "unmet"]
+__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "lacking", "unmet"]
 
 NODE_LABEL = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -91,14 +91,17 @@ def check(options: Any) -> None:
         if amount < 0:
             raise ValueError(f"worker_options asks for {amount} of {name!r}; it must be >= 0")
     if options.get("scheduling_strategy") is not None:
-        _warn_of_strategy(options["scheduling_strategy"])
+        strategy = options["scheduling_strategy"]
+        warn(
+            f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray Data no longer "
+            "accepts it for one stage from Ray 2.64 on, and removes it for whole datasets after "
+            f"January 2027. {instead_of(strategy)}",
+            DeprecationWarning,
+        )
 
 
-def _warn_of_strategy(strategy: Any) -> None:
-    """Warn that ``scheduling_strategy`` is deprecated, and name its replacement.
-
-    Ray Data has no such option for a single stage.
-    """
+def instead_of(strategy: Any) -> str:
+    """Return the sentence that names the replacement of a deprecated scheduling strategy."""
     if isinstance(strategy, str):
         instead = "Leave it out: Ray Data spreads tasks by itself"
     elif (node := getattr(strategy, "node_id", None)) is not None:
@@ -109,11 +112,7 @@ def _warn_of_strategy(strategy: Any) -> None:
         instead = "Pass the same labels as label_selector, and soft ones as fallback_strategy"
     else:
         instead = "Give the nodes a label, and pass it as label_selector"
-    warn(
-        f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray Data no longer "
-        f"accepts it for one stage from Ray 2.64 on. {instead}",
-        DeprecationWarning,
-    )
+    return instead
 
 
 def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:

@@ -77,6 +77,8 @@ class Scheduler:
         idle: Returns whether the machine has an idle processor; None if Ray counts the CPUs.
         somebody_waits: Returns whether other tasks may wait for the resources of these tasks.
         first_tasks: Number of tasks that start with the pipeline.
+        replaced: The latest processes that may not have ended, although Ray has restarted their
+            tasks. The pipelines of an actor share them.
 
     Attributes:
         parallel: Number of tasks that may work at once, if no logical worker is bound.
@@ -101,6 +103,7 @@ class Scheduler:
         idle: Callable[[], bool] | None = None,
         somebody_waits: Callable[[], bool] = lambda: True,
         first_tasks: int = 0,
+        replaced: deque[str] | None = None,
     ) -> None:
         self._now = now
         self._actions: list[Answer | Loss] = []
@@ -129,8 +132,7 @@ class Scheduler:
         self._repeating: dict[str, tuple[TaskLease, AssignedChunk]] = {}
         # Whether a further task may be needed.
         self._changed = False
-        # The latest processes that may not have ended, although Ray has restarted their tasks.
-        self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
+        self._replaced = deque(maxlen=tuning.MAX_REPLACED) if replaced is None else replaced
         self.prepared = 0
         # When a task last asked for a chunk or got one.
         self._asked_at = math.inf

@@ -1,4 +1,4 @@
-"""The name of this machine, by which two processes find out whether they can share memory."""
+"""The name of this machine, by which two processes can find each other, and starts of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["machine"]
+__all__ = ["machine", "started"]
 
 
 @functools.cache
@@ -24,3 +24,12 @@ def machine() -> str:
     # In a container, /proc may show the processes of the namespace around it.
     usable = hasattr(os, "memfd_create") and shown_as == str(os.getpid())
     return " ".join([boot, *spaces, str(os.getuid())]) if usable else ""
+
+
+def started(pid: int) -> str:
+    """Return when a process started, in ticks since the boot; empty if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -27,7 +27,6 @@ __all__ = [
     "rebuild_arena",
     "rebuild_array",
     "rebuild_arrow_buffer",
-    "rebuild_condition",
     "rebuild_ctypes",
     "rebuild_mmap",
     "rebuild_semaphore",
@@ -385,10 +384,3 @@ def rebuild_semaphore(cls: type, file: MappedFile, offset: int, kind: int, maxva
     lock._make_methods()
     lock._is_fork_ctx = True  # forks inherit it; multiprocessing does not pickle it
     return lock
-
-
-def rebuild_condition(cls: type, state: Any) -> Any:
-    """Return a ``multiprocessing`` condition variable."""
-    condition: Any = object.__new__(cls)
-    condition.__setstate__(state)
-    return condition

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copyreg
 import ctypes
 import functools
 import mmap
@@ -37,7 +38,6 @@ from dpex.wire.mapped_files import (
     rebuild_arena,
     rebuild_array,
     rebuild_arrow_buffer,
-    rebuild_condition,
     rebuild_ctypes,
     rebuild_mmap,
     rebuild_semaphore,
@@ -449,7 +449,7 @@ class Mappings:
             state = condition.__getstate__()
         finally:
             multiprocessing_context.set_spawning_popen(before)
-        return rebuild_condition, (type(condition), state)
+        return copyreg.__newobj__, (type(condition),), state  # type: ignore[attr-defined]
 
     def _reduce_synchronized(self, synchronized: Any) -> Any:
         from multiprocessing import sharedctypes

@@ -66,7 +66,7 @@ import torch
 
 from dpex import tuning
 from dpex.log import warn
-from dpex.wire.machine import machine
+from dpex.wire.machine import machine, started
 from dpex.wire.memory_map import SEGMENT_NAME, address_of
 from dpex.wire.pickling import Bytes
 
@@ -427,19 +427,12 @@ def _open_segment(place: Place) -> _Mapping:
     except OSError as error:
         # The files of an ending process can be closed while it still seems alive.
         deadline = time.monotonic() + tuning.PROCESS_END_S
-        while _is_alive(place.pid):
+        while started(place.pid):
             if time.monotonic() > deadline:
                 _stop_segments(error)
                 raise SegmentsUnreadableError(str(error)) from error
             time.sleep(0.01)
         raise SegmentLostError(str(error)) from error
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _stop_segments(error: Exception) -> None:

@@ -14,10 +14,9 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from dpex import tuning
-from dpex.wire.machine import machine
+from dpex.wire.machine import machine, started
 
 __all__ = ["attempt_name", "place_of", "process_name", "process_of", "runs_here", "wait_for_end"]
 
@@ -26,7 +25,7 @@ __all__ = ["attempt_name", "place_of", "process_name", "process_of", "runs_here"
 def process_name() -> str:
     """Return a unique name of this process, by which a process of this machine can find it."""
     pid = os.getpid()
-    return f"{_machine()} {pid} {_started(pid)} {os.uname().nodename} {uuid.uuid4().hex}"
+    return f"{_machine()} {pid} {started(pid)} {os.uname().nodename} {uuid.uuid4().hex}"
 
 
 os.register_at_fork(after_in_child=process_name.cache_clear)
@@ -50,10 +49,10 @@ def place_of(process: str) -> tuple[str, int]:
 
 def runs_here(process: str) -> bool | None:
     """Return whether a process with this name runs; None if this machine may not be its machine."""
-    of_machine, pid, started, *_ = process.split(" ")
+    of_machine, pid, start, *_ = process.split(" ")
     if not of_machine or of_machine != _machine():
         return None
-    return _started(int(pid)) == started
+    return started(int(pid)) == start
 
 
 def wait_for_end(attempts: Iterable[str], cancelled: Callable[[], bool]) -> None:
@@ -69,23 +68,23 @@ def wait_for_end(attempts: Iterable[str], cancelled: Callable[[], bool]) -> None
     for attempt in attempts:
         process = process_of(attempt)
         if process != process_name() and runs_here(process):
-            _, pid, started, *_ = process.split(" ")
-            _wait_for_end(int(pid), started, cancelled)
+            _, pid, start, *_ = process.split(" ")
+            _wait_for_end(int(pid), start, cancelled)
 
 
-def _wait_for_end(pid: int, started: str, cancelled: Callable[[], bool]) -> None:
+def _wait_for_end(pid: int, start: str, cancelled: Callable[[], bool]) -> None:
     deadline = time.monotonic() + tuning.END_S
-    while _started(pid) == started and not cancelled():
+    while started(pid) == start and not cancelled():
         if time.monotonic() > deadline:
-            _kill(pid, started)
+            _kill(pid, start)
         time.sleep(tuning.END_POLL_S)
 
 
-def _kill(pid: int, started: str) -> None:
+def _kill(pid: int, start: str) -> None:
     with contextlib.suppress(OSError):
         process = os.pidfd_open(pid)  # from now on, the id is not that of another process
         try:
-            if _started(pid) == started:
+            if started(pid) == start:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
@@ -96,12 +95,3 @@ def _machine() -> str:
 
     name = machine()
     return hashlib.blake2s(name.encode(), digest_size=8).hexdigest() if name else ""
-
-
-def _started(pid: int) -> str:
-    """Return when a process started, in ticks since the boot; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

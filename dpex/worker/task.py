@@ -168,6 +168,7 @@ def make_batches(
                     batches = _batches(chunk, assigned, make_copy, cancelled, loop, actor)
                     answer = chunk, time.monotonic()
                 case EndChunk():
+                    batches = iter(())  # it may hold a dataset copy
                     work.close()
                     if (report := actor.report_of(step.finished)) is not None:
                         actor.messages.send("finished", *report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -1110,3 +1111,20 @@ def test_a_restarted_task_gets_no_chunk_of_a_further_iteration_before_a_later_st
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1"
 
     play(scenario, later_stages=True)
+
+
+def test_a_later_pipeline_knows_the_processes_that_were_replaced() -> None:
+    replaced: deque[str] = deque()
+
+    async def restarts(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0")
+        for attempt in ("first", "second"):
+            assert await scheduler.next_chunk("a", 0, 0, attempt) is not None
+
+    async def begins(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0")
+        given = await scheduler.next_chunk("b", 0, 0, "third")
+        assert given == AssignedChunk(b"0", 0, replaced=("first",))
+
+    for scenario in (restarts, begins):
+        play(scenario, replaced=replaced)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dpex import tuning
-from dpex.worker import process_identity
+from dpex.wire.machine import started
 from dpex.worker.process_identity import (
     attempt_name,
     place_of,
@@ -32,8 +32,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def name_of(process: subprocess.Popen[bytes]) -> str:
     machine, _, _, *rest = process_name().split(" ")
-    started = process_identity._started(process.pid)
-    return " ".join([machine, str(process.pid), started, *rest])
+    return " ".join([machine, str(process.pid), started(process.pid), *rest])
 
 
 def never() -> bool:
