@@ -125,12 +125,6 @@ MUTATIONS = [
         "            self._waiting.pop(lease.name, None)",
     ),
     Mutation(
-        "dropped chunks stay",
-        "scheduler",
-        "        self._chunks.clear()\n",
-        "        pass\n",
-    ),
-    Mutation(
         "a lease of a single chunk gets a second one",
         "scheduler",
         "return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)",
@@ -141,12 +135,6 @@ MUTATIONS = [
         "scheduler",
         "            if lease.unanswered:\n                self._answer(lease, None)",
         "            if False:\n                self._answer(lease, None)",
-    ),
-    Mutation(
-        "an ended task is not replaced",
-        "scheduler",
-        "        self._tasks.note_ended(self._now)\n        self._changed = True",
-        "        self._tasks.note_ended(self._now)",
     ),
     Mutation(
         "waiting chunks start no task",
