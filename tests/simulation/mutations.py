@@ -187,28 +187,10 @@ MUTATIONS = [
     ),
     # --- bindings -------------------------------------------------------------------------------
     Mutation(
-        "a bound lease gets chunks of any logical worker",
-        "worker_bindings",
-        "if alone and (chunk.worker in lease.workers or not lease.workers):",
-        "if alone:",
-    ),
-    Mutation(
         "a changed copy is not bound",
         "worker_bindings",
         "            self.binding = Binding.ALWAYS\n",
         "            pass\n",
-    ),
-    Mutation(
-        "logical workers are released before each has reported",
-        "worker_bindings",
-        "if len(self._unchanged) == self._num_workers:",
-        "if self._unchanged:",
-    ),
-    Mutation(
-        "state of a logical worker begins again without a report",
-        "worker_bindings",
-        "        lease.restarted = worker in self._placed\n",
-        "        lease.restarted = False\n",
     ),
     # --- the order of delivery ------------------------------------------------------------------
     Mutation(
@@ -253,12 +235,6 @@ MUTATIONS = [
         "worker_loop",
         "self.place, self._binding = assigned.place + 1, assigned.binding",
         "self.place, self._binding = assigned.place, assigned.binding",
-    ),
-    Mutation(
-        "the loop does not count the blocks that it skips",
-        "worker_loop",
-        "        self.made += assigned.skipped_blocks\n",
-        "",
     ),
     Mutation(
         "the last block stays in the loop if it is short",
