@@ -282,6 +282,8 @@ class Attempt:
         if self.cancelled:
             return None
         chunk: Any = assigned.payload
+        if self.pipeline.numbers[chunk.run.key] <= self.process.ended[self.pipeline.number]:
+            self._world.fail(f"{self.id} makes a chunk of an iteration that has ended")
         self._chunk, self._batch, self._done = chunk, 0, False
         self.had.append((chunk.run.dataset_version, chunk.worker))
         self._binding = assigned.binding

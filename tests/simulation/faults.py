@@ -20,6 +20,8 @@ __all__ = ["Faults"]
 MOST_CUT_S = 8.0
 MOST_SILENCE_S = 6.0
 OTHERS_S = 8.0
+# Share of the stored blocks that are lost together.
+LOST_SHARE = 0.6
 
 
 class Faults:
@@ -102,8 +104,9 @@ class Faults:
         return [block for node in self._world.cluster.nodes for block in node.stored]
 
     def _store(self) -> None:
-        if blocks := self._stored():
-            self._world.lose_block(blocks[int(self._world.draw() * len(blocks))])
+        for block in self._stored():
+            if self._world.draw() < LOST_SHARE:
+                self._world.lose_block(block)
 
     def _full(self) -> None:
         nodes = self._world.cluster.nodes

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "Progress", "Run", "TrainingLoop"]
 
-FETCH_S = 0.003
 BATCH_BYTES = 1 << 20
 LEAST_EVENTS = 200
 # Share of the waits for a batch that an interrupt ends.
@@ -182,7 +181,7 @@ class Run:
     def take_news(self, blocks: list[StoredBlock], losses: list[Loss], over: bool) -> None:
         """Receive news, and read the blocks that nodes store."""
         if any(block.node is not None for block in blocks):
-            delay_s = FETCH_S * self._world.draw()
+            delay_s = self._world.plan.fetch_s * self._world.draw()
             self._world.clock.after(delay_s, self._read, blocks, losses, over)
         else:
             self._read(blocks, losses, over)

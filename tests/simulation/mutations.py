@@ -82,10 +82,10 @@ MUTATIONS = [
         "        payload, run = self._chunks[-1].payload, self._runs[-1] + 1\n",
     ),
     Mutation(
-        "a loss resends the whole chunk, and loses its other batches",
-        "in_flight",
-        "sent.missing.intersection(part.batches or sent.missing)",
-        "set(part.batches or sent.missing)",
+        "of a chunk whose task died, only the first batch is resent",
+        "recovery",
+        "single.extend(sent.rest(most=1))",
+        "single.extend(list(sent.rest(most=1))[:1])",
     ),
     Mutation(
         "a task that cannot restart keeps another one waiting",
@@ -98,6 +98,12 @@ MUTATIONS = [
         "scheduler",
         "answer = None if lease is None else Replaced()",
         "answer = None",
+    ),
+    Mutation(
+        "a repeated request counts as a restart",
+        "scheduler",
+        "if lease.has_asked(attempt, place):",
+        "if False:",
     ),
     Mutation(
         "a restarted task before a later stage goes on to the next iteration",
@@ -119,12 +125,6 @@ MUTATIONS = [
         "            self._waiting.pop(lease.name, None)",
     ),
     Mutation(
-        "dropped chunks stay",
-        "scheduler",
-        "        self._chunks.clear()\n",
-        "        pass\n",
-    ),
-    Mutation(
         "a lease of a single chunk gets a second one",
         "scheduler",
         "return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)",
@@ -135,12 +135,6 @@ MUTATIONS = [
         "scheduler",
         "            if lease.unanswered:\n                self._answer(lease, None)",
         "            if False:\n                self._answer(lease, None)",
-    ),
-    Mutation(
-        "an ended task is not replaced",
-        "scheduler",
-        "        self._tasks.note_ended(self._now)\n        self._changed = True",
-        "        self._tasks.note_ended(self._now)",
     ),
     Mutation(
         "waiting chunks start no task",
@@ -193,28 +187,10 @@ MUTATIONS = [
     ),
     # --- bindings -------------------------------------------------------------------------------
     Mutation(
-        "a bound lease gets chunks of any logical worker",
-        "worker_bindings",
-        "if alone and (chunk.worker in lease.workers or not lease.workers):",
-        "if alone:",
-    ),
-    Mutation(
         "a changed copy is not bound",
         "worker_bindings",
         "            self.binding = Binding.ALWAYS\n",
         "            pass\n",
-    ),
-    Mutation(
-        "logical workers are released before each has reported",
-        "worker_bindings",
-        "if len(self._unchanged) == self._num_workers:",
-        "if self._unchanged:",
-    ),
-    Mutation(
-        "state of a logical worker begins again without a report",
-        "worker_bindings",
-        "        lease.restarted = worker in self._placed\n",
-        "        lease.restarted = False\n",
     ),
     # --- the order of delivery ------------------------------------------------------------------
     Mutation(
@@ -259,12 +235,6 @@ MUTATIONS = [
         "worker_loop",
         "self.place, self._binding = assigned.place + 1, assigned.binding",
         "self.place, self._binding = assigned.place, assigned.binding",
-    ),
-    Mutation(
-        "the loop does not count the blocks that it skips",
-        "worker_loop",
-        "        self.made += assigned.skipped_blocks\n",
-        "",
     ),
     Mutation(
         "the last block stays in the loop if it is short",

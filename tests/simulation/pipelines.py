@@ -30,6 +30,7 @@ class Pipeline:
         closed: Whether it is closed.
         later_stages: Whether its blocks pass through a later stage.
         attempts: The present attempt of each task that runs.
+        numbers: The number of each run that it has served, from 1.
     """
 
     def __init__(self, world: World, number: int, run: Run) -> None:
@@ -47,6 +48,7 @@ class Pipeline:
         self._losses: list[Loss] = []
         # The calls that wait for an answer.
         self._calls: dict[tuple[str, str], list[tuple[Attempt, int]]] = {}
+        self.numbers: dict[str, int] = {}
         self._tasks = 0
         self._tick_at = math.inf
         self._asked_for_news: Run | None = None
@@ -266,6 +268,7 @@ class Pipeline:
 
     def _serve(self, run: Run) -> None:
         self.run = run
+        self.numbers[run.key] = len(self.numbers) + 1
         self._world.log("serves", self.number, run.key)
         self._note(self.scheduler.begin(self._world.clock.now, in_run=True))
 

@@ -34,7 +34,7 @@ class Fault(enum.Enum):
     CUT = "a node cannot be reached for a while"
     DROP = "a message is lost, and its sender repeats it"
     REPEAT = "a message arrives twice"
-    STORE = "a node loses an object that nobody has read"
+    STORE = "nodes lose blocks that nobody has read"
     FULL = "a node cannot store a block"
     PIPELINE = "the pipeline's execution fails"
     OTHERS = "another job takes CPUs"
@@ -80,6 +80,7 @@ class Plan:
         batch_s: Mean time to make a batch.
         step_s: Mean time of a training step.
         small_share: Share of the blocks that a message carries; nodes store the others.
+        fetch_s: Maximum time to fetch the stored blocks of one message.
         deadly: Batches that end every process that makes them.
         epochs: The iterations.
         faults: The faults, each with the number of the event before which it happens.
@@ -105,6 +106,7 @@ class Plan:
     batch_s: float
     step_s: float
     small_share: float
+    fetch_s: float
     deadly: frozenset[int]
     epochs: list[Epoch]
     faults: list[tuple[int, Fault]]
@@ -174,6 +176,7 @@ def draw_plan(draws: Random) -> Plan:
         batch_s=(0.002, 0.01, 0.05)[int(draw() * 3)],
         step_s=(0.0, 0.002, 0.02)[int(draw() * 3)],
         small_share=(0.0, 0.5, 1.0)[int(draw() * 3)],
+        fetch_s=(0.003, 0.003, 0.1)[int(draw() * 3)],
         deadly=deadly,
         epochs=epochs,
         faults=faults,
