@@ -30,8 +30,8 @@ class CopyHolders:
     def __init__(self, may_hold: Callable[[str, float], bool]) -> None:
         self._may_hold = may_hold
         self._ends = 0
-        # The number of iterations up to the last end at which copies were dropped.
-        self._dropped = 0
+        # The number of iterations, of the first ones, after which processes kept their copies.
+        self._kept = 0
         # Invariant: a process is in `_holding` from its first work of an iteration until it has
         # dropped its copies of that iteration. The value is the number of iterations before it.
         self._holding: dict[str, int] = {}
@@ -48,8 +48,7 @@ class CopyHolders:
             keep: Whether processes keep their copies, because logical workers are persistent.
         """
         self._ends += 1
-        if not keep:
-            self._dropped = self._ends
+        self._kept += keep
         self._wake()
 
     async def next_end(self, process: str, seen: int) -> int:
@@ -69,7 +68,7 @@ class CopyHolders:
 
     def drop(self, process: str, seen: int) -> None:
         """Record that a process has dropped its copies of the first ``seen`` iterations."""
-        if self._holding.get(process, seen) < min(seen, self._dropped):
+        if max(self._holding.get(process, seen), self._kept) < seen:
             del self._holding[process]
             self._wake()
 
@@ -99,7 +98,7 @@ class CopyHolders:
         return []
 
     def _held(self) -> list[str]:
-        return [process for process, before in self._holding.items() if before < self._dropped]
+        return [process for process, before in self._holding.items() if max(before, self._kept) < self._ends]
 
     def _wake(self) -> None:
         self._changed.set()

@@ -75,3 +75,21 @@ def test_a_dead_process_holds_nothing() -> None:
         assert await holders.released(20) == []
 
     play(scenario, dead=frozenset({"dead"}))
+
+
+def test_copies_that_outlive_an_iteration_are_held_until_all_are_dropped() -> None:
+    """The process may be told of the iteration's end only after the pipeline was closed."""
+
+    async def scenario(holders: CopyHolders) -> None:
+        holders.hold("a")
+        holders.end(keep=True)
+        assert await holders.released(9) == [], "persistent workers keep their copies"
+        holders.end()
+        holders.drop("a", 1)
+        released = asyncio.create_task(holders.released(9))
+        await asyncio.sleep(0)
+        assert not released.done()
+        holders.drop("a", 1 << 62)
+        assert await released == []
+
+    play(scenario)
