@@ -98,7 +98,9 @@ class CopyHolders:
         return []
 
     def _held(self) -> list[str]:
-        return [process for process, before in self._holding.items() if max(before, self._kept) < self._ends]
+        if self._kept == self._ends:
+            return []
+        return [process for process, before in self._holding.items() if before < self._ends]
 
     def _wake(self) -> None:
         self._changed.set()

@@ -346,6 +346,11 @@ class Scheduler:
         hold the logical worker for a later chunk, and wait in turn for a chunk to repeat.
         """
         had_ended = lease.ended
+        if had_ended and lease.run != self.run:
+            # Nothing waits for its chunks. A process that Ray has replaced may ask so late, and
+            # would hold the logical worker of a chunk for ever.
+            self._answer(lease, None)
+            return
         try:
             self._repeating[lease.name] = lease, lease.repeat(place, self._bindings.of(lease))
         except DeadlyChunkError as error:

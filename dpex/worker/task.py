@@ -142,6 +142,7 @@ def make_batches(
                     if last:
                         deliver(writer, actor.messages, actor.report_of(step.finished))
                     else:
+                        actor.report(step.finished)
                         yield writer.table()
                     answer = time.monotonic()
                 case Ask():
@@ -170,8 +171,7 @@ def make_batches(
                 case EndChunk():
                     batches = iter(())  # it may hold a dataset copy
                     work.close()
-                    if (report := actor.report_of(step.finished)) is not None:
-                        actor.messages.send("finished", *report)
+                    actor.report(step.finished)
     actor.messages.confirm()
 
 
@@ -354,6 +354,11 @@ class _Actor:
     def report_of(self, finished: int | None) -> tuple[str, str, int] | None:
         """Return the report that the last sample before a request has been made, if it has been."""
         return None if finished is None else (*self._origin, finished)
+
+    def report(self, finished: int | None) -> None:
+        """Send that report, which no block takes along."""
+        if (report := self.report_of(finished)) is not None:
+            self.messages.send("finished", *report)
 
     def note_change(self) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""
