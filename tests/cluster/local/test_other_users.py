@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -201,6 +202,14 @@ def test_a_keeper_answers_no_rank_of_another_user(place: Path) -> None:
     assert keeper.wait(60) == 0, "it counts only ranks of this user"
 
 
+def connections_of(process: psutil.Process, kind: str) -> list[Any]:
+    """Return the connections of a process; none if it has ended meanwhile."""
+    try:
+        return list(process.net_connections(kind))
+    except psutil.NoSuchProcess:
+        return []
+
+
 def test_another_user_reaches_nothing_of_a_local_ray(place: Path) -> None:
     """The local Ray is one of ranks, which has all kinds of files and sockets."""
     (place / "home").mkdir(mode=0o700)
@@ -221,14 +230,14 @@ def test_another_user_reaches_nothing_of_a_local_ray(place: Path) -> None:
     secret = token.read_text()
 
     processes = [psutil.Process(pid) for pid in processes_in(place)]
-    bound = {c.laddr for p in processes for c in p.net_connections("unix") if c.laddr}
+    bound = {c.laddr for p in processes for c in connections_of(p, "unix") if c.laddr}
     assert bound
     assert all(Path(path).is_relative_to(private) for path in bound), "no other name of a socket"
     ports = sorted(
         {
             connection.laddr.port
             for process in processes
-            for connection in process.net_connections("tcp")
+            for connection in connections_of(process, "tcp")
             if connection.status == psutil.CONN_LISTEN
         }
     )
