@@ -84,8 +84,8 @@ class _Pipeline:
         run: str,
         loop: asyncio.AbstractEventLoop,
         somebody_waits: Callable[[], bool],
-        earlier: Collection[asyncio.Future[None]] = (),
-        replaced: deque[str] | None = None,
+        earlier: Collection[asyncio.Future[None]],
+        replaced: deque[str],
     ) -> None:
         self.job_key = spec.job_key
         self.run: str | None = None
@@ -147,7 +147,7 @@ class _Pipeline:
         """Cancel the run and end all task leases."""
         self.begin(None)
         self.holders.end()
-        self.requests.close()
+        self.requests.note(self.scheduler.close)
 
     def join(self) -> None:
         """Wait some seconds for the executions to end, and so for their tasks."""

@@ -34,7 +34,6 @@ class TaskRequests:
         # Set when the number of tasks may have changed that a call waits for.
         self._counted = asyncio.Event()
         self._counts = 0, 0
-        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     def note(
@@ -49,7 +48,7 @@ class TaskRequests:
                 if not call.done():
                     call.set_result(decision.chunk)
         counts = self._scheduler.started, self._scheduler.prepared
-        if counts != self._counts or self._scheduler.prepared or self._closed:
+        if counts != self._counts or self._scheduler.prepared or self._scheduler.closed:
             self._counts = counts
             self._counted.set()
         self._wait_for_tick()
@@ -70,11 +69,6 @@ class TaskRequests:
         self._timer = None
         self.note(self._scheduler.tick)
 
-    def close(self) -> None:
-        """End all leases, and the calls that wait for tasks."""
-        self._closed = True
-        self.note(self._scheduler.close)
-
     async def next_chunk(
         self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
     ) -> TaskAnswer:
@@ -94,7 +88,7 @@ class TaskRequests:
         Returns:
             How many tasks to start now; None if the pipeline needs no more tasks.
         """
-        while not self._closed:
+        while not self._scheduler.closed:
             if started < self._scheduler.started:
                 return self._scheduler.started - started
             self._counted.clear()

@@ -8,7 +8,19 @@ from typing import Any, Literal
 
 from dpex.protocol.binding import Binding
 
-__all__ = ["AssignedChunk", "Chunk", "Entry", "Part", "PickledChunk", "Replaced", "Run"]
+__all__ = [
+    "ALL_ITERATIONS",
+    "AssignedChunk",
+    "Chunk",
+    "Entry",
+    "Part",
+    "PickledChunk",
+    "Replaced",
+    "Run",
+]
+
+ALL_ITERATIONS = 1 << 62
+"""A larger number than that of any iteration, for what outlives them or is done with all."""
 
 
 @dataclass(frozen=True)

@@ -245,11 +245,6 @@ class Delivery(Generic[ArrivedT]):
         """Whether batches can be delivered."""
         return self.state in (DeliveryState.OPENING, DeliveryState.OPEN)
 
-    @property
-    def next_batch(self) -> int | None:
-        """Number of the next batch to deliver, or None at the end of the epoch."""
-        return self._order.next_batch
-
     def raise_failure(self) -> None:
         """Raise the error that ended the epoch, if there was one."""
         if self._failure is not None:

@@ -87,6 +87,7 @@ class Scheduler:
         in_run: Whether the pipeline serves an iteration.
         prepared: How many tasks are to wait for the first chunks of an iteration.
         run: Number of the iteration that the pipeline serves or served last, from 1.
+        closed: Whether all leases end.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Scheduler:
         self._warm = False
         # Whether samples of this iteration may have waited for logical workers without a process.
         self._stuck = False
-        self._closed = False
+        self.closed = False
         self._others: OtherJobs | None = None
         self._waited_for_since = math.inf
 
@@ -164,8 +165,7 @@ class Scheduler:
         new = (place for place, waiting in enumerate(self._chunks) if not waiting.resent)
         end = len(self._chunks)
         self._chunks.insert(next(new, end) if chunk.resent else end, chunk)
-        self._hand_out()
-        self._changed = self._changed or bool(self._chunks)
+        self._changed = True
         return self._decided()
 
     def request(
@@ -268,7 +268,7 @@ class Scheduler:
             tasks: Number of tasks, without those that have ended.
         """
         self._now = now
-        self.prepared = 0 if self._closed else max(tasks, self.prepared)
+        self.prepared = 0 if self.closed else max(tasks, self.prepared)
         self.parallel = max(tasks, self.parallel)
         self._changed = True
         return self._decided()
@@ -307,7 +307,7 @@ class Scheduler:
     def close(self, now: float) -> list[Answer | Loss]:
         """End all leases: at once if their tasks wait, else when the tasks ask again."""
         self._now = now
-        self._closed = True
+        self.closed = True
         self.drop()
         for lease in list(self._waiting.values()):
             self._end(lease)
@@ -322,7 +322,7 @@ class Scheduler:
                 lease.begin_repeat()
                 del self._repeating[lease.name]
                 self._answer(lease, chunk)
-        while self._changed and not self._closed:
+        while self._changed and not self.closed:
             self._changed = False
             if tasks := self._wanted():
                 self._tasks.start(self._now, tasks)
@@ -405,9 +405,9 @@ class Scheduler:
                 break  # most often, and the search below takes longer
             leases = self._waiting.values()
             lease = next((t for t in leases if self._chunk_index_for(t, holders) is not None), None)
-            # A lease that is held back from this moment on waits for the next note_others().
-            if lease is None or not self._advance(lease):
+            if lease is None:
                 break
+            self._advance(lease)
         if self.one_by_one and self._chunks:  # no other task can start for them
             for lease in list(self._waiting.values()):
                 self._end(lease)
@@ -431,7 +431,7 @@ class Scheduler:
 
     def _must_end(self, lease: TaskLease, chunk: PickledChunk | None) -> bool:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
-        if self._closed or self.running > self._most_tasks or self._expired(lease):
+        if self.closed or self.running > self._most_tasks or self._expired(lease):
             return True
         # Ray takes the next blocks of a restarted task for those that the dead process had yielded
         # of cancelled chunks, and drops them.
@@ -542,6 +542,8 @@ class Scheduler:
 
     def _wanted(self) -> int:
         """Return how many tasks to start."""
+        if not (self._chunks or self.prepared):
+            return 0
         active = self._active
         self._stuck = self._stuck or self._is_stuck()
         wanted = len(self._bindings.without_process(self._chunks))

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from dpex.protocol.chunks import ALL_ITERATIONS
 from dpex.worker.seeding import Habits, WorkerGenerators
 
 if TYPE_CHECKING:
     from dpex.worker.state_watch import StateWatch
 
 __all__ = [
-    "ALL_ITERATIONS",
     "Copy",
     "SHARED",
     "Slot",
@@ -40,9 +40,6 @@ Slot = tuple[str, int, int]
 
 SHARED = -1
 """Stands for all logical workers in a slot; they share its copy until one of them changes it."""
-
-ALL_ITERATIONS = 1 << 62
-"""Number of the iteration of copies that serve all iterations of their pipeline."""
 
 _copies: dict[Slot, Copy[Any]] = {}
 # Guards `_copies`: another thread may release copies at any time.

@@ -18,6 +18,7 @@ import ray
 from dpex import tuning
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
+from dpex.protocol.chunks import ALL_ITERATIONS
 from dpex.worker.actor_calls import ACTOR_DIED, ask_actor, pipeline_actor
 from dpex.worker.inherited_job import inherited_job, with_size
 from dpex.worker.module_sources import import_from
@@ -40,8 +41,6 @@ _at_work: dict[str, int] = {}
 # By pipeline: what to do after the work for an iteration that is over.
 _after_work: dict[str, Callable[[], None]] = {}
 _keeping = threading.Lock()
-# Confirms that no copies are left.
-_ALL_ENDS = 1 << 62
 
 
 def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
@@ -138,7 +137,7 @@ def _await_end(actor_name: str, pipeline_key: str, seen: int) -> None:
 
 def _confirm_close(actor_name: str, pipeline_key: str) -> None:
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the actor no longer exists
-        pipeline_actor(actor_name).next_end.remote(pipeline_key, process_name(), _ALL_ENDS)
+        pipeline_actor(actor_name).next_end.remote(pipeline_key, process_name(), ALL_ITERATIONS)
 
 
 def _drop_copies(actor_name: str, pipeline_key: str, ends: int) -> None:

@@ -16,7 +16,7 @@ import ray
 from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, Replaced
+from dpex.protocol.chunks import ALL_ITERATIONS, AssignedChunk, Replaced
 from dpex.protocol.worker_loop import (
     Ask,
     EndChunk,
@@ -114,7 +114,6 @@ def make_batches(
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import OWN_SEGMENTS
     from dpex.wire.timings import Costs
-    from dpex.worker.dataset_copies import ALL_ITERATIONS
 
     show_script_arguments()
     loop = WorkerLoop()
@@ -241,7 +240,6 @@ def transform_batches(
     """
     from dpex.wire.block_format import BlockWriter, read_block
     from dpex.wire.segments import OWN_SEGMENTS
-    from dpex.worker.dataset_copies import ALL_ITERATIONS
     from dpex.worker.later_stage import apply_stage
 
     show_script_arguments()

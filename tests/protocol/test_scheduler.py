@@ -42,11 +42,6 @@ def play(scenario: Scenario, **options: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 3 * SECONDS))
 
 
-async def start_tasks(scheduler: PlayedScheduler) -> int:
-    """Start the tasks that are needed now, and return their number."""
-    return scheduler.new_tasks()
-
-
 def feed_one(
     scheduler: PlayedScheduler, payload: bytes, worker: int = 0, *, alone: bool = False
 ) -> None:
@@ -228,15 +223,15 @@ def test_an_iteration_that_begins_waits_for_no_task_to_start(
 
 def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         feed(scheduler, b"0", b"1")
-        assert await start_tasks(scheduler) == 2
-        assert await start_tasks(scheduler) == 0  # the new tasks have not asked yet
+        assert scheduler.new_tasks() == 2
+        assert scheduler.new_tasks() == 0  # the new tasks have not asked yet
         await scheduler.next_chunk("a", 0, 0)
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         await scheduler.next_chunk("b", 0, 0)
         feed(scheduler, *[b"more"] * 9)
-        assert await start_tasks(scheduler) == 2  # at most four tasks work at once
+        assert scheduler.new_tasks() == 2  # at most four tasks work at once
 
     play(scenario)
 
@@ -247,13 +242,13 @@ def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
         scheduler.scheduler.parallel = 1
         prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
         await asyncio.sleep(0)
-        assert await start_tasks(scheduler) == 2, "the pipeline starts with one"
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 2, "the pipeline starts with one"
+        assert scheduler.new_tasks() == 0
         asking = [
             asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in ("a", "b", "c")
         ]
         await asyncio.wait_for(prepared, SECONDS)
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         assert not any(request.done() for request in asking)
         feed(scheduler, b"0", b"1", b"2")
         assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
@@ -289,7 +284,7 @@ def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespa
         scheduler.begin(in_run=False)
         clock.now += tuning.LONG_IDLE_S
         assert await asyncio.wait_for(asking, SECONDS) is None
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
 
     play(scenario, first_tasks=1)
 
@@ -299,7 +294,7 @@ def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
         scheduler.scheduler.parallel = 1
         waiting = asyncio.ensure_future(scheduler.start_tasks_and_wait(7))
         await asyncio.sleep(0)
-        assert await start_tasks(scheduler) == 7
+        assert scheduler.new_tasks() == 7
         asking = [asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in "abc"]
         await scheduler.start_tasks_and_wait(3)
         scheduler.scheduler.parallel = 3
@@ -419,12 +414,12 @@ def test_the_oldest_chunk_is_given_whose_worker_is_free() -> None:
 def test_no_task_is_started_for_a_worker_that_has_a_process() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         await scheduler.next_chunk("a", 0, 0)
         feed(scheduler, b"0 again")
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         feed(scheduler, b"0", b"1")
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
 
     play(scenario)
 
@@ -546,12 +541,12 @@ def test_a_lease_ends_after_a_while_if_something_depends_on_it(
 def test_a_task_too_many_ends() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2", b"3")
-        assert await start_tasks(scheduler) == 4
+        assert scheduler.new_tasks() == 4
         for name in ("a", "b", "c"):
             await scheduler.next_chunk(name, 0, 0)
         scheduler.scheduler.parallel = 2
         assert await scheduler.next_chunk("a", 1, 1) is None
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"3"
 
     play(scenario)
@@ -565,20 +560,20 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         feed(scheduler, *[b"chunk"] * 9)
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         assert not scheduler.waits
         scheduler.note_others(OtherJobs(wait=False, may_wait=0))
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert scheduler.waits
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         await scheduler.next_chunk("a", 0, 0)
         assert not scheduler.waits
-        assert await start_tasks(scheduler) == 0  # the job has a task
+        assert scheduler.new_tasks() == 0  # the job has a task
         scheduler.note_others(OtherJobs(wait=True, may_wait=2))  # some CPUs are free
-        assert await start_tasks(scheduler) == 2
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 2
+        assert scheduler.new_tasks() == 0
         scheduler.note_others(None)
-        assert await start_tasks(scheduler) == 1  # at most four tasks work at once
+        assert scheduler.new_tasks() == 1  # at most four tasks work at once
 
     play(scenario, binding=binding, num_workers=9)
 
@@ -586,7 +581,7 @@ def test_none_is_started_while_those_of_others_wait(binding: Binding) -> None:
 def test_a_task_that_never_begins_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert scheduler.waits
         monkeypatch.setattr(tuning, "HOPELESS_S", 0.0)
         assert not scheduler.waits
@@ -625,7 +620,7 @@ def test_a_stream_s_task_lease_ends_for_nobody_but_it_waits_for_others(
         scheduler.note_others(OtherJobs(wait=True, may_wait=0))
         for worker in (0, 0, 0, 1):
             feed_one(scheduler, b"chunk", worker)
-        assert await start_tasks(scheduler) == 2
+        assert scheduler.new_tasks() == 2
         assert await scheduler.next_chunk("a", 0, 0) is not None  # no logical worker is bound yet
 
         second = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
@@ -720,11 +715,11 @@ def test_a_stream_s_chunks_go_to_the_task_that_has_it() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             feed_one(scheduler, payload, worker)
-        assert await start_tasks(scheduler) == 2  # one task for each stream
+        assert scheduler.new_tasks() == 2  # one task for each stream
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"1b"
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
@@ -749,7 +744,7 @@ def test_when_a_stream_is_lost_its_chunk_is_named_and_the_others_go_on() -> None
     async def scenario(scheduler: PlayedScheduler) -> None:
         for payload, worker in ((b"0a", 0), (b"1a", 1), (b"0b", 0), (b"1b", 1)):
             feed_one(scheduler, payload, worker)
-        assert await start_tasks(scheduler) == 2
+        assert scheduler.new_tasks() == 2
         await scheduler.next_chunk("dies", 0, 0)
         assert payload_of(await scheduler.next_chunk("lives", 0, 0)) == b"1a"
         await die(scheduler, "dies")
@@ -758,10 +753,10 @@ def test_when_a_stream_is_lost_its_chunk_is_named_and_the_others_go_on() -> None
         feed_one(scheduler, b"0c", 0)
         feed_one(scheduler, b"0a again", 0, alone=True)
         assert payload_of(await scheduler.next_chunk("lives", 1, 1)) == b"1b"
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"0a again"
         assert await scheduler.next_chunk("c", 1, 1) is None
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         for place, payload in enumerate((b"0b", b"0c")):
             assert payload_of(await scheduler.next_chunk("d", place, place)) == payload
         feed_one(scheduler, b"1c", 1)
@@ -794,12 +789,12 @@ def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed_one(scheduler, b"5", 1, alone=True)
         feed_one(scheduler, b"7", 1, alone=True)
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         await scheduler.next_chunk("dies", 0, 0)
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         await die(scheduler, "dies")
         assert lost_payloads() == ["5"]
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"7"
 
     play(scenario, **BOUND)
@@ -808,7 +803,7 @@ def test_a_batch_that_fails_alone_leaves_the_others_of_its_worker_to_be_made() -
 def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0", b"1", b"2", b"3")
-        assert await start_tasks(scheduler) == 4
+        assert scheduler.new_tasks() == 4
         names = ("a", "b", "c", "d")
         for name in names:
             await scheduler.next_chunk(name, 0, 0)
@@ -817,12 +812,12 @@ def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> Non
         feed_one(scheduler, b"7 alone", 7, alone=True)
         feed_one(scheduler, b"8 alone", 7, alone=True)
         assert await scheduler.next_chunk("a", 1, 1) is None, "one task makes room"
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert payload_of(await scheduler.next_chunk("b", 1, 1)) == b"4"
         assert payload_of(await scheduler.next_chunk("e", 0, 0)) == b"7 alone"
         assert payload_of(await scheduler.next_chunk("c", 1, 1)) == b"5", "its worker has a task"
         assert await scheduler.next_chunk("e", 1, 1) is None
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert payload_of(await scheduler.next_chunk("d", 1, 1)) == b"6"
         assert payload_of(await scheduler.next_chunk("f", 0, 0)) == b"8 alone"
 
@@ -832,14 +827,14 @@ def test_resent_chunks_come_first_and_end_no_more_leases_than_they_need() -> Non
 def test_a_task_that_waits_gives_way_if_only_one_may_run() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0")
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         await scheduler.next_chunk("a", 0, 0)
         waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
         await asyncio.sleep(0)
         scheduler.scheduler.one_by_one = True
         feed_one(scheduler, b"1 again", 1, alone=True)
         assert await waiting is None
-        assert await start_tasks(scheduler) == 1
+        assert scheduler.new_tasks() == 1
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1 again"
 
     play(scenario, **BOUND)
@@ -1044,14 +1039,14 @@ def test_all_workers_start_where_no_task_asks_for_long(clock: SimpleNamespace) -
     async def scenario(scheduler: PlayedScheduler) -> None:
         scheduler.limit(parallel=2, starting=2)
         feed(scheduler, b"0", b"1", b"2", b"3")
-        assert await start_tasks(scheduler) == 2
+        assert scheduler.new_tasks() == 2
         for name in "ab":
             await scheduler.next_chunk(name, 0, 0)
-        assert await start_tasks(scheduler) == 0
+        assert scheduler.new_tasks() == 0
         clock.now += tuning.STUCK_IDLE_S
-        assert await start_tasks(scheduler) == 0, "no processor is idle"
+        assert scheduler.new_tasks() == 0, "no processor is idle"
         clock.now += tuning.STUCK_S
-        assert await start_tasks(scheduler) == 2
+        assert scheduler.new_tasks() == 2
         for name in "cd":
             assert await scheduler.next_chunk(name, 0, 0) is not None
 
