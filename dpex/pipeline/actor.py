@@ -239,7 +239,7 @@ class _Pipeline:
     def may_begin(self, task: str, part: Part) -> int | None:
         """Return the iteration of a block that a later stage may begin, and count its attempts.
 
-        After ``MAX_DEATHS`` attempts, the block is lost. A block of an earlier run is not begun.
+        After ``MAX_DEATHS`` attempts, the block is lost. No stage begins a block of an earlier run.
 
         Args:
             task: The stage's task, which has several blocks if Ray runs two stages in one task.

@@ -1,1 +1,1 @@
-"""Who makes which chunk, what is lost and made again, what is delivered; no Ray and no I/O."""
+"""State machines that assign chunks, recover losses and order batches, without Ray or I/O."""

@@ -151,7 +151,12 @@ class Carrier(Protocol[ArrivedT]):
         """Report that batches are resent."""
 
     def note_new_run(self, failure: BaseException | None, resent: int) -> None:
-        """Report that a new run will replace one that is lost, and makes so many batches again."""
+        """Report that a new run replaces a lost run.
+
+        Args:
+            failure: The error that ended the lost run, or None.
+            resent: Number of batches that the new run makes again.
+        """
 
     def leave_out(self, entry: Entry) -> None:
         """Report the samples that were left out of a batch; raise if they are too many."""

@@ -85,7 +85,7 @@ class Scheduler:
         starting: Number of tasks that may be starting at once, if logical workers are bound.
         one_by_one: Whether only one task at a time may work.
         in_run: Whether the pipeline serves an iteration.
-        prepared: How many tasks are to wait for the first chunks of an iteration.
+        prepared: How many tasks must wait before the first chunks of an iteration come.
         run: Number of the iteration that the pipeline serves or served last, from 1.
         closed: Whether all leases end.
     """
@@ -433,8 +433,8 @@ class Scheduler:
         """Return whether a lease ends, instead of getting ``chunk`` or waiting."""
         if self.closed or self.running > self._most_tasks or self._expired(lease):
             return True
-        # Ray takes the next blocks of a restarted task for those that the dead process had yielded
-        # of cancelled chunks, and drops them.
+        # The dead process had yielded blocks of chunks that are cancelled by now. Ray counts
+        # blocks, so it would drop as many blocks of the next iteration.
         if self._later_stages and lease.was_restarted and lease.given and lease.run != self.run:
             return True
         return lease.alone or (chunk is not None and chunk.alone and lease.given > 0)

@@ -170,8 +170,8 @@ class WorkerLoop:
         """Record whether a batch left its dataset copy unchanged.
 
         Returns:
-            Whether to report a change at once. The next request reports it otherwise, because it
-            decides who gets the next chunk.
+            Whether the carrier reports a change at once. For a watched logical worker, the next
+            request reports it, because the scheduler needs it to choose the next chunk.
         """
         if self._binding is Binding.WATCHED:
             self._unchanged = unchanged
@@ -209,7 +209,7 @@ class WorkerLoop:
         return Ask(self.place, self._made_then, unchanged, early)
 
     def _finished(self, *, chunk_ended: bool = False) -> int | None:
-        """Return what ``EndChunk.finished`` reports, if it is to be reported now."""
+        """Return the value of ``finished`` for the next step, and report an early request once."""
         if self._request is not _Request.EARLY or not (chunk_ended or self.made >= self._made_then):
             return None
         self._request = _Request.SENT

@@ -28,7 +28,7 @@ def replay(seed: int) -> int:
 
 
 def simulate(first: int, count: int) -> int:
-    """Search seeds, and print those that fail."""
+    """Play schedules, and print the seeds that fail."""
     began, played, failed = time.monotonic(), 0, 0
     for number, failures in search(first, count):
         played += number

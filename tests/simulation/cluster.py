@@ -187,7 +187,7 @@ class Cluster:
             self._world.lose_block(block)
 
     def end_tasks(self, pipeline: Pipeline) -> None:
-        """Tell the processes of a closed pipeline; kill those that do not end their tasks."""
+        """Notify the processes of a closed pipeline, and kill a process whose task does not end."""
         for process in self.processes_that_served(pipeline):
             self._world.network.send(process.link, self._note_closed, process, pipeline)
         for attempt in list(self.attempts.values()):

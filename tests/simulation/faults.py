@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Faults"]
 
-# How long Ray goes on with a process that it has replaced, before it kills that process.
+# How long a process runs after Ray has replaced it, until Ray kills it.
 MOST_CUT_S = 8.0
 MOST_SILENCE_S = 6.0
 OTHERS_S = 8.0
@@ -37,7 +37,7 @@ class Faults:
         self.calm_at = 0.0
 
     def happen(self, fault: Fault) -> None:
-        """Let a fault happen now, if there is anything that it can happen to."""
+        """Cause a fault now, if the world has something that the fault can affect."""
         self._world.log("fault", fault.name)
         getattr(self, f"_{fault.name.lower()}")()
 

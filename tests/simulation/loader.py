@@ -303,7 +303,7 @@ class Loader:
     replaceable = True
 
     def wait_until_open(self) -> None:
-        """Do nothing: what is sent earlier waits in the run."""
+        """Return at once, because the run keeps chunks that are sent before it is open."""
 
     def send(self, chunks: Sequence[Chunk], attempt: Attempt, *, one_by_one: bool) -> None:
         """Send chunks."""
@@ -359,7 +359,7 @@ class Loader:
         return "late"
 
     def name_dead_nodes(self) -> None:
-        """Do nothing: the history has the nodes that have died."""
+        """Log nothing, because the history records the deaths of nodes."""
 
     def note_block(self, arrived: StoredBlock, *, new: bool) -> None:
         """Count the costs of a block."""
@@ -385,7 +385,7 @@ class Loader:
         self._world.log("new run", resent)
 
     def leave_out(self, entry: Entry) -> None:
-        """Do nothing: no sample is left out."""
+        """Count nothing, because simulated samples can always be read."""
 
 
 _FIRST = Attempt()
@@ -517,7 +517,7 @@ class TrainingLoop:
         delivery.end()
 
     def _next(self, delivery: Delivery[StoredBlock]) -> Generator[Wait | Pause, bool, Entry | None]:
-        """Return the next batch. Interrupts come during waits, after which the loop goes on."""
+        """Return the next batch. Interrupts come during waits, and the loop continues."""
         steps, news = delivery.next_entry(), None
         while True:
             try:

@@ -106,7 +106,7 @@ MUTATIONS = [
         "if False:",
     ),
     Mutation(
-        "a restarted task before a later stage goes on to the next iteration",
+        "a restarted task before a later stage continues in the next iteration",
         "scheduler",
         "if self._later_stages and lease.was_restarted and lease.given and lease.run != self.run:",
         "if False:",

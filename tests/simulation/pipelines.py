@@ -193,7 +193,7 @@ class Pipeline:
             self._send_news()
 
     def break_down(self) -> None:
-        """Let the execution fail."""
+        """Break the execution."""
         if not self.broken and not self.closed:
             self.broken = True
             self._note(self.scheduler.stop_preparing(self._world.clock.now))
@@ -260,7 +260,7 @@ class Pipeline:
         self._blocks, self._losses = [], []
 
     def _end_iteration(self, process: WorkerProcess, ends: int, version: int) -> None:
-        """Tell a worker process that an iteration has ended; it drops the copies of that."""
+        """Notify a worker process of the end of an iteration, so that it drops its copies."""
         process.ended[self.number] = max(process.ended[self.number], ends)
         if not self._persistent:
             for slot in [slot for slot in process.copies if slot[0] == version]:

@@ -58,7 +58,7 @@ class World:
         self._versions: dict[str, int] = {}
 
     def play(self) -> None:
-        """Let events happen until the training loop is over and all tasks have ended.
+        """Run events until the training loop is over and all tasks have ended.
 
         Raises:
             Failure: An invariant does not hold.

@@ -1,4 +1,4 @@
-"""Search many seeds for one that fails, on all processors."""
+"""Play many seeds on all processors, and collect the failures."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEAST_EVENTS = 200
 RACES = {
     "a task that cannot restart keeps another one waiting": 1311,
     "a replaced process returns, and ends its task": 1059,
-    "a restarted task before a later stage goes on to the next iteration": 1663,
+    "a restarted task before a later stage continues in the next iteration": 1663,
 }
 
 

@@ -203,7 +203,7 @@ def test_a_keeper_answers_no_rank_of_another_user(place: Path) -> None:
 
 
 def connections_of(process: psutil.Process, kind: str) -> list[Any]:
-    """Return the connections of a process; none if it has ended meanwhile."""
+    """Return the connections of a process; none if the process has ended."""
     try:
         return list(process.net_connections(kind))
     except psutil.NoSuchProcess:
