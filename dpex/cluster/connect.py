@@ -144,7 +144,7 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         if _current is None or connection is not _current[1]:
             _announce(connection)
             if connection.kind != "client":
-                log_end_of_raylet(connection.address)
+                log_end_of_raylet(_node_here())
         _current = (ray_job(), connection)
         return connection
 
@@ -560,10 +560,17 @@ def _auth_mode_of(raylet_pid: int) -> dict[str, str]:
     return {}
 
 
+def _node_here() -> str:
+    """Return the id of this process's node."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def _is_single_host() -> bool:
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
+    here = _node_here()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if not any(node["Resources"].get("CPU") for node in nodes):
         return False  # nodes with CPUs have yet to join, perhaps on other machines

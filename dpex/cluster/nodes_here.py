@@ -31,9 +31,10 @@ HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@,]+):(?P<port>[0
 
 @dataclass(frozen=True)
 class Raylet:
-    """A Ray node's process on this machine, and the address of its cluster."""
+    """A Ray node's process on this machine, its node id, and the address of its cluster."""
 
     pid: int
+    node_id: str
     address: str
 
 
@@ -81,12 +82,12 @@ def local_raylets() -> list[Raylet] | None:
             address = flags.get("--gcs-address", "")
             if not HOST_PORT.fullmatch(address):
                 return None
-            raylets.append(Raylet(int(entry.name), address))
+            raylets.append(Raylet(int(entry.name), flags.get("--node_id", ""), address))
     return raylets
 
 
 def node_of(address: str, raylets: list[Raylet]) -> Raylet | None:
-    """Return the node of the cluster at this address, or None."""
+    """Return one of the nodes of the cluster at this address, or None."""
     return next((raylet for raylet in raylets if same_endpoint(raylet.address, address)), None)
 
 

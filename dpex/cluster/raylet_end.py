@@ -8,7 +8,7 @@ import select
 import sys
 
 from dpex.background_thread import BackgroundThread
-from dpex.cluster.nodes_here import local_raylets, node_of
+from dpex.cluster.nodes_here import local_raylets
 
 __all__ = ["RAYLET_ENDED", "log_end_of_raylet", "raylet_ended"]
 
@@ -23,26 +23,25 @@ RAYLET_ENDED = (
 
 # Raylets that a thread of this process watches.
 _watched: set[int] = set()
-# Addresses of clusters whose raylet on this machine has ended while this process used it.
+# Ids of nodes whose raylet has ended while this process was connected to it.
 _ended: set[str] = set()
 
 
-def log_end_of_raylet(address: str) -> None:
+def log_end_of_raylet(node_id: str) -> None:
     """Log an error as soon as the raylet of this process's node ends while Ray is connected.
 
     Ray's head notices the end some seconds later. If this process owns objects in the object store
     of that node, Ray 2.60 then ends it with exit status 1, without an error of Python.
 
     Args:
-        address: Address of the cluster.
+        node_id: The id of this process's node. This machine may run other nodes of the cluster too.
     """
-    _ended.discard(address)  # of an earlier Ray that had the same port
     if hasattr(os, "pidfd_open"):
-        BackgroundThread(target=_watch, args=(address,), name="dpex-raylet", daemon=True).start()
+        BackgroundThread(target=_watch, args=(node_id,), name="dpex-raylet", daemon=True).start()
 
 
-def _watch(address: str) -> None:
-    raylet = node_of(address, local_raylets() or [])
+def _watch(node_id: str) -> None:
+    raylet = next((raylet for raylet in local_raylets() or () if raylet.node_id == node_id), None)
     if raylet is None or raylet.pid in _watched:
         return
     try:
@@ -59,7 +58,7 @@ def _watch(address: str) -> None:
         _watched.discard(raylet.pid)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():  # else the program has shut Ray down
-        _ended.add(address)
+        _ended.add(node_id)
         logger.error(
             "the raylet of this machine (process %d) has ended. Ray may end this process with exit "
             "status 1, without an error of Python. Start it again, and resume from the last "
@@ -68,6 +67,6 @@ def _watch(address: str) -> None:
         )
 
 
-def raylet_ended(address: str) -> bool:
-    """Return whether the raylet of this process's node has ended; ``address`` as above."""
-    return address in _ended
+def raylet_ended(node_id: str) -> bool:
+    """Return whether the raylet of this process's node has ended; ``node_id`` as above."""
+    return node_id in _ended

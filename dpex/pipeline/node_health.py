@@ -41,8 +41,7 @@ class Nodes:
 
     def __init__(self) -> None:
         # Read the ID now: after a shutdown of Ray, this call would start a new Ray.
-        context = ray.get_runtime_context()
-        self._here, self._address = context.get_node_id(), str(context.gcs_address)
+        self._here = ray.get_runtime_context().get_node_id()
         self._dead: set[str] = set()
         self.look(log=False)
         self.died_at = 0.0
@@ -58,7 +57,7 @@ class Nodes:
         """
         if not ray.is_initialized():
             return
-        if raylet_ended(self._address):  # the head notices it seconds later
+        if raylet_ended(self._here):  # the head notices it seconds later
             raise ClusterError(RAYLET_ENDED)
         try:
             nodes = within(tuning.HEAD_ANSWER_S, ray.nodes)
