@@ -143,7 +143,8 @@ def make_loader(
 
     Args:
         peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers), ``"spawn"`` (torch's
-            with spawned workers), ``"stateful"`` (torchdata's) or ``"dpex"``.
+            with spawned workers), ``"stateful"`` (torchdata's), ``"dpex"`` (on a local Ray) or
+            ``"processes"`` (dpex's processes of this machine).
         dataset: Dataset that the loader reads.
         batch_size: Samples in a batch.
         num_workers: Number of workers; ``"inline"`` has none.
@@ -184,19 +185,21 @@ def make_loader(
             dataset, multiprocessing_context="fork", **options
         )
         return stateful
-    if peer == "dpex":
+    if peer in {"dpex", "processes"}:
         from dpex import DpexDataLoader
 
         loader: DpexDataLoader[Any] = DpexDataLoader(
             dataset,
             multiprocessing_context="fork",
             distribute_mode=True,
-            head_address="local",
+            head_address="local" if peer == "dpex" else peer,
             **options,
         )
         wait_for_ray(loader)
         return loader
-    raise ValueError(f"peer must be 'inline', 'torch', 'spawn', 'stateful' or 'dpex', was {peer!r}")
+    raise ValueError(
+        f"peer must be 'inline', 'torch', 'spawn', 'stateful', 'dpex' or 'processes', was {peer!r}"
+    )
 
 
 def wait_for_ray(loader: Any) -> None:

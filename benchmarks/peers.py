@@ -12,6 +12,7 @@ Ray Data has no sampler, and need not keep an order: it reads the samples in the
 - ``raydata``: Ray Data as its documentation teaches: raw rows, ``map``, ``iter_torch_batches``
 - ``raydata-index``: Ray Data over the indices of the dataset, which ``map`` reads
 - ``dpex``: DpexDataLoader on a local Ray
+- ``processes``: DpexDataLoader with processes of this machine
 - ``inline``: one process alone; its rate times the number of cores is the limit
 """
 
@@ -36,6 +37,7 @@ START_ORDER = (
     "spdl",
     "spawn",
     "rpc",
+    "processes",
     "dpex",
     "inline",
     "raydata",
@@ -43,9 +45,9 @@ START_ORDER = (
 )
 RAY_DATA = ("raydata", "raydata-index")
 # torch and dpex run one after the other.
-TURN_ORDER = ("torch", "dpex", "rpc", "spawn", "stateful", "spdl", *RAY_DATA)
+TURN_ORDER = ("torch", "dpex", "processes", "rpc", "spawn", "stateful", "spdl", *RAY_DATA)
 # Peers that can read every map-style dataset with every collate_fn.
-TORCH_PEERS = ("torch", "dpex", "spawn", "stateful")
+TORCH_PEERS = ("torch", "dpex", "processes", "spawn", "stateful")
 PREFETCH_FACTOR = 2  # torch's default
 
 

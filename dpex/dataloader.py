@@ -14,13 +14,15 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from dpex import tuning
-from dpex.cluster.connect import connect, fork_first_workers, parse_address
+from dpex.carriers.processes.session import ProcessJob, ProcessSession, check_system
+from dpex.cluster.connect import PROCESSES, connect, fork_first_workers, parse_address
+from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import forkserver
-from dpex.compat.torch_names import BaseDataLoaderIter
+from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
 from dpex.log import announce, warn
-from dpex.pipeline.worker_options import WorkerOptions
+from dpex.pipeline.worker_options import WorkerOptions, needs_ray
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunk_sizes import ChunkPlanner
@@ -39,6 +41,7 @@ from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
 from dpex.worker.inherited_job import Bequest
 from dpex.worker.state_watch import is_watchable
+from dpex.worker.training_settings import InheritedSettings, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +51,10 @@ if TYPE_CHECKING:
     from dpex.pipeline.session import Session
     from dpex.training.starting_session import PickleJob
     from dpex.transforms.stage import Stage
+    from dpex.worker.later_stage import StageJob
     from dpex.worker.map_style import Job
+
+    _Session = Session | StartingSession | ProcessSession
 
 __all__ = ["DEFAULT_MAX_SKIPPED", "DEFAULT_PREFETCH_BYTES", "DataLoader", "DpexDataLoader"]
 
@@ -99,7 +105,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             ``"cluster"``: the same without a local Ray. ``"local"``: always a local Ray. A local
             Ray ends with the process. ``"host:port"``: the cluster at this address, of which this
             machine must be a node. ``"ray://host:port"``: the cluster at this address, through Ray
-            Client.
+            Client. ``"processes"``: no Ray; each worker is a process of this machine, which starts
+            at ``iter()`` as torch's workers do.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
             ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
@@ -268,11 +275,15 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         jobs = self._jobs()
         state = self._cluster
         if state is None or not state.session.alive:
-            session = self._warmed if self._warmed is not None and self._warmed.alive else None
-            session = session or self._starting_session(jobs, warms_up=False)
-            self._warmed = None
-            state = self._cluster = _ClusterState(self, session or self._connected(jobs.bequest))
-        stored = state.session.store(jobs.pickle_job, jobs.later)
+            state = self._cluster = _ClusterState(self, self._new_session(jobs))
+        session = state.session
+        stored: Any = None
+        settings: Any = InheritedSettings()
+        if isinstance(session, ProcessSession):
+            stored = self._process_job(jobs)
+        else:
+            stored = session.store(jobs.pickle_job, jobs.pickled_stages)
+            settings = Settings.now(forks=self._forks)
         return self._record(
             ClusterIter(
                 self,
@@ -282,9 +293,54 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                 state.versions,
                 state.epochs,
                 max_skipped=self.max_skipped,
-                forks=self._forks,
+                settings=settings,
                 seeded=self._progress.seeded,
             )
+        )
+
+    def _new_session(self, jobs: _Jobs) -> _Session:
+        if self.head_address == PROCESSES:
+            self._check_processes(jobs)
+            return ProcessSession(self.num_workers, persistent=self.persistent_workers)
+        warmed, self._warmed = self._warmed, None
+        if warmed is not None and warmed.alive:
+            return warmed
+        session = self._starting_session(jobs, warms_up=False)
+        return session or self._connected(jobs.bequest)
+
+    def _process_job(self, jobs: _Jobs) -> ProcessJob:
+        """Return what worker processes of this machine start with."""
+        context = self.multiprocessing_context or multiprocessing.get_context()
+        later = [job for _, job, _ in jobs.later]
+        stream = self._dataset_kind == DatasetKind.Iterable
+        return ProcessJob(context, jobs.job, later, stream)
+
+    def _check_processes(self, jobs: _Jobs) -> None:
+        """Check that processes of this machine can do the loader's work, and say what they ignore.
+
+        Raises:
+            ValueError: The work needs Ray.
+        """
+        check_system()
+        needed = [f"worker_options[{name!r}]" for name in needs_ray(self.worker_options or {})]
+        needed += [repr(s) for s, _, _ in jobs.later if s.num_gpus or s.resources]
+        if needed:
+            raise ValueError(
+                f"head_address={PROCESSES!r} cannot meet {', '.join(needed)}: only Ray assigns "
+                'resources to worker processes. Pass head_address="local" or a cluster\'s address'
+            )
+        ignored = [f"worker_options[{name!r}]" for name in self.worker_options or {}]
+        ignored += [f"max_workers of {s!r}" for s, _, _ in jobs.later if s.max_workers]
+        if ignored:
+            _warn_once(
+                f"processes {ignored}",
+                f"head_address={PROCESSES!r} ignores {', '.join(ignored)}: each logical worker has "
+                "one process, which runs all stages",
+            )
+        cores = usable_cores()
+        _announce_once(
+            f"{self.num_workers} worker process{'es' * (self.num_workers != 1)} on "
+            f"{cores} core{'s' * (cores != 1)} of this machine"
         )
 
     def _record(self, iterator: ClusterIter | LocalIter) -> ClusterIter | LocalIter:
@@ -369,7 +425,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             ClusterError: Ray does not start. Without ``wait``: for a reason that shows at once.
             SerializationError: The dataset cannot be pickled, and this call had to pickle it.
         """
-        if not self._distributed:
+        if not self._distributed or self.head_address == PROCESSES:
             return
         self._drop_outdated_session()
         sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
@@ -378,7 +434,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             jobs = self._jobs()
             session = self._warmed = self._starting_session(jobs, warms_up=True)
             assert session is not None
-            session.warm_up(UnstoredJob(jobs.pickle_job, jobs.later), binding=initial_binding(self))
+            unstored = UnstoredJob(jobs.pickle_job, jobs.pickled_stages)
+            session.warm_up(unstored, binding=initial_binding(self))
         if wait and isinstance(session, StartingSession):
             session.started()
 
@@ -417,7 +474,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             drop_last=self.drop_last,
         )
         pickle_job = functools.cache(functools.partial(self._pickle, job))
-        stages = [(stage, functools.partial(self._pickle, own)) for stage, own in later]
+        stages = [(stage, own, functools.partial(self._pickle, own)) for stage, own in later]
         return _Jobs(job, pickle_job, stages)
 
     def check_worker_number_rationality(self) -> None:
@@ -627,12 +684,17 @@ class _Jobs:
     Attributes:
         job: The job of the first stage.
         pickle_job: Pickles the job, once for each value of its argument.
-        later: The later stages, each with a function that pickles its job.
+        later: The later stages, each with its job and a function that pickles the job.
     """
 
     job: Job
     pickle_job: PickleJob
-    later: Sequence[tuple[Stage, PickleJob]]
+    later: Sequence[tuple[Stage, StageJob, PickleJob]]
+
+    @property
+    def pickled_stages(self) -> list[tuple[Stage, PickleJob]]:
+        """The later stages, each with a function that pickles its job."""
+        return [(stage, pickle_job) for stage, _, pickle_job in self.later]
 
     def bequest(self) -> Bequest:
         """Return the job that forks of this process inherit."""
@@ -642,7 +704,7 @@ class _Jobs:
 class _ClusterState:
     """The state that a loader keeps from one iteration to the next."""
 
-    def __init__(self, loader: DpexDataLoader[Any], session: Session | StartingSession) -> None:
+    def __init__(self, loader: DpexDataLoader[Any], session: _Session) -> None:
         self.session = session
         self.versions = DatasetVersions()
         self.epochs = SamplerEpochs(loader)

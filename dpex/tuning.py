@@ -293,6 +293,10 @@ it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
 CLEARLY_MORE = 4
 """Tasks per core from which more first workers than cores make chunks. Without it, `null` was 0.79
 of the rate before, because its samples seemed to wait while Ray started."""
+EARLY_CHUNK_BYTES = 64 << 10
+"""The largest chunk that a process gets while it makes another one: a socket holds more bytes."""
+MOST_FAILED_STARTS = 3
+"""Processes of a logical worker in a row that may end before their first sample."""
 MOST_FIRST_WORKERS = 128
 """First workers of a loader; each needs a fork and a descriptor."""
 MORE_FORKS_S = 1.0

@@ -56,6 +56,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(PROGRAM_SECONDS + 100), append=False)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of a module that names ``CARRIERS`` on each of these carriers."""
+    carriers = getattr(metafunc.module, "CARRIERS", ())
+    if metafunc.definition.get_closest_marker("only_ray"):
+        carriers = carriers[:1]
+    if carriers:
+        metafunc.parametrize("carrier", carriers, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Give the loaders of a module that names ``CARRIERS`` one of them, and return it."""
+    name = getattr(request, "param", "")
+    if name:
+        monkeypatch.setitem(request.module.OURS, "head_address", name)
+    return str(name)
+
+
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[Connection]:
     """Connect to a new local Ray, which is isolated from any other Ray on this machine."""

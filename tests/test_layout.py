@@ -14,11 +14,12 @@ import dpex
 
 PACKAGE = Path(dpex.__file__).parent
 # Layers, from the training process to the bytes of a batch. A layer imports no earlier layer.
-LAYERS = ["dpex.training", "dpex.pipeline", "dpex.worker", "dpex.wire"]
+LAYERS = ["dpex.training", "dpex.carriers", "dpex.pipeline", "dpex.worker", "dpex.wire"]
 # Modules of these folders may import Ray, except WITHOUT_RAY. Of other folders, WITH_RAY may.
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {
     *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
+    *("dpex.cluster.limits", "dpex.cluster.releasing"),
     "dpex.pipeline.worker_options",
 }
 WITH_RAY = {

@@ -44,6 +44,7 @@ from dpex import DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local"}
 GONE_SECONDS = 30
 

@@ -25,7 +25,7 @@ from dpex.cluster.client import SCHEME, check_server, join_through_client
 from dpex.cluster.exclusive_init import ConnectedMeanwhile, wait_for_program
 from dpex.cluster.forked_exit import leave_ray_to_parent
 from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
-from dpex.cluster.limits import usable_cores
+from dpex.cluster.limits import free_cores, usable_cores
 from dpex.cluster.local import forkserver, launch, shared_by_ranks
 from dpex.cluster.nodes_here import (
     HOST_PORT,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Connection",
+    "PROCESSES",
     "choose",
     "cluster_size",
     "connect",
@@ -63,6 +64,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("dpex")
+
+PROCESSES = "processes"
+"""The ``head_address`` of a loader whose workers are processes of this machine, without Ray."""
 
 
 _lock = threading.Lock()
@@ -189,7 +193,7 @@ def fork_first_workers(
                 bequest,
                 new_job_id() if shared else forkserver.FIRST_JOB,
                 first_workers=min(most(), tuning.MOST_FIRST_WORKERS),
-                at_once=launch.free_cores(),
+                at_once=free_cores(),
             )
         return forkserver.take_first_workers()
 
@@ -250,7 +254,7 @@ def parse_address(value: str, name: str) -> str:
         ValueError: The address has none of the forms.
     """
     # Ray gives RAY_ADDRESS its meaning, and knows no "cluster".
-    words = ["auto", "local"] if name == "RAY_ADDRESS" else ["auto", "cluster", "local"]
+    words = ["auto", "local"] if name == "RAY_ADDRESS" else ["auto", "cluster", "local", PROCESSES]
     if isinstance(value, str):
         if value in words:
             return value

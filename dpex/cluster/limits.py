@@ -11,7 +11,14 @@ from pathlib import Path
 
 from dpex import tuning
 
-__all__ = ["IdleCores", "free_memory", "local_ranks", "usable_cores", "usable_memory"]
+__all__ = [
+    "IdleCores",
+    "free_cores",
+    "free_memory",
+    "local_ranks",
+    "usable_cores",
+    "usable_memory",
+]
 
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -35,6 +42,19 @@ def usable_cores(process: int = 0) -> int:
             if int(quota) > 0:  # version 1 has -1 if there is no limit
                 cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
     return cores
+
+
+def free_cores() -> int:
+    """Return this rank's share of the machine's usable cores, at least 1.
+
+    A launcher may bind each rank to other cores. Then only the launcher, which is the parent
+    process, may use the cores of all ranks.
+    """
+    own = usable_cores()
+    with contextlib.suppress(ProcessLookupError):
+        everyones = max(own, usable_cores(os.getppid()))
+        return max(1, min(own, everyones // max(1, local_ranks() or 1)))
+    return own
 
 
 def local_ranks() -> int | None:

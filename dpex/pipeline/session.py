@@ -19,13 +19,9 @@ from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.interrupted_exit import importing
+from dpex.cluster.limits import free_cores
 from dpex.cluster.local import forked_worker, forkserver
-from dpex.cluster.local.launch import (
-    free_cores,
-    make_no_errors_of_rays_warnings,
-    settled,
-    within,
-)
+from dpex.cluster.local.launch import make_no_errors_of_rays_warnings, settled, within
 from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from dpex.log import warn
 
-__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "lacking", "unmet"]
+__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "lacking", "needs_ray", "unmet"]
 
 NODE_LABEL = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -98,6 +98,11 @@ def check(options: Any) -> None:
             f"January 2027. {instead_of(strategy)}",
             DeprecationWarning,
         )
+
+
+def needs_ray(options: Mapping[str, Any]) -> list[str]:
+    """Return the options that a process without Ray cannot meet: all but its CPUs and memory."""
+    return [name for name, value in options.items() if value and name not in _OWN_OPTIONS.values()]
 
 
 def instead_of(strategy: Any) -> str:

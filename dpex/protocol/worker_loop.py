@@ -25,6 +25,7 @@ __all__ = [
     "Send",
     "Step",
     "WorkerLoop",
+    "next_step",
 ]
 
 
@@ -115,6 +116,15 @@ class EndChunk:
 
 
 Step = Ask | NextChunk | Open | NextBatch | Send | EndChunk
+
+
+def next_step(steps: Generator[Step, Any, None], answer: Any) -> Step | None:
+    """Return the next step of ``WorkerLoop.run``, or None at its end."""
+    try:
+        return steps.send(answer)
+    except StopIteration:
+        return None
+
 
 _NEXT_CHUNK = NextChunk()
 _NEXT_BATCH = NextBatch()

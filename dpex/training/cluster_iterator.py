@@ -17,17 +17,15 @@ from dpex.protocol.deferred_errors import reraise
 from dpex.stats import Meter
 from dpex.training.epoch import Epoch, EpochOptions, StateNotes
 from dpex.worker.seeding import generators_kept
-from dpex.worker.training_settings import Settings
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from dpex.pipeline.session import Session
     from dpex.protocol.chunk_sizes import ChunkPlanner
+    from dpex.training.carriers import CarrierSession
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs
-    from dpex.training.starting_session import StartingSession
 
 __all__ = ["ClusterIter", "initial_binding"]
 
@@ -46,12 +44,12 @@ class ClusterIter(BaseDataLoaderIter):
     Args:
         loader: The loader.
         job: The loader's job, which ``session.store`` returned.
-        session: The loader's job and pipelines on the cluster.
+        session: The loader's worker processes.
         planner: Planner of the chunk sizes, which keeps the costs of earlier iterations.
         versions: Source of the numbers of dataset versions.
         epochs: Epoch numbers of the loader's samplers.
         max_skipped: Maximum number of samples to leave out of an epoch.
-        forks: Whether torch's workers would be forks of this process.
+        settings: Settings that the worker processes apply.
         seeded: Whether a loaded state has the base_seed of the first epoch.
 
     Attributes:
@@ -66,13 +64,13 @@ class ClusterIter(BaseDataLoaderIter):
         self,
         loader: DataLoader[Any],
         job: Any,
-        session: Session | StartingSession,
+        session: CarrierSession,
         planner: ChunkPlanner,
         versions: DatasetVersions,
         epochs: SamplerEpochs,
         *,
         max_skipped: int,
-        forks: bool,
+        settings: Any,
         seeded: bool,
     ) -> None:
         # With a base_seed from a loaded state, torch's draw must leave the generators unchanged.
@@ -95,7 +93,7 @@ class ClusterIter(BaseDataLoaderIter):
         self._epoch_number = -1
         self._published_at = time.monotonic()
         self._version = versions.new()
-        self._settings = Settings.now(forks=forks)
+        self._settings = settings
         self._epoch: Epoch | None = None
         self._reset(loader, first_iter=True)
 

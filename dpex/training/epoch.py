@@ -19,15 +19,12 @@ from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 
 if TYPE_CHECKING:
-    from dpex.pipeline.remote_run import RemoteRun
-    from dpex.pipeline.session import Session
     from dpex.protocol.batch_order import BatchOrder
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunk_sizes import ChunkPlanner
     from dpex.protocol.chunks import Chunk, Entry, Run
     from dpex.protocol.recovery import Recovery
-    from dpex.training.first_workers import FirstRun
-    from dpex.training.starting_session import StartingSession
+    from dpex.training.carriers import CarrierRun, CarrierSession
     from dpex.wire.arrivals import Arrival
 
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
@@ -97,7 +94,7 @@ class _RunCarrier:
 
     Args:
         order: Requests for the batches, for messages.
-        session: The loader's job and pipelines on the cluster.
+        session: The loader's worker processes.
         planner: Planner of the chunk sizes.
         options: Options of the loader.
         notes: Reports of worker state.
@@ -109,7 +106,7 @@ class _RunCarrier:
     def __init__(
         self,
         order: BatchOrder,
-        session: Session | StartingSession,
+        session: CarrierSession,
         planner: ChunkPlanner,
         options: EpochOptions,
         notes: StateNotes,
@@ -121,11 +118,11 @@ class _RunCarrier:
         self._options = options
         self._notes = notes
         self._num_workers = 0
-        self._opening: Callable[[], RemoteRun | FirstRun] | None = None
-        self._opened: RemoteRun | FirstRun | None = None
+        self._opening: Callable[[], CarrierRun] | None = None
+        self._opened: CarrierRun | None = None
 
     @property
-    def _run(self) -> RemoteRun | FirstRun:
+    def _run(self) -> CarrierRun:
         assert self._opened is not None
         return self._opened
 
@@ -289,7 +286,7 @@ class Epoch:
     Args:
         run: The run that the batches belong to.
         order: Requests for the batches.
-        session: The loader's job and pipelines on the cluster.
+        session: The loader's worker processes.
         planner: Planner of the chunk sizes.
         options: Options of the loader.
         notes: Reports of worker state.
@@ -300,7 +297,7 @@ class Epoch:
         run: Run,
         order: BatchOrder,
         *,
-        session: Session | StartingSession,
+        session: CarrierSession,
         planner: ChunkPlanner,
         options: EpochOptions,
         notes: StateNotes,

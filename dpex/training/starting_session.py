@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.exclusive_init import waits_for_program
+from dpex.cluster.limits import free_cores
 from dpex.cluster.local import forkserver
-from dpex.cluster.local.launch import free_cores
 from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import release_later
 from dpex.errors import ClusterError

@@ -7,7 +7,7 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,13 +20,12 @@ from dpex.protocol.chunks import ALL_ITERATIONS, AssignedChunk, Replaced
 from dpex.protocol.worker_loop import (
     Ask,
     EndChunk,
-    MadeBatch,
     NextBatch,
     NextChunk,
     Open,
     Send,
-    Step,
     WorkerLoop,
+    next_step,
 )
 from dpex.wire.packing import pack, unpack
 from dpex.worker.actor_calls import (
@@ -42,10 +41,7 @@ from dpex.worker.kept_jobs import is_over, read_job, release_when_closed, workin
 from dpex.worker.process_identity import attempt_name, process_name, wait_for_end
 
 if TYPE_CHECKING:
-    from dpex.protocol.chunks import Chunk, Entry
     from dpex.wire.block_format import BlockWriter
-    from dpex.wire.timings import Costs
-    from dpex.worker.map_style import Job
 
 __all__ = [
     "TransformBatches",
@@ -113,36 +109,29 @@ def make_batches(
     """
     from dpex.wire.block_format import BlockWriter
     from dpex.wire.segments import OWN_SEGMENTS
-    from dpex.wire.timings import Costs
+    from dpex.worker.chunk_work import ChunkWork  # loads torch, which the actor does not need
 
     show_script_arguments()
     loop = WorkerLoop()
     actor = _Actor(actor_name, pipeline_key)
     make_copy = functools.partial(read_job, job, job_key, actor_name)
     release_when_closed(actor_name, pipeline_key, job_key)
-    writer = BlockWriter("", 0)
-    batches: Iterator[tuple[Entry, Costs]] = iter(())
+    chunks = ChunkWork(loop, _here(), make_copy, actor.ask, actor.note_change)
     steps = loop.run()
     answer: Any = None
     # Each chunk closes it at its end.
     with contextlib.ExitStack() as work:
-        while (step := _next_step(steps, answer)) is not None:
+        while (step := next_step(steps, answer)) is not None:
             answer = None
             match step:
                 case NextBatch():
-                    if (made := next(batches, None)) is not None:
-                        entry, costs = made
-                        writer.add(entry, costs)
-                        sizes = writer.batch_bytes, writer.size_bytes
-                        ended = entry.outcome == "end"
-                        answer = MadeBatch(time.monotonic(), costs.seconds, *sizes, ended)
-                        del made, entry
+                    answer = chunks.next_batch()
                 case Send():
                     if last:
-                        deliver(writer, actor.messages, actor.report_of(step.finished))
+                        deliver(chunks.writer, actor.messages, actor.report_of(step.finished))
                     else:
                         actor.report(step.finished)
-                        yield writer.table()
+                        yield chunks.writer.table()
                     answer = time.monotonic()
                 case Ask():
                     actor.ask(step)
@@ -161,25 +150,16 @@ def make_batches(
                     chunk = pickle.loads(assigned.payload)
                     # None before a later stage, also if Ray runs that stage in this task.
                     segments = OWN_SEGMENTS.serve(pipeline_key, chunk.run.key, reader)
-                    earlier = Costs(retries=len(chunk.numbers) if assigned.again else 0)
-                    writer = BlockWriter(chunk.run.key, chunk.number, earlier, segments=segments)
                     iteration = ALL_ITERATIONS if persistent else assigned.iteration
                     work.enter_context(working(pipeline_key, iteration))
-                    batches = _batches(chunk, assigned, make_copy, cancelled, loop, actor)
+                    batches = chunks.batches(chunk, assigned, cancelled)
+                    chunks.open(chunk, assigned, batches, segments)
                     answer = chunk, time.monotonic()
                 case EndChunk():
-                    batches = iter(())  # it may hold a dataset copy
+                    chunks.close()
                     work.close()
                     actor.report(step.finished)
     actor.messages.confirm()
-
-
-def _next_step(steps: Generator[Step, Any, None], answer: Any) -> Step | None:
-    """Return the next step of a worker loop, or None at its end."""
-    try:
-        return steps.send(answer)
-    except StopIteration:
-        return None
 
 
 def deliver(
@@ -361,41 +341,6 @@ class _Actor:
     def note_change(self) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""
         self.messages.send("state", self._origin[0], False)
-
-
-def _batches(
-    chunk: Chunk,
-    assigned: AssignedChunk,
-    make_copy: Callable[[], Job],
-    cancelled: Callable[[], bool],
-    loop: WorkerLoop,
-    actor: _Actor,
-) -> Iterator[tuple[Entry, Costs]]:
-    """Return the iterator of a chunk's batches, which asks for the next chunk in time."""
-    from dpex.worker.iterable import stream_chunk
-    from dpex.worker.map_style import fetch_chunk
-
-    if chunk.stream:
-        return stream_chunk(chunk, make_copy, _here(), cancelled)
-
-    def ask_early() -> None:
-        if (request := loop.ask_early()) is not None:
-            actor.ask(request)
-
-    def note_state(unchanged: bool) -> None:
-        if loop.note_state(unchanged):
-            actor.note_change()
-
-    return fetch_chunk(
-        chunk,
-        make_copy,
-        _here(),
-        cancelled,
-        binding=assigned.binding,
-        restarted=assigned.restarted,
-        nearly_made=ask_early if loop.asks_early else None,
-        seen_unchanged=note_state,
-    )
 
 
 def _here() -> str:

@@ -16,7 +16,7 @@ import torch
 
 from dpex.worker import environment, module_settings
 
-__all__ = ["Settings"]
+__all__ = ["InheritedSettings", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,18 @@ class Settings:
     def _other_gradients(self) -> Iterator[None]:
         with torch.inference_mode(self.inference_mode), torch.set_grad_enabled(self.grad_enabled):
             yield
+
+
+@dataclass(frozen=True)
+class InheritedSettings:
+    """The settings of a worker process that the training process has started itself.
+
+    It has inherited them as torch's workers do, and keeps them.
+    """
+
+    def take_over(self) -> None:
+        """Change nothing."""
+
+    def gradients(self) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dpex import DpexDataLoader
-from dpex.cluster.local.launch import free_cores
+from dpex.cluster.limits import free_cores
 
 EPOCHS = 2
 # Lengths and batch sizes. Only the first length is divisible by ranks and batch size.

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
 BATCHES = 6
 EPOCHS = 3
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local"}
 PROGRAM = PROGRAMS / "resume_program.py"
 

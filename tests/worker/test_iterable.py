@@ -29,6 +29,7 @@ from dpex import BatchLostError, DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local"}
 Same = Callable[[Any, Any], None]
 

@@ -30,6 +30,7 @@ from dpex.worker import later_stage
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
 
 GPU_PROGRAM = PROGRAMS / "gpu_stage_program.py"
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]
@@ -174,6 +175,7 @@ class Alone:
         return value
 
 
+@pytest.mark.only_ray
 def test_no_more_workers_at_once_than_a_stage_allows(tmp_path: Path) -> None:
     stage = Stage(Alone(tmp_path / "log"), num_cpus=0.5, max_workers=1)
     loader: Any = DpexDataLoader(MappedDataset(Plain(40), [stage]), 2, num_workers=4, **OURS)
@@ -189,6 +191,7 @@ class Pid:
         return torch.cat([value, torch.tensor([float(os.getpid())])])
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize(("num_cpus", "together"), [(1, True), (2, False)])
 def test_a_stage_that_asks_for_the_same_runs_in_the_same_task(
     num_cpus: int, together: bool
@@ -386,6 +389,7 @@ def test_what_a_stage_inside_of_another_dataset_would_not_get_is_an_error(inside
             iter(loader)
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize(
     "asks",
     [{"num_gpus": 1}, {"resources": {"tape": 2}}, {"num_cpus": 100_000}],

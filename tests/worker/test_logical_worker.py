@@ -13,6 +13,7 @@ from dpex import DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local"}
 # Fields of ``WorkerInfo`` whose values do not depend on the process.
 FIELDS = ("id", "num_workers", "seed", "rng", "worker_method")

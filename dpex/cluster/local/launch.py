@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.cluster.exclusive_init import ConnectedMeanwhile, exclusive_init, rays_init
-from dpex.cluster.limits import free_memory, local_ranks, usable_cores, usable_memory
+from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.local import forked_worker
 from dpex.cluster.local.directory import delete_ended, make_directory, runtime_directory
 from dpex.cluster.local.process_end import end_ray_after_us
@@ -33,7 +33,6 @@ __all__ = [
     "StartedRay",
     "check_settings",
     "disconnect",
-    "free_cores",
     "init_ray",
     "load_ray",
     "local_cpus",
@@ -71,19 +70,6 @@ def local_cpus() -> int:
     the idle worker processes beyond that number, and their caches would be lost.
     """
     return max(64, usable_cores())
-
-
-def free_cores() -> int:
-    """Return this rank's share of the machine's usable cores, at least 1.
-
-    A launcher may bind each rank to other cores. Then only the launcher, which is the parent
-    process, may use the cores of all ranks.
-    """
-    own = usable_cores()
-    with contextlib.suppress(ProcessLookupError):
-        everyones = max(own, usable_cores(os.getppid()))
-        return max(1, min(own, everyones // max(1, local_ranks() or 1)))
-    return own
 
 
 @dataclass(frozen=True)

@@ -348,13 +348,13 @@ def test_jobs_are_told_apart(bare_environment: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
 def test_cores_are_divided_among_ranks(variable: str, bare_environment: pytest.MonkeyPatch) -> None:
-    cores = launch.free_cores()
+    cores = limits.free_cores()
     assert 1 <= cores <= len(os.sched_getaffinity(0)) <= launch.local_cpus()
     bare_environment.setenv("LOCAL_RANK", "0")
     bare_environment.setenv(variable, str(cores))
-    assert launch.free_cores() == 1
+    assert limits.free_cores() == 1
     bare_environment.setenv(variable, "1000")
-    assert launch.free_cores() == 1
+    assert limits.free_cores() == 1
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_bound_rank_uses_all_its_cores(
     cores = {0: own, os.getppid(): of_parent}
     bare_environment.setattr(limits, "_own_groups", lambda: iter(()))
     bare_environment.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
-    assert launch.free_cores() == share
+    assert limits.free_cores() == share
 
 
 BOUND_RANKS = """

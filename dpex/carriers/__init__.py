@@ -1,0 +1,1 @@
+"""What moves chunks to worker processes, and their batches back."""

@@ -1,0 +1,230 @@
+"""The worker processes of a loader, from one iteration to the next."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpex.carriers.processes.worker_process import WorkerStart
+from dpex.carriers.processes.worker_processes import WorkerProcesses
+from dpex.cluster.limits import free_cores
+from dpex.cluster.releasing import be_ready, release_later
+from dpex.errors import ClusterError
+from dpex.wire.arrivals import Arrivals, Decoder
+from dpex.wire.buffer_pool import MemoryPool
+from dpex.worker.map_style import pickled_chunks
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    from dpex.protocol.binding import Binding
+    from dpex.protocol.chunks import Chunk
+    from dpex.stats import LoaderStats
+    from dpex.worker.later_stage import StageJob
+    from dpex.worker.map_style import Job
+
+__all__ = ["ProcessJob", "ProcessRun", "ProcessSession", "check_system"]
+
+
+def check_system() -> None:
+    """Check that dpex's worker processes run on this system.
+
+    Raises:
+        NotImplementedError: It is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise NotImplementedError(
+            f"dpex's worker processes need Linux, and this is {sys.platform}. Pass "
+            "distribute_mode=False"
+        )
+
+
+@dataclass(frozen=True)
+class ProcessJob:
+    """What the worker processes of an iteration start with.
+
+    Attributes:
+        context: The loader's ``multiprocessing_context``.
+        job: The job.
+        later: The jobs of the later stages.
+        stream: Whether the dataset is an ``IterableDataset``.
+    """
+
+    context: BaseContext
+    job: Job
+    later: Sequence[StageJob]
+    stream: bool
+
+
+class ProcessSession:
+    """The worker processes of a loader; see ``CarrierSession``.
+
+    Args:
+        num_workers: Number of logical workers, each of which has a process.
+        persistent: Whether the processes outlive an iteration.
+    """
+
+    warned_of_size = False
+
+    def __init__(self, num_workers: int, *, persistent: bool) -> None:
+        self._pid = os.getpid()
+        self._num_workers = num_workers
+        self._persistent = persistent
+        self._pool = MemoryPool()
+        self._kept: tuple[ProcessJob, WorkerProcesses] | None = None
+        self._closed = False
+        self._in_use: weakref.WeakSet[ProcessRun] = weakref.WeakSet()
+        be_ready()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that created the object."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Check that this process created the object.
+
+        Raises:
+            ClusterError: It is a fork of that process.
+        """
+        if self.forked:
+            raise ClusterError(
+                "this process is a fork of the one that began the iteration, and the worker "
+                "processes send their batches there. Call iter(loader) in this process"
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether iterations can begin."""
+        return not (self.forked or self._closed)
+
+    def open(
+        self, run: str, job: ProcessJob, *, binding: Binding, pin_device: int | None
+    ) -> Callable[[], ProcessRun]:
+        """Start an iteration, and its processes unless they persist.
+
+        Args:
+            run: Key of the iteration.
+            job: What the processes start with.
+            binding: Without effect: each logical worker has its own process.
+            pin_device: As for ``Decoder``.
+
+        Raises:
+            OSError: A process cannot be started.
+        """
+        processes = self._processes(job)
+        processes.begin(Decoder(run, self._pool, pin_device))
+        opened = ProcessRun(processes, persistent=self._persistent)
+        self._in_use.add(opened)
+        return lambda: opened
+
+    def _processes(self, job: ProcessJob) -> WorkerProcesses:
+        if self._kept is not None:
+            kept_job, kept = self._kept
+            if kept_job is job and kept.open:
+                return kept
+            kept.close()
+            self._kept = None
+        start = WorkerStart(job.job, job.later, os.getpid(), job.stream)
+        processes = WorkerProcesses(job.context, start, self._num_workers)
+        if self._persistent:
+            self._kept = job, processes
+            weakref.finalize(self, release_later, processes.close).atexit = False
+        return processes
+
+    def claims_cpus(self) -> bool:
+        """Return False: no scheduler counts the CPUs of the processes."""
+        return False
+
+    def first_tasks(self) -> int:
+        """Return the number of free cores."""
+        return free_cores()
+
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
+        """Return False: there is no Ray that exports metrics."""
+        return False
+
+    def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
+        """Return a text that says why a batch is late."""
+        return (
+            f"{in_flight} batches are requested. {tasks} of {self._num_workers} worker processes "
+            "of this machine make batches"
+        )
+
+    def name_dead_nodes(self) -> None:
+        """Do nothing: this machine is the only node."""
+
+    def check_still_possible(self, waited_s: float) -> None:
+        """Do nothing: the processes wait for no resources."""
+
+    def close(self) -> None:
+        """End the processes; iterations that are open raise an error."""
+        if self.forked:
+            return
+        self._closed = True
+        for run in list(self._in_use):
+            run.fail(RuntimeError("the loader was closed"))
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept[1].close()
+
+
+class ProcessRun:
+    """One iteration on worker processes; see ``CarrierRun``."""
+
+    waits_for_ray = False
+    lost = False
+
+    def __init__(self, processes: WorkerProcesses, *, persistent: bool) -> None:
+        self._processes = processes
+        self.arrivals: Arrivals = processes.arrivals
+        end = processes.end_iteration if persistent else processes.close
+        self._release = weakref.finalize(self, release_later, end)
+        self._release.atexit = False
+        self._persistent = persistent
+
+    def feed(
+        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
+    ) -> None:
+        """Pickle chunks and send them.
+
+        Args:
+            chunks: The chunks.
+            alone: Whether a process died while it made one of them.
+            resent: Whether their batches were lost.
+            **limits: Without effect: all processes are there from the start.
+
+        Raises:
+            SerializationError: A chunk's indices cannot be pickled.
+        """
+        self._processes.feed(pickled_chunks(chunks, alone=alone, resent=resent))
+
+    def lost_with_node(self, batch_s: float) -> bool:
+        """Return False: this machine is the only node."""
+        return False
+
+    def tasks_at_work(self) -> int | None:
+        """Return how many processes make batches now."""
+        return self._processes.at_work
+
+    def failure(self) -> BaseException | None:
+        """Return the error that ended the run, or None."""
+        return self._processes.failure
+
+    def fail(self, error: Exception) -> None:
+        """End the iteration with an error, unless it has ended."""
+        if self._release.alive:
+            self._processes.fail(error)
+            self.end()
+
+    def end(self) -> None:
+        """Cancel the iteration, and end its processes unless they persist."""
+        if self._release.detach() is None:
+            return
+        self._processes.end_iteration()
+        if not self._persistent:
+            self._processes.close()

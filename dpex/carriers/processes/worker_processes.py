@@ -1,0 +1,343 @@
+"""The worker processes of a loader, as the training process sees them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import threading
+import weakref
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from dpex import tuning
+from dpex.background_thread import BackgroundThread
+from dpex.carriers.processes.replacements import Replacements
+from dpex.carriers.processes.worker_process import END, Report, WorkerStart, run_worker
+from dpex.protocol.loss_causes import lost_block
+from dpex.protocol.worker_queue import WorkerQueue
+from dpex.wire import classes_by_value
+from dpex.wire.arrivals import Arrivals, Decoder
+from dpex.wire.block_format import Block
+from dpex.wire.segments import readable_segments
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    from dpex.protocol.chunks import PickledChunk
+
+__all__ = ["WorkerProcesses"]
+
+logger = logging.getLogger("dpex")
+
+_live: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Kill the processes that are left, so that no thread reads their batches any more."""
+    for processes in list(_live):
+        processes.kill()
+
+
+os.register_at_fork(after_in_child=_live.clear)
+
+
+class _Worker:
+    """A logical worker, and its present process.
+
+    Attributes:
+        queue: Its chunks.
+        connection: Connection to the process.
+        ended: Descriptor that becomes readable when the process ends; -1 if there is no process.
+        started: Whether the process has reported its start.
+        failed_starts: How many processes in a row have ended before that.
+        process: The process, unless another process has forked it.
+    """
+
+    def __init__(self) -> None:
+        self.queue = WorkerQueue()
+        self.connection: Connection
+        self.ended = -1
+        self.started = False
+        self.failed_starts = 0
+        self.process: Any = None
+
+    def send(self, message: Any) -> None:
+        """Send a message; if the process has ended, ``ended`` shows it."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        if self.ended < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.ended, signal.SIGKILL)
+
+    def reap(self) -> str:
+        """Release what belongs to the process, which has ended, and say how it ended."""
+        self.connection.close()
+        os.close(self.ended)
+        self.ended = -1
+        process, self.process = self.process, None
+        if process is None:
+            return "worker process died"
+        process.join()
+        code, pid = process.exitcode, process.pid
+        with contextlib.suppress(ValueError):  # another thread has just reaped it
+            process.close()
+        if code is not None and code < 0:
+            return f"worker process {pid} was killed by {signal.Signals(-code).name}"
+        return f"worker process {pid} exited with status {code}"
+
+
+class WorkerProcesses:
+    """One process for each logical worker of a loader, and a thread that reads what they send.
+
+    The processes start as torch's workers do: now, by the loader's ``multiprocessing_context``. A
+    process that dies is replaced; see ``Replacements``. With another start method than ``"fork"``,
+    the replacement gets the dataset as it is then.
+
+    Args:
+        context: The loader's ``multiprocessing_context``.
+        start: What each process starts with.
+        num_workers: Number of logical workers.
+
+    Attributes:
+        arrivals: The blocks and losses of the present iteration that have arrived.
+        failure: The error because of which nothing more arrives, if there is one.
+
+    Source:
+        torch's ``_MultiProcessingDataLoaderIter``: one process for each worker, which starts at
+        ``iter()`` and gets 5 s to end.
+    """
+
+    def __init__(self, context: BaseContext, start: WorkerStart, num_workers: int) -> None:
+        self._context = context
+        self._start = start
+        self.arrivals = Arrivals()
+        self.failure: Exception | None = None
+        self._decoder: Decoder | None = None
+        # Guards the queues and the sending of messages.
+        self._lock = threading.RLock()
+        self._closing = False
+        # Number of workers whose process runs, or is about to be replaced.
+        self._running = num_workers
+        self._selector = selectors.DefaultSelector()
+        # The processes are started before the thread: a fork has none of this object's threads.
+        self._replacements = None
+        if context.get_start_method() == "fork":
+            classes_by_value.remember()
+            self._replacements = Replacements(context, start)
+        self._workers = [_Worker() for _ in range(num_workers)]
+        try:
+            for worker in self._workers:
+                self._start_process(worker)
+        except BaseException:
+            self._abandon()
+            raise
+        self._reader = BackgroundThread(target=self._receive, name="dpex-processes", daemon=True)
+        self._reader.start()
+        _live.add(self)
+
+    def _start_process(self, worker: _Worker) -> None:
+        ours, theirs = self._context.Pipe()
+        make: Any = self._context
+        process = make.Process(target=run_worker, args=(theirs, self._start), daemon=True)
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._watch(worker, ours, process.pid, process)
+
+    def _watch(self, worker: _Worker, connection: Connection, pid: int, process: Any) -> None:
+        worker.connection, worker.ended = connection, os.pidfd_open(pid)
+        worker.process, worker.started = process, False
+        self._selector.register(connection, selectors.EVENT_READ, worker)
+        self._selector.register(worker.ended, selectors.EVENT_READ, worker)
+
+    def _abandon(self) -> None:
+        """Kill the processes of a start that has failed."""
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.kill()
+                worker.reap()
+        if self._replacements is not None:
+            self._replacements.close()
+
+    # --- the training loop ------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether the processes can serve an iteration."""
+        return not self._closing and self.failure is None
+
+    @property
+    def at_work(self) -> int:
+        """Number of processes that make a chunk."""
+        with self._lock:
+            return sum(worker.queue.at_work for worker in self._workers)
+
+    def begin(self, decoder: Decoder) -> None:
+        """Start an iteration, whose blocks the decoder decodes."""
+        with self._lock:
+            self.arrivals = Arrivals()
+            self._decoder = decoder
+            for worker in self._workers:
+                worker.queue.begin()
+
+    def feed(self, chunks: Iterable[PickledChunk]) -> None:
+        """Add chunks to the iteration."""
+        with self._lock:
+            fed = {}
+            for chunk in chunks:
+                worker = fed[chunk.worker] = self._workers[chunk.worker]
+                worker.queue.feed(chunk)
+            for worker in fed.values():
+                self._advance(worker)
+
+    def _advance(self, worker: _Worker) -> None:
+        """Send a process its next chunk, if it has requested one."""
+        assigned = worker.queue.next()
+        if assigned is not None:
+            worker.send((assigned, readable_segments()))
+
+    def end_iteration(self) -> None:
+        """Cancel the iteration."""
+        with self._lock:
+            self.arrivals.end()
+            if self._decoder is not None:
+                self._decoder.close()
+                self._decoder = None
+            for worker in self._workers:
+                worker.queue.end()
+                worker.send(worker.queue.iteration)
+
+    def close(self) -> None:
+        """End the processes, and kill those that are still at work after ``tuning.END_S``."""
+        with self._lock:
+            closing, self._closing = self._closing, True
+            self.arrivals.end()
+            for worker in [] if closing else self._workers:
+                worker.queue.end()
+                worker.send(END)
+        self._reader.join(tuning.END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes, and wait until the thread has read what they had sent."""
+        with self._lock:
+            self._closing = True
+            for worker in self._workers:
+                worker.kill()
+        self._reader.join(tuning.EXIT_S)
+        _live.discard(self)
+
+    def fail(self, error: Exception) -> None:
+        """Record that nothing more arrives."""
+        self.failure = error.with_traceback(None)
+        self.arrivals.end()
+
+    # --- the thread that reads --------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while self._running:
+                for key, _ in self._selector.select():
+                    worker: _Worker = key.data
+                    if self._selector.get_map().get(key.fd) is not key:
+                        continue  # its process has just been replaced
+                    if key.fd == worker.ended:
+                        self._end(worker)
+                    elif not self._read(worker):
+                        self._selector.unregister(worker.connection)
+        except BaseException as error:
+            self.fail(RuntimeError(f"dpex can read no more batches: {error!r}"))
+            raise
+        finally:
+            self._selector.close()
+            if self._replacements is not None:
+                self._replacements.close()
+
+    def _read(self, worker: _Worker) -> bool:
+        """Read one message of a process; return False if there is none, because it has ended."""
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            return False
+        if isinstance(message, Block):
+            self._take(message)
+            return True
+        with self._lock:
+            if message is Report.STARTED:
+                worker.started, worker.failed_starts = True, 0
+                worker.queue.note_start()
+            elif message is Report.ASKS:
+                worker.queue.note_request()
+            else:
+                worker.queue.note_chunk_ended()
+            self._advance(worker)
+        return True
+
+    def _take(self, block: Block) -> None:
+        """Decode a block for the training loop."""
+        arrivals, decoder = self.arrivals, self._decoder
+        if decoder is None:
+            return
+        try:
+            news = decoder(block)
+        except Exception as error:  # SegmentsUnreadableError: from now on there are no segments
+            logger.debug("a block is lost", exc_info=True)
+            news = lost_block(str(error), block.part)
+        arrivals.add(news)
+
+    def _end(self, worker: _Worker) -> None:
+        """Take what a process that has ended had sent, and replace the process."""
+        if worker.connection in self._selector.get_map():
+            # A process that it has started may still have the connection.
+            os.set_blocking(worker.connection.fileno(), False)
+            while self._read(worker):
+                pass
+            self._selector.unregister(worker.connection)
+        self._selector.unregister(worker.ended)
+        with self._lock:
+            how = worker.reap()
+            worker.failed_starts += not worker.started
+            if self._closing or self.failure is not None:
+                self._running -= 1
+                return
+            logger.debug("%s", how)
+            loss = worker.queue.note_death(how)
+            try:
+                if worker.failed_starts >= tuning.MOST_FAILED_STARTS:
+                    raise ChildProcessError("such processes end before their first sample")
+                self._replace(worker)
+            except (OSError, EOFError) as error:
+                self._running -= 1
+                self.fail(RuntimeError(f"DataLoader {how}, and cannot be replaced: {error!r}"))
+                return
+            self._advance(worker)
+        if loss is not None:
+            self.arrivals.add(loss)
+
+    def _replace(self, worker: _Worker) -> None:
+        if self._replacements is None:
+            self._start_process(worker)
+            return
+        ours, theirs = self._context.Pipe()
+        try:
+            pid = self._replacements.fork(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._watch(worker, ours, pid, None)

@@ -1,0 +1,109 @@
+"""What a loader needs of its worker processes, whatever carries the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dpex.protocol.binding import Binding
+    from dpex.protocol.chunks import Chunk
+    from dpex.stats import LoaderStats
+    from dpex.wire.arrivals import Arrivals
+
+__all__ = ["CarrierRun", "CarrierSession"]
+
+
+class CarrierRun(Protocol):
+    """One iteration on worker processes."""
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """The blocks and losses that have arrived."""
+
+    @property
+    def waits_for_ray(self) -> bool:
+        """Whether batches do not come because Ray is starting."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether a new run can continue, after this one has failed."""
+
+    def feed(
+        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
+    ) -> None:
+        """Pickle chunks and send them.
+
+        Args:
+            chunks: The chunks.
+            alone: Whether a process died while it made one of them.
+            resent: Whether their batches were lost.
+            **limits: How many processes may work at once.
+
+        Raises:
+            SerializationError: A chunk's indices cannot be pickled.
+        """
+
+    def lost_with_node(self, batch_s: float) -> bool:
+        """Return whether the run waits in vain because a node died."""
+
+    def tasks_at_work(self) -> int | None:
+        """Return how many processes make batches now; None if that is unknown."""
+
+    def failure(self) -> BaseException | None:
+        """Return the error that ended the run, or None."""
+
+    def end(self) -> None:
+        """Cancel the run, finished or not."""
+
+
+class CarrierSession(Protocol):
+    """The worker processes of a loader, from one iteration to the next."""
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that created the session."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether iterations can begin."""
+
+    @property
+    def warned_of_size(self) -> bool:
+        """Whether the user has been warned that the dataset is large."""
+
+    def check_process(self) -> None:
+        """Raise ``ClusterError`` in a fork of the process that created the session."""
+
+    def open(
+        self, run: str, job: Any, *, binding: Binding, pin_device: int | None
+    ) -> Callable[[], CarrierRun]:
+        """Start an iteration; return a function that waits until it has started.
+
+        Args:
+            run: Key of the iteration.
+            job: What ``store`` has returned.
+            binding: Initial binding of logical workers to processes.
+            pin_device: Index of the device for which batches are copied to pinned memory, or None.
+        """
+
+    def claims_cpus(self) -> bool:
+        """Return whether Ray's CPUs limit the number of processes at work."""
+
+    def first_tasks(self) -> int:
+        """Return how many processes may work at once at first."""
+
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
+        """Export the increase of an epoch's statistics; return whether that is possible."""
+
+    def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
+        """Return a text that says why a batch is late."""
+
+    def name_dead_nodes(self) -> None:
+        """Log which nodes have died."""
+
+    def check_still_possible(self, waited_s: float) -> None:
+        """Raise if the loader waits in vain for a node."""
+
+    def close(self) -> None:
+        """End the processes and release what they hold."""
