@@ -19,8 +19,7 @@ LAYERS = ["dpex.training", "dpex.carriers", "dpex.pipeline", "dpex.worker", "dpe
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {
     *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
-    *("dpex.cluster.limits", "dpex.cluster.releasing"),
-    "dpex.pipeline.worker_options",
+    *("dpex.cluster.limits", "dpex.pipeline.worker_options"),
 }
 WITH_RAY = {
     "dpex.wire.receiver",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dpex.carriers.processes.worker_process import WorkerStart
 from dpex.carriers.processes.worker_processes import WorkerProcesses
 from dpex.cluster.limits import free_cores
-from dpex.cluster.releasing import be_ready, release_later
 from dpex.errors import ClusterError
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.buffer_pool import MemoryPool
@@ -78,7 +77,6 @@ class ProcessSession:
         self._kept: tuple[ProcessJob, WorkerProcesses] | None = None
         self._closed = False
         self._in_use: weakref.WeakSet[ProcessRun] = weakref.WeakSet()
-        be_ready()
 
     @property
     def forked(self) -> bool:
@@ -133,7 +131,8 @@ class ProcessSession:
         processes = WorkerProcesses(job.context, start, self._num_workers)
         if self._persistent:
             self._kept = job, processes
-            weakref.finalize(self, release_later, processes.close).atexit = False
+            release = weakref.finalize(self, processes.abandon, persistent=False)
+            release.atexit = False
         return processes
 
     def claims_cpus(self) -> bool:
@@ -182,8 +181,7 @@ class ProcessRun:
     def __init__(self, processes: WorkerProcesses, *, persistent: bool) -> None:
         self._processes = processes
         self.arrivals: Arrivals = processes.arrivals
-        end = processes.end_iteration if persistent else processes.close
-        self._release = weakref.finalize(self, release_later, end)
+        self._release = weakref.finalize(self, processes.abandon, persistent=persistent)
         self._release.atexit = False
         self._persistent = persistent
 
@@ -225,6 +223,7 @@ class ProcessRun:
         """Cancel the iteration, and end its processes unless they persist."""
         if self._release.detach() is None:
             return
-        self._processes.end_iteration()
-        if not self._persistent:
+        if self._persistent:
+            self._processes.end_iteration()
+        else:
             self._processes.close()

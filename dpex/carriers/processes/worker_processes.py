@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
+import queue
 import selectors
 import signal
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +132,12 @@ class WorkerProcesses:
         # Number of workers whose process runs, or is about to be replaced.
         self._running = num_workers
         self._selector = selectors.DefaultSelector()
+        # What the thread does next, for finalizers, which must not wait for a lock.
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._called = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._called, selectors.EVENT_READ)
+        # When the thread kills the processes that have not ended, by the monotonic clock.
+        self._kill_at = math.inf
         # The processes are started before the thread: a fork has none of this object's threads.
         self._replacements = None
         if context.get_start_method() == "fork":
@@ -222,24 +231,42 @@ class WorkerProcesses:
                 worker.send(worker.queue.iteration)
 
     def close(self) -> None:
-        """End the processes, and kill those that are still at work after ``tuning.END_S``."""
+        """End the processes, kill those that are at work after ``tuning.END_S``, and wait."""
+        self._begin_to_close()
+        self._wake()  # for the new time limit
+        self._reader.join(tuning.END_S + tuning.EXIT_S)
+        _live.discard(self)
+
+    def _begin_to_close(self) -> None:
         with self._lock:
-            closing, self._closing = self._closing, True
-            self.arrivals.end()
-            for worker in [] if closing else self._workers:
-                worker.queue.end()
+            if self._closing:
+                return
+            self._closing = True
+            self._kill_at = time.monotonic() + tuning.END_S
+            self.end_iteration()
+            for worker in self._workers:
                 worker.send(END)
-        self._reader.join(tuning.END_S)
-        self.kill()
 
     def kill(self) -> None:
         """Kill the processes, and wait until the thread has read what they had sent."""
         with self._lock:
             self._closing = True
-            for worker in self._workers:
-                worker.kill()
+            self._kill_all()
         self._reader.join(tuning.EXIT_S)
         _live.discard(self)
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def abandon(self, *, persistent: bool) -> None:
+        """End the iteration soon, and the processes unless they are persistent; for finalizers."""
+        self._calls.put(self.end_iteration if persistent else self._begin_to_close)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended
+            os.eventfd_write(self._called, 1)
 
     def fail(self, error: Exception) -> None:
         """Record that nothing more arrives."""
@@ -251,11 +278,13 @@ class WorkerProcesses:
     def _receive(self) -> None:
         try:
             while self._running:
-                for key, _ in self._selector.select():
-                    worker: _Worker = key.data
-                    if self._selector.get_map().get(key.fd) is not key:
+                for key, _ in self._selector.select(self._until_kill_s()):
+                    worker: _Worker | None = key.data
+                    if worker is None:
+                        self._call()
+                    elif self._selector.get_map().get(key.fd) is not key:
                         continue  # its process has just been replaced
-                    if key.fd == worker.ended:
+                    elif key.fd == worker.ended:
                         self._end(worker)
                     elif not self._read(worker):
                         self._selector.unregister(worker.connection)
@@ -264,8 +293,29 @@ class WorkerProcesses:
             raise
         finally:
             self._selector.close()
+            called, self._called = self._called, -1
+            os.close(called)
             if self._replacements is not None:
                 self._replacements.close()
+
+    def _until_kill_s(self) -> float | None:
+        """Return the seconds until the processes are killed; kill them once the time is over."""
+        if math.isinf(self._kill_at):
+            return None
+        left_s = self._kill_at - time.monotonic()
+        if left_s <= 0:
+            self._kill_at = math.inf
+            with self._lock:
+                self._kill_all()
+        return max(0.0, left_s)
+
+    def _call(self) -> None:
+        """Do what finalizers have left to this thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._called)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
 
     def _read(self, worker: _Worker) -> bool:
         """Read one message of a process; return False if there is none, because it has ended."""
