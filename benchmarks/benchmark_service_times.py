@@ -167,7 +167,7 @@ def measure_epoch(wait_s: float, batches: int) -> dict[str, Any]:
 
 
 def _thread_times() -> Counter[tuple[str, str]]:
-    """Return the processor time of this process and of the pipeline actor, by thread."""
+    """Return the processor time of this process and of the pipeline actor, by thread's name."""
     times: Counter[tuple[str, str]] = Counter()
     for process in own_processes():
         command = " ".join(process.cmdline())
@@ -180,10 +180,7 @@ def _thread_times() -> Counter[tuple[str, str]]:
         for thread in process.threads():
             name = Path(f"/proc/{process.pid}/task/{thread.id}/comm")
             try:
-                # Ray names its own threads; those that may hold the GIL have their process's name.
-                times[kind, f"{name.read_text().strip()} {thread.id}"] += (
-                    thread.user_time + thread.system_time
-                )
+                times[kind, name.read_text().strip()] += thread.user_time + thread.system_time
             except FileNotFoundError:
                 continue
     return times

@@ -26,14 +26,15 @@ _TABLES: Mapping[str, Columns] = {
         "training step": lambda r: _time(r["step_s"]),
         "`next()`, p50": lambda r: _time(r["wait_s"]["50"]),
         "p99": lambda r: _time(r["wait_s"]["99"]),
+        "p99.9": lambda r: _time(r["wait_s"]["99.9"]),
         "longest": lambda r: _time(r["wait_s"]["100"]),
+        "mean step": lambda r: _time(r["step_s"] + r["mean_wait_s"]),
     },
     "loss": {
         **_LOADER,
         "batches that the node had": lambda r: f"{r['lost']}",
         "last of them delivered after": lambda r: _time(r["repaired_s"]),
         "longest `next()`": lambda r: _time(r["longest_wait_s"]),
-        "the epoch ends later by": lambda r: _time(r["late_s"]),
     },
     "ranks": {
         **{head: _LOADER[head] for head in ("stragglers", "window")},

@@ -9,6 +9,7 @@ dpex and Ray need for one.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -43,12 +44,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 # time after which Ray takes a node for dead that answers no more: five checks, three seconds apart.
 NETWORK_S = 0.0002
 NOTICE_S = 15.0
-# Of the batches with stragglers, this share takes at least twice as long, by a Pareto distribution.
+# This share of the batches take longer, by a time that has a Pareto distribution.
 STRAGGLER_SHARE = 0.005
-STRAGGLER_LEAST, STRAGGLER_EXPONENT, STRAGGLER_MOST = 2.0, 1.5, 20.0
+STRAGGLER_LEAST_S, STRAGGLER_EXPONENT, STRAGGLER_MOST_S = 1.0, 1.5, 30.0
 # Neither the first part of an epoch counts, in which processes start, nor the end.
 WARM_UP_SHARE = 0.25
-PERCENTS = (50, 90, 99, 100)
+PERCENTS = (50, 99, 99.9, 100)
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,17 @@ class Times:
 
     Args:
         record: The record of the benchmark ``service_times``.
+        task: The costs of a task, from the record of the benchmark ``scale``.
 
     Attributes:
         request_s: Time of the pipeline actor for a request and its answer.
         block_s: The same for a block.
         task_s: The same for the start of a task.
+        place_s: Time for which a CPU is idle between two tasks.
         read_s: Time of the training process for a block.
     """
 
-    def __init__(self, record: dict[str, Any], task_ms: float) -> None:
+    def __init__(self, record: dict[str, Any], task: dict[str, Any]) -> None:
         self._percentiles = {
             name: ([float(percent) / 100 for percent in values], list(values.values()))
             for name, values in record["seconds"].items()
@@ -108,7 +111,8 @@ class Times:
         busy = record["epochs"]["busy"]["serial_ms"]
         self.request_s = self.block_s = busy["pipeline_actor"] / 2e3
         self.read_s = busy["training_process"] / 1e3
-        self.task_s = task_ms / 1e3
+        self.task_s = task["pipeline_actor_ms"] / 1e3
+        self.place_s = task["place_ms"] / 1e3
 
     @classmethod
     def measured(cls) -> Times:
@@ -117,7 +121,7 @@ class Times:
             json.loads((RESULTS / f"{name}.json").read_text())
             for name in ("service_times", "scale")
         )
-        return cls(record, scale["task"]["pipeline_actor_ms"])
+        return cls(record, scale["task"])
 
     def at(self, name: str, share: float) -> float:
         """Return a quantile of a measured time."""
@@ -130,17 +134,16 @@ class Times:
     def mean_batch_s(self, setting: Setting) -> float:
         """Return the mean time of a batch."""
         parts = 2_000
-        mean = statistics.fmean(self.at("batch_s", (n + 0.5) / parts) for n in range(parts))
+        shares = [(n + 0.5) / parts for n in range(parts)]
+        mean_s = setting.work * statistics.fmean(self.at("batch_s", share) for share in shares)
         if setting.stragglers:
-            factors = (straggler((n + 0.5) / parts) for n in range(parts))
-            mean *= 1 + STRAGGLER_SHARE * (statistics.fmean(factors) - 1)
-        return setting.work * mean
+            mean_s += STRAGGLER_SHARE * statistics.fmean(map(straggler_s, shares))
+        return mean_s
 
 
-def straggler(share: float) -> float:
-    """Return a quantile of the factor by which a straggler takes longer."""
-    factor = STRAGGLER_LEAST * (1 - share) ** (-1 / STRAGGLER_EXPONENT)
-    return min(factor, STRAGGLER_MOST)
+def straggler_s(share: float) -> float:
+    """Return a quantile of the time by which a straggler takes longer."""
+    return min(STRAGGLER_LEAST_S * (1 - share) ** (-1 / STRAGGLER_EXPONENT), STRAGGLER_MOST_S)
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -233,9 +236,8 @@ class Nodes(Cluster):
             self._starting[node] += 1
             idle = sum(p.attempt is None for p in node.processes) >= self._starting[node]
             start = "task_start_s" if idle else "process_start_s"
-            world.clock.after(
-                world.times.at(start, world.draw()), self._start, pipeline, task, node
-            )
+            delay_s = world.times.place_s + world.times.at(start, world.draw())
+            world.clock.after(delay_s, self._start, pipeline, task, node)
 
     def _taken(self, node: Node) -> int:
         return self._starting[node] + sum(p.attempt is not None for p in node.processes)
@@ -280,7 +282,7 @@ class ScaleWorld(World):
         """Draw the time to make a batch."""
         seconds = self._setting.work * self.times.at("batch_s", self.draw())
         if self._setting.stragglers and self.draw() < STRAGGLER_SHARE:
-            seconds *= straggler(self.draw())
+            seconds += straggler_s(self.draw())
         return seconds
 
     def pause(self, seconds: float) -> Pause:
@@ -377,7 +379,8 @@ def play_loader(setting: Setting, times: Times, seed: int = 0) -> dict[str, Any]
 
     Returns:
         ``ideal_per_s``: batches that the logical workers can make in a second. ``batches_per_s``:
-        batches delivered in a second. ``wait_s``: percentiles of the time of ``next()``.
+        batches delivered in a second. ``wait_s``: percentiles of the time of ``next()``, and
+        ``mean_wait_s`` their mean.
         ``step_s``: the time of a training step. ``actor_busy``: the share of the time for which the
         pipeline actor handles messages. ``tasks``: tasks for each batch. ``cpu_us``: mean real
         processor time of an event, by kind.
@@ -399,6 +402,7 @@ def play_loader(setting: Setting, times: Times, seed: int = 0) -> dict[str, Any]
         "batches_per_s": (last - first) / seconds,
         "step_s": world.plan.step_s,
         "wait_s": percentiles(world.waits()[first:last]),
+        "mean_wait_s": statistics.fmean(world.waits()[first:last]),
         "actor_busy": busy_s / seconds,
         "tasks": actor.handled["submit"] / length,
         "cpu_us": {
@@ -415,12 +419,8 @@ def play_loss(setting: Setting, times: Times, seed: int = 0) -> dict[str, Any]:
     Returns:
         ``lost``: number of batches that the node's processes had to make. ``repaired_s``: time from
         the death until the training loop has got the last of these. ``longest_wait_s``: the longest
-        ``next()`` after the death. ``late_s``: by how much the epoch ends later than without the
-        death.
+        ``next()`` after the death.
     """
-    whole = ScaleWorld(seed, setting, times)
-    whole.training.start()
-    whole.run_to_end()
     world = ScaleWorld(seed, setting, times)
     world.training.start()
     at = world.plan.length // 3
@@ -436,7 +436,6 @@ def play_loss(setting: Setting, times: Times, seed: int = 0) -> dict[str, Any]:
         "lost": len(lost),
         "repaired_s": max(world.delivered[number] for number in lost) - died_at,
         "longest_wait_s": max(world.waits()[at:]),
-        "late_s": world.delivered[-1] - whole.delivered[-1],
     }
 
 
@@ -483,30 +482,34 @@ def play_ranks(setting: Setting, times: Times, ranks: int) -> dict[str, Any]:
 NODES = (64, 256)
 CORES = 4
 RANKS = 256
-# Batches of 256 photographs, and batches that take twelve times as long.
-USUAL, SLOW = 4.0, 48.0
+# Batches of 256 photographs, and batches that take six times as long.
+USUAL, SLOW = 4.0, 24.0
 
 
 def record(times: Times) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield all results, each with the name of its table."""
     for nodes in (4, *NODES):
-        # Chunks hold one batch each, so all tasks ask all the time.
         yield "events", play_loader(Setting(nodes, CORES, SLOW, rounds=8), times)
     for nodes in NODES:
-        yield "rate", play_loader(Setting(nodes, CORES, USUAL), times)
-        for stragglers in (False, True):
+        for work, rounds in ((USUAL, 24), (SLOW, 12)):
+            yield "rate", play_loader(Setting(nodes, CORES, work, rounds=rounds), times)
             for factor in (1, 2, 4):
-                slow = Setting(nodes, CORES, SLOW, stragglers, factor, rounds=12)
-                yield "rate", play_loader(slow, times)
+                late = Setting(nodes, CORES, work, True, factor, rounds=rounds)
+                yield "rate", play_loader(late, times)
+    ahead = Setting(NODES[0], CORES, USUAL, True, prefetch_batches=1_024, rounds=24)
+    yield "rate", play_loader(ahead, times)
+    for nodes, work, rounds in ((NODES[0], USUAL, 32), (NODES[1], SLOW, 12)):
         for factor in (2, 4):
-            busy = Setting(nodes, CORES, SLOW, True, factor, load=0.8, rounds=12)
-            yield "next", play_loader(busy, times)
-            yield "loss", play_loss(busy, times)
-    few = Setting(NODES[0], CORES, SLOW, True, prefetch_batches=1_024, rounds=12)
-    yield "rate", play_loader(few, times)
-    for stragglers, factor in ((False, 2), (True, 2), (True, 4), (True, 8)):
-        rank = Setting(4, CORES, USUAL, stragglers, factor, load=0.8, rounds=20)
-        yield "ranks", play_ranks(rank, times, RANKS)
+            yield "next", play_loader(late_at(0.8, nodes, work, factor, rounds), times)
+            yield "loss", play_loss(Setting(nodes, CORES, work, False, factor, load=0.8), times)
+    yield "ranks", play_ranks(Setting(4, CORES, USUAL, load=0.8, rounds=12), times, RANKS)
+    for factor, rounds in ((2, 16), (4, 16), (8, 20)):
+        yield "ranks", play_ranks(late_at(0.8, 4, USUAL, factor, rounds), times, RANKS)
+
+
+def late_at(load: float, nodes: int, work: float, factor: int, rounds: int) -> Setting:
+    """Return a loader with stragglers whose training loop computes."""
+    return Setting(nodes, CORES, work, True, factor, load=load, rounds=rounds)
 
 
 def main() -> None:
@@ -514,10 +517,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="simulation.scale", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "simulated/scale.json")
     out = parser.parse_args().out
+    gc.disable()  # a world is a reference cycle, so the collector would only cost time
     tables: dict[str, list[dict[str, Any]]] = {}
     for table, result in record(Times.measured()):
         tables.setdefault(table, []).append(result)
         print(table, result, file=sys.stderr, flush=True)
+        gc.collect()
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = (
         f' "{table}": [\n' + ",\n".join(f"  {json.dumps(result)}" for result in results) + "\n ]"
