@@ -7,12 +7,21 @@ Result = Mapping[str, Any]
 # By name: the head of a column, and its cell.
 Columns = Mapping[str, Callable[[Result], str]]
 
+
+def _window(result: Result) -> str:
+    """Return the window, and which of the loader's arguments determines it."""
+    factor, bound = result["prefetch_factor"], "`prefetch_factor`"
+    if result["prefetch_batches"] > factor * result["workers"]:
+        factor, bound = result["prefetch_batches"] / result["workers"], "`prefetch_bytes`"
+    return f"{result['window']:,} ({bound}: {factor:.0f} a worker)"
+
+
 _LOADER: Columns = {
     "nodes": lambda r: f"{r['nodes']}",
     "workers": lambda r: f"{r['workers']:,}",
     "batch": lambda r: f"{r['batch_s']:.1f} s",
     "stragglers": lambda r: "yes" if r["stragglers"] else "no",
-    "window": lambda r: f"{r['window']:,} ({r['window'] / r['workers']:.0f} a worker)",
+    "window": _window,
 }
 _TABLES: Mapping[str, Columns] = {
     "rate": {

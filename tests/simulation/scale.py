@@ -488,22 +488,23 @@ USUAL, SLOW = 4.0, 24.0
 
 def record(times: Times) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield all results, each with the name of its table."""
+    few, many = NODES
     for nodes in (4, *NODES):
         yield "events", play_loader(Setting(nodes, CORES, SLOW, rounds=8), times)
-    for nodes in NODES:
-        for work, rounds in ((USUAL, 24), (SLOW, 12)):
-            yield "rate", play_loader(Setting(nodes, CORES, work, rounds=rounds), times)
-            for factor in (1, 2, 4):
-                late = Setting(nodes, CORES, work, True, factor, rounds=rounds)
-                yield "rate", play_loader(late, times)
-    ahead = Setting(NODES[0], CORES, USUAL, True, prefetch_batches=1_024, rounds=24)
+    for nodes, work, rounds in ((few, USUAL, 100), (few, SLOW, 20), (many, SLOW, 20)):
+        yield "rate", play_loader(Setting(nodes, CORES, work, rounds=rounds), times)
+        for factor in (1, 2, 4):
+            late = Setting(nodes, CORES, work, True, factor, rounds=rounds)
+            yield "rate", play_loader(late, times)
+    ahead = Setting(few, CORES, USUAL, True, prefetch_batches=1_024, rounds=100)
     yield "rate", play_loader(ahead, times)
-    for nodes, work, rounds in ((NODES[0], USUAL, 32), (NODES[1], SLOW, 12)):
+    yield "rate", play_loader(Setting(many, CORES, USUAL, rounds=24), times)
+    for nodes, work, rounds in ((few, USUAL, 100), (many, SLOW, 12)):
         for factor in (2, 4):
             yield "next", play_loader(late_at(0.8, nodes, work, factor, rounds), times)
             yield "loss", play_loss(Setting(nodes, CORES, work, False, factor, load=0.8), times)
     yield "ranks", play_ranks(Setting(4, CORES, USUAL, load=0.8, rounds=12), times, RANKS)
-    for factor, rounds in ((2, 16), (4, 16), (8, 20)):
+    for factor, rounds in ((2, 20), (4, 24), (8, 32)):
         yield "ranks", play_ranks(late_at(0.8, 4, USUAL, factor, rounds), times, RANKS)
 
 
