@@ -120,6 +120,9 @@ bench-against: $(VENV)/.installed-bench ## Compare with another revision (REV=HE
 $(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
 	$(RUN) -m benchmarks.benchmark_$* --out $(BENCH_OUT)/$*.json $(BENCH_ARGS)
 
+# A record of times for the simulation, and not of a comparison.
+bench-service_times: BENCH_OUT = benchmarks/results/simulated
+
 .PHONY: scale
 scale: BENCH_OUT = benchmarks/results
 scale: BENCH_ARGS = --rounds 1

@@ -117,10 +117,8 @@ class Times:
     @classmethod
     def measured(cls) -> Times:
         """Return the times of the stored records."""
-        record, scale = (
-            json.loads((RESULTS / f"{name}.json").read_text())
-            for name in ("service_times", "scale")
-        )
+        names = ("simulated/service_times", "scale")
+        record, scale = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
         return cls(record, scale["task"])
 
     def at(self, name: str, share: float) -> float:
@@ -491,7 +489,7 @@ def record(times: Times) -> Iterator[tuple[str, dict[str, Any]]]:
     few, many = NODES
     for nodes in (4, *NODES):
         yield "events", play_loader(Setting(nodes, CORES, SLOW, rounds=8), times)
-    for nodes, work, rounds in ((few, USUAL, 100), (few, SLOW, 20), (many, SLOW, 20)):
+    for nodes, work, rounds in ((few, USUAL, 100), (few, SLOW, 20), (many, SLOW, 12)):
         yield "rate", play_loader(Setting(nodes, CORES, work, rounds=rounds), times)
         for factor in (1, 2, 4):
             late = Setting(nodes, CORES, work, True, factor, rounds=rounds)
@@ -499,12 +497,12 @@ def record(times: Times) -> Iterator[tuple[str, dict[str, Any]]]:
     ahead = Setting(few, CORES, USUAL, True, prefetch_batches=1_024, rounds=100)
     yield "rate", play_loader(ahead, times)
     yield "rate", play_loader(Setting(many, CORES, USUAL, rounds=24), times)
-    for nodes, work, rounds in ((few, USUAL, 100), (many, SLOW, 12)):
+    for nodes, work, rounds in ((few, USUAL, 32), (many, SLOW, 12)):
         for factor in (2, 4):
             yield "next", play_loader(late_at(0.8, nodes, work, factor, rounds), times)
             yield "loss", play_loss(Setting(nodes, CORES, work, False, factor, load=0.8), times)
     yield "ranks", play_ranks(Setting(4, CORES, USUAL, load=0.8, rounds=12), times, RANKS)
-    for factor, rounds in ((2, 20), (4, 24), (8, 32)):
+    for factor, rounds in ((2, 16), (4, 16), (8, 20)):
         yield "ranks", play_ranks(late_at(0.8, 4, USUAL, factor, rounds), times, RANKS)
 
 

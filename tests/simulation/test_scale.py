@@ -52,7 +52,7 @@ def test_ranks_wait_for_the_slowest_one(times: Times) -> None:
 
 
 def test_a_quantile_lies_between_the_measured_ones(times: Times) -> None:
-    record = json.loads((scale.RESULTS / "service_times.json").read_text())
+    record = json.loads((scale.RESULTS / "simulated/service_times.json").read_text())
     measured = record["seconds"]["call_s"]
     assert times.at("call_s", 0.0) == measured["0"]
     assert times.at("call_s", 1.0) == measured["100"]
