@@ -502,7 +502,7 @@ def record(times: Times) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "next", play_loader(late_at(0.8, nodes, work, factor, rounds), times)
             yield "loss", play_loss(Setting(nodes, CORES, work, False, factor, load=0.8), times)
     yield "ranks", play_ranks(Setting(4, CORES, USUAL, load=0.8, rounds=12), times, RANKS)
-    for factor, rounds in ((2, 16), (4, 16), (8, 20)):
+    for factor, rounds in ((2, 16), (4, 16), (8, 32)):
         yield "ranks", play_ranks(late_at(0.8, 4, USUAL, factor, rounds), times, RANKS)
 
 
