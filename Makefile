@@ -55,6 +55,11 @@ simulate: $(VENV)/.installed-test ## Search races of the protocol (COUNT=1000000
 	PYTHONPATH=tests $(RUN) -m simulation --count $(COUNT) $(if $(SEED),--seed $(SEED)) \
 		$(if $(MUTATIONS),--mutations)
 
+.PHONY: simulate-scale
+simulate-scale: $(VENV)/.installed-test ## Simulate 64 and 256 nodes with measured times, for docs/scaling.md
+	PYTHONPATH=tests $(RUN) -m simulation.scale
+	$(RUN) -m benchmarks.report
+
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
 	$(RUN) -m pytest -m "extended and not (dist or long or sabotage)" $(IN_PARALLEL) \
@@ -114,6 +119,9 @@ bench-against: $(VENV)/.installed-bench ## Compare with another revision (REV=HE
 .PHONY: $(addprefix bench-,$(BENCH_ALL))
 $(addprefix bench-,$(BENCH_ALL)): bench-%: $(VENV)/.installed-bench
 	$(RUN) -m benchmarks.benchmark_$* --out $(BENCH_OUT)/$*.json $(BENCH_ARGS)
+
+# A record of times for the simulation, and not of a comparison.
+bench-service_times: BENCH_OUT = benchmarks/results/simulated
 
 .PHONY: scale
 scale: BENCH_OUT = benchmarks/results

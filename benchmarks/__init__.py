@@ -22,6 +22,7 @@ Files:
 - ``report.py``: the report on all records, in the documentation
 - ``archive.py``: the figures of other runs, in one CSV file
 - ``training_tables.py``: tables of whole trainings for the report
+- ``simulation_tables.py``: tables of simulated nodes for the report
 - ``fault_tables.py``: tables of faults and endurance for the report
 - ``benchmark_tiny.py``: small images; the overhead of a batch
 - ``benchmark_jpeg.py``: decoding and augmentation; real work, spread over workers
@@ -40,6 +41,7 @@ Files:
 - ``benchmark_on_node.py``: bytes of the rows of ``rows_in_file.py`` on the link of
   ``linked_node.py``
 - ``benchmark_scale.py``: samples per second on 1 to 8 nodes; ``scaling_model.py`` extrapolates
+- ``benchmark_service_times.py``: the times that ``tests/simulation/scale.py`` draws from
 - ``benchmark_store.py``: pictures from the S3 server of ``object_store.py``
 - ``benchmark_transport.py``: batches of 38 MB, compared with a plain copy
 - ``benchmark_widen.py``: time to the first batch with 2 to 32 workers

@@ -22,12 +22,14 @@ from benchmarks.harness import comparisons
 from benchmarks.peers import TURN_ORDER
 from benchmarks.plots import overview, scaling
 from benchmarks.scaling_model import scaling_table
+from benchmarks.simulation_tables import simulation_names, simulation_table
 from benchmarks.training_tables import accuracy_table, speed_table
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "overview.svg"
 SCALING = "scaling.svg"
 FAULTS = RESULTS / "faults"
+SIMULATED = RESULTS / "simulated/scale.json"
 # These cases come first, in this order.
 FIRST_CASES = ("tiny", "jpeg", "null", "ragged", "tabular", "latency", "tax")
 # Heads of the short report, in the page's language. The last one is repeated for each processor.
@@ -91,6 +93,9 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
     if "scale" in by_case:
         yield "docs/scaling.md", "scale", goals_table([by_case["scale"]])
         yield "docs/scaling.md", "model", scaling_table(by_case)
+    simulated = json.loads(SIMULATED.read_text())
+    for name in simulation_names():
+        yield "docs/scaling.md", f"simulated {name}", simulation_table(name, simulated)
     yield "docs/faults.md", "faults", faults_table(json.loads((FAULTS / "soak.json").read_text()))
     endurance = json.loads((FAULTS / "endurance.json").read_text())
     yield "docs/faults.md", "endurance", endurance_table(endurance)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced
+from dpex.protocol.leases import Leases
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
 from dpex.protocol.task_starts import TaskStarts
@@ -123,8 +124,7 @@ class Scheduler:
         self.in_run = True
         self.run = 0
         self._chunks: deque[PickledChunk] = deque()
-        # The lease whose task asked last is the last one.
-        self._leases: OrderedDict[str, TaskLease] = OrderedDict()
+        self._leases = Leases()
         # The leases that wait, in the same order.
         self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
@@ -191,9 +191,9 @@ class Scheduler:
         self._now = now
         lease = self._leases.get(name)
         if lease is None and place == 0:
-            lease = self._leases[name] = TaskLease(name, attempt, now)
+            lease = self._leases.add(name, attempt, now)
             self._tasks.note_running()
-            self._forget_ended()
+            self._leases.forget_ended(max(tuning.MAX_ENDED_LEASES, 4 * self.parallel))
         if lease is None or lease.is_past(attempt):
             # A lease that is not known ended so long ago that it is forgotten.
             answer = None if lease is None else Replaced()
@@ -400,11 +400,10 @@ class Scheduler:
     def _hand_out(self) -> None:
         """Give the waiting chunks to the waiting leases, first to the task that asked first."""
         while self._chunks and self._waiting:
-            holders = self._bindings.holders()
-            if not any(_may_be_given(chunk, holders) for chunk in self._chunks):
+            if not any(self._may_be_given(chunk) for chunk in self._chunks):
                 break  # most often, and the search below takes longer
             leases = self._waiting.values()
-            lease = next((t for t in leases if self._chunk_index_for(t, holders) is not None), None)
+            lease = next((t for t in leases if self._chunk_index_for(t) is not None), None)
             if lease is None:
                 break
             self._advance(lease)
@@ -450,13 +449,19 @@ class Scheduler:
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
         return waited_for or (lease.run == self.run and bool(self._chunks))
 
-    def _chunk_index_for(
-        self, lease: TaskLease, holders: Mapping[int, TaskLease | None] | None = None
-    ) -> int | None:
+    def _may_be_given(self, chunk: PickledChunk) -> bool:
+        """Return whether a lease that waits may get a chunk, if it has no bound worker."""
+        holders = self._leases.holders
+        if chunk.worker not in holders:
+            return True
+        holder = holders[chunk.worker]
+        return holder is not None and holder.waiting
+
+    def _chunk_index_for(self, lease: TaskLease) -> int | None:
         """Return the index of the first waiting chunk that a lease may get, or None."""
         if self._held_back(lease):
             return None
-        place = self._bindings.chunk_index_for(lease, self._chunks, holders)
+        place = self._bindings.chunk_index_for(lease, self._chunks)
         if place is None or not self._chunks[place].alone or lease.workers or not lease.given:
             return place
         # For a chunk that is sent alone, the lease ends, unless enough tasks are about to start.
@@ -465,7 +470,7 @@ class Scheduler:
             return place
         workers = {chunk.worker for chunk in alone}
         rest = [chunk for chunk in self._chunks if chunk.worker not in workers]
-        place = self._bindings.chunk_index_for(lease, rest, holders)
+        place = self._bindings.chunk_index_for(lease, rest)
         return None if place is None else self._chunks.index(rest[place])
 
     def _held_back(self, lease: TaskLease) -> bool:
@@ -505,11 +510,6 @@ class Scheduler:
         self._tasks.note_ended(self._now)
         self._changed = True
 
-    def _forget_ended(self) -> None:
-        ended = [n for n, lease in self._leases.items() if lease.ended and not lease.held]
-        for name in ended[: max(0, len(ended) - max(tuning.MAX_ENDED_LEASES, 4 * self.parallel))]:
-            del self._leases[name]
-
     # --- starting tasks ---------------------------------------------------------------------------
 
     @property
@@ -524,7 +524,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Number of tasks that have asked for a chunk and have not ended."""
-        return sum(lease.busy or not lease.ended for lease in self._leases.values())
+        return self._leases.running
 
     @property
     def _active(self) -> int:
@@ -546,6 +546,11 @@ class Scheduler:
             return 0
         active = self._active
         self._stuck = self._stuck or self._is_stuck()
+        allowed = self._most_tasks - active
+        if self._prefers_nodes:
+            allowed -= self._tasks.not_known_free(self._now)
+        if allowed <= 0:
+            return 0  # most often, and the search below takes longer
         wanted = len(self._bindings.without_process(self._chunks))
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
@@ -556,9 +561,6 @@ class Scheduler:
             # tasks of the other jobs would wait for that.
             next_one = not active and not self._others.wait
             wanted = min(wanted, max(self._others.may_wait, int(next_one)))
-        allowed = self._most_tasks - active
-        if self._prefers_nodes:
-            allowed -= self._tasks.not_known_free(self._now)
         return max(0, min(allowed, wanted - self._tasks.pending))
 
     def _is_stuck(self) -> bool:
@@ -567,11 +569,3 @@ class Scheduler:
         if self._tasks.pending or not self._chunks or quiet_s < tuning.STUCK_IDLE_S:
             return False
         return quiet_s >= tuning.STUCK_S or self._idle_machine is None or self._idle_machine()
-
-
-def _may_be_given(chunk: PickledChunk, holders: Mapping[int, TaskLease | None]) -> bool:
-    """Return whether a lease that waits may get a chunk, if that lease has no bound worker."""
-    if chunk.worker not in holders:
-        return True
-    holder = holders[chunk.worker]
-    return holder is not None and holder.waiting

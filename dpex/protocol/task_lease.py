@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from dpex import tuning
@@ -86,11 +86,13 @@ class TaskLease:
         unanswered: Whether the last request has no answer yet.
         answer: The last answer.
         asked_at: When the task made that request.
+        changed: Called after each change of the state, or of the logical workers in ``held``.
     """
 
     name: str
     attempt: str
     began: float
+    changed: Callable[[TaskLease], None] = field(default=lambda _: None, repr=False)
     state: LeaseState = field(init=False)
     waiting: bool = field(init=False)
     busy: bool = field(init=False)
@@ -128,11 +130,12 @@ class TaskLease:
         self._enter(LeaseState.WAITING)
 
     def _enter(self, state: LeaseState) -> None:
-        # Plain attributes: the scheduler reads them for all leases at each call.
+        # Plain attributes, because the scheduler reads them often.
         self.state = state
         self.waiting = state is LeaseState.WAITING
         self.busy = state is LeaseState.WORKING or state is LeaseState.REPEATING
         self.ended = state is LeaseState.ENDED or state is LeaseState.REPEATING
+        self.changed(self)
 
     @property
     def running(self) -> set[int]:
@@ -182,6 +185,7 @@ class TaskLease:
         self.made, self._asked = made, place
         self.making = self.runs if early and self._finished < place else None
         self.runs = self.repeats = None
+        self.changed(self)
         return unfinished
 
     def ask(self) -> None:
@@ -194,6 +198,7 @@ class TaskLease:
         self._finished = place
         if place >= self._asked:
             self.making = None
+            self.changed(self)
 
     def give(self, chunk: PickledChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
@@ -245,6 +250,7 @@ class TaskLease:
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
         self.repeats, self._repeated = self._chunks[kept].worker, kept
+        self.changed(self)
         return AssignedChunk(
             self._chunks[kept].payload,
             self.given - len(self._chunks) + kept,
@@ -259,10 +265,11 @@ class TaskLease:
         """Record that the restarted task makes the chunk that it has to repeat."""
         if self.repeats is not None:  # else an earlier call of the task has done this
             self.runs, self.repeats = self.repeats, None
+            self.changed(self)
 
     def give_back(self) -> list[PickledChunk]:
         """End the lease, and return the chunks that its task has not repeated."""
-        self.end()
         self.repeats = None
+        self.end()
         chunks = list(self._chunks)[self._repeated :]
         return [replace(chunk, resent=True, deaths=self._deaths) for chunk in chunks]

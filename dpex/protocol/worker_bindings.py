@@ -12,10 +12,11 @@ logical worker after each chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import PickledChunk
+from dpex.protocol.leases import Leases
 from dpex.protocol.task_lease import TaskLease
 
 __all__ = ["WorkerBindings"]
@@ -25,7 +26,7 @@ class WorkerBindings:
     """Which task lease each logical worker is bound to.
 
     Args:
-        leases: The pipeline's leases by name. The caller changes the mapping.
+        leases: The pipeline's leases. The caller adds and drops leases.
         num_workers: Number of logical workers.
         binding: Their initial binding.
         persistent: Whether logical workers outlive an iteration.
@@ -35,7 +36,7 @@ class WorkerBindings:
     """
 
     def __init__(
-        self, leases: Mapping[str, TaskLease], num_workers: int, binding: Binding, persistent: bool
+        self, leases: Leases, num_workers: int, binding: Binding, persistent: bool
     ) -> None:
         self._leases = leases
         self._num_workers = num_workers
@@ -72,40 +73,24 @@ class WorkerBindings:
         workers: set[int] = set()
         return workers.union(*(t.workers for t in self._leases.values() if not t.ended))
 
-    def holders(self) -> dict[int, TaskLease | None]:
-        """Return the lease that holds each logical worker; None if several leases hold it."""
-        holders: dict[int, TaskLease | None] = {}
-        for lease in self._leases.values():
-            if lease.ended and not lease.busy and lease.making is None:
-                continue  # it holds none; there are many such leases
-            for worker in lease.held:
-                holders[worker] = lease if worker not in holders else None
-        return holders
-
     def runs_elsewhere(self, lease: TaskLease, worker: int | None) -> bool:
         """Return whether the process of another lease may make samples of a logical worker."""
-        return any(worker in t.running for t in self._leases.values() if t is not lease)
+        holding = self._leases.holding(worker)
+        return any(worker in t.running for t in holding if t is not lease)
 
     def without_process(self, chunks: Iterable[PickledChunk]) -> list[int]:
         """Return the logical workers of these chunks that no lease holds, in order."""
-        holders = self.holders()
+        holders = self._leases.holders
         return [w for w in dict.fromkeys(chunk.worker for chunk in chunks) if w not in holders]
 
-    def chunk_index_for(
-        self,
-        lease: TaskLease,
-        chunks: Iterable[PickledChunk],
-        holders: Mapping[int, TaskLease | None] | None = None,
-    ) -> int | None:
+    def chunk_index_for(self, lease: TaskLease, chunks: Iterable[PickledChunk]) -> int | None:
         """Return the index of the first chunk that a lease may get, or None.
 
         Args:
             lease: The lease.
             chunks: The chunks that wait.
-            holders: What ``holders`` returns, if the caller knows it.
         """
-        if holders is None:
-            holders = self.holders()
+        holders = self._leases.holders
         for place, chunk in enumerate(chunks):
             alone = holders.get(chunk.worker, lease) is lease
             if alone and (chunk.worker in lease.workers or not lease.workers):
@@ -115,6 +100,7 @@ class WorkerBindings:
     def bind(self, lease: TaskLease, worker: int) -> None:
         """Bind a logical worker to a lease."""
         lease.workers.add(worker)
+        lease.changed(lease)
         lease.restarted = worker in self._placed
         self._placed.add(worker)
 
@@ -131,6 +117,7 @@ class WorkerBindings:
         self._unreported.discard(lease.name)
         if not self.bound:
             lease.workers.clear()
+            lease.changed(lease)
 
     def note_state(self, name: str, unchanged: bool) -> None:
         """Record whether a batch left its dataset copy unchanged.
@@ -151,6 +138,7 @@ class WorkerBindings:
                 self.bind(lease, lease.last_worker)  # the process has its state now
         elif lease and self.binding is not Binding.ALWAYS:
             lease.workers.discard(lease.last_worker)
+            lease.changed(lease)
             self._placed.discard(lease.last_worker)
             self._unchanged.add(lease.last_worker)
             if len(self._unchanged) == self._num_workers:
@@ -167,3 +155,4 @@ class WorkerBindings:
             self._placed.clear()
             for lease in self._leases.values():
                 lease.workers.clear()
+                lease.changed(lease)

@@ -8,12 +8,15 @@ import pytest
 
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Part, PickledChunk
+from dpex.protocol.leases import Leases
 from dpex.protocol.task_lease import TaskLease
 from dpex.protocol.worker_bindings import WorkerBindings
 
 
 def bindings(**options: Any) -> tuple[WorkerBindings, TaskLease, TaskLease]:
-    leases = {name: TaskLease(name, "", began=0.0) for name in "ab"}
+    leases = Leases()
+    for name in "ab":
+        leases.add(name, "", 0.0)
     options = {"num_workers": 2, "binding": Binding.ALWAYS, "persistent": False, **options}
     return WorkerBindings(leases, **options), leases["a"], leases["b"]
 

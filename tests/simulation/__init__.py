@@ -9,5 +9,6 @@
 - ``loader.py``: the training loop, which drives a ``Delivery``.
 - ``faults.py``: the faults.
 - ``invariants.py``: checks during a schedule. ``model.py``: checks of its history afterwards.
+- ``scale.py``: loaders of many nodes, with measured times and without random faults.
 - ``schedule.py``: one schedule. ``mutations.py``: planted bugs, which the search has to find.
 """

@@ -37,16 +37,17 @@ class World:
 
     Args:
         seed: Draws all that happens.
+        plan: The inputs; None to draw them.
 
     Attributes:
         history: The events so far.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, plan: Plan | None = None) -> None:
         draws = Random(seed)
         self.seed = seed
         self.draw = draws.random
-        self.plan: Plan = draw_plan(draws)
+        self.plan = plan or draw_plan(draws)
         self.clock = Clock(self.draw)
         self.history: list[tuple[Any, ...]] = []
         self.pipelines: list[Pipeline] = []
