@@ -323,14 +323,14 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         check_system()
         needed = [f"worker_options[{name!r}]" for name in needs_ray(self.worker_options or {})]
-        needed += [repr(s) for s, _, _ in jobs.later if s.num_gpus or s.resources]
+        needed += [repr(stage) for stage, _, _ in jobs.later if stage.needs_ray]
         if needed:
             raise ValueError(
                 f"head_address={PROCESSES!r} cannot meet {', '.join(needed)}: only Ray assigns "
                 'resources to worker processes. Pass head_address="local" or a cluster\'s address'
             )
         ignored = [f"worker_options[{name!r}]" for name in self.worker_options or {}]
-        ignored += [f"max_workers of {s!r}" for s, _, _ in jobs.later if s.max_workers]
+        ignored += [f"max_workers of {stage!r}" for stage, _, _ in jobs.later if stage.max_workers]
         if ignored:
             _warn_once(
                 f"processes {ignored}",

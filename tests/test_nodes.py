@@ -126,6 +126,26 @@ def test_nodes_are_chosen_by_label_or_resource(
     cluster.wait_until_gone(other)
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_stage_runs_on_the_nodes_that_it_selects(
+    cluster: Cluster, undisturbed: list[Drawn], gpus: int
+) -> None:
+    other = cluster.add("--num-cpus=2", f"--num-gpus={gpus}", "--labels=kind=selected")
+    unwanted = cluster.add("--num-cpus=1", "--num-gpus=3")
+    stage = {"label_selector": {"kind": "selected"}, "num_gpus": gpus}
+    result = TrainingProcess(
+        cluster.place,
+        cluster.address,
+        worker_options={"label_selector": {"kind": "!selected"}},
+        stamped=stage,
+    ).finish()
+    assert drawn(result) == undisturbed
+    assert nodes_in(result) == {other}
+    for node in (other, unwanted):
+        cluster.signal(node, signal.SIGTERM)
+        cluster.wait_until_gone(node)
+
+
 def nodes_of_one_worker(cluster: Cluster, options: dict[str, Any]) -> list[str]:
     """Return the node of each sample of an epoch of one logical worker, in several leases."""
     length = SEVERAL_LEASES * LENGTH

@@ -34,7 +34,7 @@ from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
-from dpex.pipeline.worker_options import WorkerOptions, lacking, unmet
+from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.protocol.binding import Binding
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
@@ -290,7 +290,6 @@ class Session(OwnProcess):
         return store_job(pickled, same_host=self._connection.single_host)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
-        _check_stage(number, stage)
         environment = dict(self._options.get("runtime_env") or {})
         if stage.num_gpus and forkserver.forked_from_here():
             # A fork cannot use CUDA once the training process has used it.
@@ -300,6 +299,9 @@ class Session(OwnProcess):
             options["num_gpus"] = stage.num_gpus
         if stage.resources:
             options["resources"] = dict(stage.resources)
+        if stage.label_selector:
+            options["label_selector"] = dict(stage.label_selector)
+        _check_stage(number, stage, options)
         if environment:
             settled.set()  # as for the first stage
             options["runtime_env"] = environment
@@ -540,8 +542,8 @@ def _store_capacity() -> int:
     return 1 << 62
 
 
-def _check_stage(number: int, stage: Stage) -> None:
-    """Raise ``ClusterError`` unless a node has the resources that a worker of a stage requests.
+def _check_stage(number: int, stage: Stage, options: dict[str, Any]) -> None:
+    """Raise ``ClusterError`` unless a node meets the options of a worker of a stage.
 
     If no node has a CPU, the nodes that make batches have not joined yet, and their resources are
     unknown.
@@ -549,10 +551,10 @@ def _check_stage(number: int, stage: Stage) -> None:
     nodes = ray.nodes()
     if not any(node["Alive"] and node["Resources"].get("CPU") for node in nodes):
         return
-    amounts = {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **(stage.resources or {})}
-    if (lacks := lacking(amounts, nodes)) is not None:
+    if (missing := unmet(options, nodes)) is not None:
         what = getattr(stage.fn, "__qualname__", type(stage.fn).__qualname__)
         raise ClusterError(
-            f"stage {number} ({what}) asks for {lacks}. Each of its workers needs all of it. Start "
-            "a node that has it, or lower the Stage's num_cpus, num_gpus or resources"
+            f"stage {number} ({what}) asks for {missing}. Each of its workers needs all of it. "
+            "Start a node that has it, or change the Stage's num_cpus, num_gpus, resources or "
+            "label_selector"
         )

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from dpex.log import warn
 
-__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "lacking", "needs_ray", "unmet"]
+__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "needs_ray", "unmet"]
 
 NODE_LABEL = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -124,7 +124,7 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
     """Return a text that says which options of a worker no node meets.
 
     Args:
-        options: Options that ``check`` has accepted.
+        options: Options that ``check`` has accepted, or those of a later stage.
         nodes: The result of ``ray.nodes()``. A node that is not alive does not count.
 
     Returns:
@@ -136,7 +136,7 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
     amounts = _amounts(options)
     having = _having(amounts, nodes)
     if not having:
-        return lacking(amounts, nodes)
+        return _lacking(amounts, nodes)
     selectors = [options.get("label_selector") or {}]
     selectors += [way.get("label_selector") or {} for way in options.get("fallback_strategy") or ()]
     for node in having:
@@ -147,15 +147,8 @@ def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str
     return f"label_selector={selectors[0]}, but nodes have the labels {labels}"
 
 
-def lacking(amounts: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a text that says which Ray resources no node has; None if a node has all of them.
-
-    Args:
-        amounts: Amount of each resource.
-        nodes: As for ``unmet``.
-    """
-    if _having(amounts, nodes):
-        return None
+def _lacking(amounts: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return a text that says which Ray resources no node has."""
     asked = {name: amount for name, amount in amounts.items() if amount}
     found = [node["Resources"] for node in nodes if node["Alive"]]
     most = {name: max((has.get(name, 0) for has in found), default=0) for name in asked}
@@ -179,6 +172,8 @@ def _amounts(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = dict(options.get("resources") or {})
     num_cpus = options.get("num_cpus")
     amounts["CPU"] = 1 if num_cpus is None else num_cpus
+    if options.get("num_gpus"):
+        amounts["GPU"] = options["num_gpus"]
     if options.get("memory"):
         amounts["memory"] = options["memory"]
     if options.get("accelerator_type"):

@@ -32,15 +32,15 @@ def divide(
         The job of the first stage, which reads samples; and the later stages, each with its job.
 
     Raises:
-        ValueError: A stage requests a GPU or resources, but its ``MappedDataset`` is inside
+        ValueError: A stage requests a GPU, resources or labels, but its ``MappedDataset`` is inside
             another dataset. There it would run as part of the first stage, which reads samples.
     """
     for stage in stages_inside(dataset):
-        if stage.num_gpus or stage.resources:
+        if stage.needs_ray:
             raise ValueError(
                 f"{stage!r} cannot run inside a {type(dataset).__name__}, where it would get no "
-                "GPU and no resources. Make its MappedDataset the outermost dataset: "
-                "MappedDataset(Subset(source, indices), chain)"
+                "GPU and no resources, and could not choose its node. Make its MappedDataset the "
+                "outermost dataset: MappedDataset(Subset(source, indices), chain)"
             )
     parts = dataset.parts if isinstance(dataset, MappedDataset) else []
     collating = sum(not part.batched for part in parts[1:])

@@ -24,6 +24,8 @@ class Stage:
             the CPU.
         resources: Other resources of each worker of the stage, named as in
             ``ray start --resources``.
+        label_selector: Labels that the node of each worker of the stage must have, as in
+            ``WorkerOptions``.
         max_workers: Maximum number of workers at once; the loader's ``num_workers`` if None.
 
     Raises:
@@ -39,6 +41,7 @@ class Stage:
     num_cpus: float = field(default=1, kw_only=True)
     num_gpus: float = field(default=0, kw_only=True)
     resources: Mapping[str, float] | None = field(default=None, kw_only=True)
+    label_selector: Mapping[str, str] | None = field(default=None, kw_only=True)
     max_workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -57,7 +60,18 @@ class Stage:
                 raise TypeError(f"{name} must be a number, got {amount!r}")
             if not amount >= 0:
                 raise ValueError(f"{name} must be >= 0, got {amount!r}")
+        labels: Any = self.label_selector
+        if labels is not None and not (
+            isinstance(labels, Mapping)
+            and all(isinstance(text, str) for label in labels.items() for text in label)
+        ):
+            raise TypeError(f"label_selector must be a dict of strings or None, got {labels!r}")
         most: Any = self.max_workers
         whole = isinstance(most, int) and not isinstance(most, bool)
         if most is not None and (not whole or most < 1):
             raise ValueError(f"max_workers must be an integer >= 1 or None, got {most!r}")
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether Ray has to choose the node: for a GPU, for resources or for labels."""
+        return bool(self.num_gpus or self.resources or self.label_selector)

@@ -43,8 +43,14 @@ TAPE: Any = {"resources": {"tape": 1}}
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def node(number: str = "here", *, alive: bool = True, **resources: float) -> dict[str, Any]:
-    return {"NodeID": number, "Alive": alive, "Resources": resources}
+def node(
+    number: str = "here",
+    *,
+    alive: bool = True,
+    labels: dict[str, str] | None = None,
+    **resources: float,
+) -> dict[str, Any]:
+    return {"NodeID": number, "Alive": alive, "Resources": resources, "Labels": labels or {}}
 
 
 class Ref:
@@ -551,6 +557,19 @@ def test_a_stage_gets_as_many_workers_as_gpus_are_free(
     assert later.most_workers == most
     assert later.keeps_processes
     assert later.options == {"num_cpus": 1, "num_gpus": num_gpus}
+
+
+def test_a_stage_runs_only_on_nodes_with_its_labels(ray: FakeRay) -> None:
+    ray.nodes = [node(CPU=8.0, labels={"disk": "slow"})]
+    session = ray.session(CLUSTER)
+    stage = Stage(double, label_selector={"disk": "fast"})
+    with pytest.raises(
+        ClusterError, match=r"for label_selector=\{'disk': 'fast'\}, but nodes have"
+    ):
+        later_of(session, ray, stage)
+    ray.nodes.append(node("other", CPU=1.0, labels={"disk": "fast"}))
+    [later] = later_of(session, ray, stage)
+    assert later.options == {"num_cpus": 1, "label_selector": {"disk": "fast"}}
 
 
 @pytest.mark.parametrize(("max_workers", "most"), [(None, 8), (9, 9)])

@@ -119,6 +119,13 @@ class Passing:
         return index
 
 
+def stamp(index: int, draws: torch.Tensor, _: str) -> tuple[int, torch.Tensor, str]:
+    """Return a sample with this node in place of the node that read it."""
+    import ray
+
+    return index, draws, ray.get_runtime_context().get_node_id()
+
+
 def first_time(mark: str) -> bool:
     """Return whether the file ``mark`` does not exist, and create it."""
     if Path(mark).exists():
@@ -182,6 +189,8 @@ def main() -> None:
     if given.get("staged"):  # the stage runs in other tasks than the reads
         stage = Stage(Passing(given.get("deadly_transform")), num_cpus=0.5)
         dataset = MappedDataset(dataset, stage)
+    if "stamped" in given:  # options of a stage that shows its own node
+        dataset = MappedDataset(dataset, joint_transforms=Stage(stamp, **given["stamped"]))
     sampler = None
     if "RANK" in os.environ:
         ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])

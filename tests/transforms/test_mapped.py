@@ -295,6 +295,12 @@ class Stream(IterableDataset[int]):
         (lambda: Stage(halve, num_cpus="2"), TypeError, "num_cpus must be a number, got '2'"),  # type: ignore[arg-type]
         (lambda: Stage(halve, resources={"ssd": -2}), ValueError, "ssd must be >= 0, got -2"),
         (lambda: Stage(halve, resources="ssd"), TypeError, "a mapping or None, got 'ssd'"),  # type: ignore[arg-type]
+        (
+            lambda: Stage(halve, label_selector={"disk": 1}),  # type: ignore[dict-item]
+            TypeError,
+            "label_selector must be a dict of strings or None, got {'disk': 1}",
+        ),
+        (lambda: Stage(halve, label_selector="fast"), TypeError, "or None, got 'fast'"),  # type: ignore[arg-type]
         (lambda: Stage(halve, max_workers=0), ValueError, ">= 1 or None, got 0"),
         (lambda: Stage(halve, max_workers=True), ValueError, ">= 1 or None, got True"),
         (lambda: Stage(halve, batched=1), TypeError, "batched must be True or False, got 1"),  # type: ignore[arg-type]

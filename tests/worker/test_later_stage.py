@@ -380,7 +380,7 @@ def test_an_epoch_may_be_left_and_another_started() -> None:
     "inside", [lambda d: Subset(d, [1, 2]), lambda d: ConcatDataset([d, d]), MappedDataset]
 )
 def test_what_a_stage_inside_of_another_dataset_would_not_get_is_an_error(inside: Any) -> None:
-    for asks in ({"num_gpus": 1}, {"resources": {"tape": 1}}):
+    for asks in ({"num_gpus": 1}, {"resources": {"tape": 1}}, {"label_selector": {"a": "b"}}):
         dataset = inside(Subset(MappedDataset(Plain(), [Stage(double, **asks)]), range(9)))
         loader: Any = DpexDataLoader(dataset, 2, num_workers=2, **OURS)
         with pytest.raises(
