@@ -22,7 +22,6 @@ LEAST_EVENTS = 200
 # and a seed that fails with that bug. A change of what seeds draw needs other seeds, which
 # `make simulate MUTATIONS=1` prints.
 RACES = {
-    "a task that cannot restart keeps another one waiting": 1311,
     "a replaced process returns, and ends its task": 223,
     "a restarted task before a later stage continues in the next iteration": 2776,
     "a repeated request counts as a restart": 72,
