@@ -231,8 +231,7 @@ class _Pipeline:
             case "finished":
                 self.requests.note(self.scheduler.finish, *content)
             case "state":
-                name, unchanged = content
-                self.requests.note(self.scheduler.note_state, name, unchanged)
+                self.requests.note(self.scheduler.note_change, *content)
             case _:
                 raise ValueError(subject)
 
@@ -425,16 +424,16 @@ class _PipelineActor:
             origin: The task and its process.
             place: See ``Scheduler.request``.
             made: See ``Scheduler.request``.
-            unchanged: Whether the last batch left its dataset copy unchanged; None if unknown.
+            unchanged: See ``Scheduler.request``.
             early: See ``Scheduler.request``.
         """
         if pipeline_key in self._closed:
             return None
         pipeline = await self._opening(pipeline_key)
         name, attempt = origin
-        if unchanged is not None:
-            pipeline.requests.note(pipeline.scheduler.note_state, name, unchanged)
-        chunk = await pipeline.requests.next_chunk(name, place, made, attempt, early=early)
+        chunk = await pipeline.requests.next_chunk(
+            name, place, made, attempt, early=early, unchanged=unchanged
+        )
         if isinstance(chunk, AssignedChunk):
             pipeline.holders.hold(process_of(attempt))
         return chunk

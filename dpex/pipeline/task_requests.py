@@ -70,12 +70,20 @@ class TaskRequests:
         self.note(self._scheduler.tick)
 
     async def next_chunk(
-        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
+        self,
+        name: str,
+        place: int,
+        made: int,
+        attempt: str = "",
+        *,
+        early: bool = False,
+        unchanged: bool | None = None,
     ) -> TaskAnswer:
         """Wait for a task's next chunk, and return it; see ``Scheduler.request``."""
         call: asyncio.Future[TaskAnswer] = asyncio.get_running_loop().create_future()
         self._calls.setdefault((name, attempt), []).append(call)
-        self.note(self._scheduler.request, name, place, made, attempt, early=early)
+        request = self._scheduler.request
+        self.note(request, name, place, made, attempt, early=early, unchanged=unchanged)
         return await call
 
     async def more_tasks(self, started: int) -> int | None:

@@ -135,7 +135,8 @@ class AssignedChunk:
         place: Number of chunks that come before it in the task lease.
         binding: The binding of its logical worker.
         again: Whether an earlier attempt of the task had the chunk and died.
-        restarted: Whether its logical worker restarts here because it was bound to another task.
+        restarted: Whether the state of its logical worker starts again here, because it was in
+            another process.
         skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
         replaced: Names of processes whose tasks Ray has restarted, but that may not have ended. The
             task waits for their end, because they may make batches of the same logical worker.

@@ -102,14 +102,15 @@ class ChunkInFlight:
 
 
 def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
-    """Join adjoining chunks of each stream into one chunk; other chunks stay as they are."""
+    """Join adjoining chunks of each stream that were sent in the same way; leave other chunks."""
     joined: list[ChunkInFlight] = []
     streams: dict[int, int] = {}
     for sent in lost:
         chunk = sent.chunk
         place = streams.get(chunk.worker) if chunk.stream else None
         # A chunk between them may have arrived.
-        if place is None or joined[place].chunk.numbers.stop != chunk.first_batch:
+        adjoins = place is not None and joined[place].chunk.numbers.stop == chunk.first_batch
+        if place is None or not adjoins or joined[place].attempt != sent.attempt:
             streams[chunk.worker] = len(joined)
             joined.append(sent)
             continue

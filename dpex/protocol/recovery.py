@@ -81,14 +81,15 @@ def recover(lost: Sequence[ChunkInFlight], cause: LossCause, reason: str) -> Rec
         # where several blocks did not.
         found.wait_s = tuning.STORE_FULL_WAIT_S
     most_tries = tuning.STORE_FULL_TRIES if store_full else tuning.STREAM_TRIES
-    single: list[Chunk] = []
+    singles: dict[Attempt, list[Chunk]] = {}
     for sent in lost:
         attempt = sent.attempt
         if not attempt.alone:
-            single.extend(sent.rest(most=1))
+            again = replace(attempt, alone=True, one_by_one=store_full)
+            singles.setdefault(again, []).extend(sent.rest(most=1))
         elif (sent.chunk.stream or store_full) and attempt.tries < most_tries:
             # A batch of another stream may have killed the process.
-            again = Attempt(alone=True, tries=attempt.tries + 1, one_by_one=store_full)
+            again = replace(attempt, tries=attempt.tries + 1, one_by_one=store_full)
             found.resends.append(Resend(list(sent.rest()), again))
         else:
             failed = sent.missing
@@ -98,6 +99,5 @@ def recover(lost: Sequence[ChunkInFlight], cause: LossCause, reason: str) -> Rec
             found.failed += [
                 (b, lost_error(sent.chunk, b, found.reason, store_full=store_full)) for b in failed
             ]
-    if single:
-        found.resends.insert(0, Resend(single, Attempt(alone=True, one_by_one=store_full)))
+    found.resends[:0] = [Resend(chunks, again) for again, chunks in singles.items()]
     return found

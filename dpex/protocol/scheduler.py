@@ -177,6 +177,7 @@ class Scheduler:
         attempt: str = "",
         *,
         early: bool = False,
+        unchanged: bool | None = None,
     ) -> list[Answer | Loss]:
         """Record that a task requests its next chunk.
 
@@ -187,6 +188,7 @@ class Scheduler:
             made: How many blocks the process has made of these chunks, or is about to finish.
             attempt: Name of the task's process.
             early: Whether the task still makes samples of its last chunk; see ``finish``.
+            unchanged: Whether the last batch left its dataset copy unchanged; None if unknown.
         """
         self._now = now
         lease = self._leases.get(name)
@@ -203,6 +205,9 @@ class Scheduler:
             if not lease.unanswered:
                 self._actions.append(Answer(name, attempt, lease.answer))
             return self._decided()
+        # A repeated request would report the state of the chunk that has been given since.
+        if unchanged is not None:
+            self._bindings.note_state(lease, unchanged)
         self._asked_at = now
         self._warm = self._warm or place > 0
         self._leases.move_to_end(name)
@@ -240,10 +245,16 @@ class Scheduler:
             lease.finish(place)
         return self._decided()
 
-    def note_state(self, now: float, name: str, unchanged: bool) -> list[Answer | Loss]:
-        """Record whether a batch left its dataset copy unchanged; see ``WorkerBindings``."""
+    def note_change(self, now: float, name: str, worker: int) -> list[Answer | Loss]:
+        """Record that a batch changed its dataset copy after the logical workers were released.
+
+        Args:
+            now: The time.
+            name: Name of the lease whose task made the batch.
+            worker: The logical worker of the batch.
+        """
         self._now = now
-        self._bindings.note_state(name, unchanged)
+        self._bindings.note_change(self._leases.get(name), worker)
         return self._decided()
 
     def note_others(self, now: float, others: OtherJobs | None) -> list[Answer | Loss]:

@@ -80,8 +80,8 @@ class TaskLease:
         repeats: The logical worker of a chunk that a restarted task has to repeat, but must not
             repeat yet; else None.
         workers: The logical workers that are bound to the task's process.
-        restarted: Whether the next chunk is the first chunk here of a logical worker that was bound
-            to another process before.
+        restarted: Those of them whose state starts again in this process, because it was in another
+            one. Their next chunk says so.
         made: How many blocks the process had made at its last request, or was about to finish.
         unanswered: Whether the last request has no answer yet.
         answer: The last answer.
@@ -105,7 +105,7 @@ class TaskLease:
     making: int | None = None
     repeats: int | None = None
     workers: set[int] = field(default_factory=set)
-    restarted: bool = False
+    restarted: set[int] = field(default_factory=set)
     made: int = 0
     unanswered: bool = False
     answer: AssignedChunk | None = None
@@ -117,8 +117,12 @@ class TaskLease:
     _chunks: deque[PickledChunk] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _blocks: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
     _runs: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
-    # How often processes have died on the last chunk.
+    # Whether the last request was for a chunk to repeat.
+    _repeats: bool = False
+    # How often processes have died on the last chunk, or on the one before if it is being made.
     _deaths: int = 0
+    # How many blocks the process will have made when it begins its chunk.
+    _made_before: int = 0
     # The index in ``_chunks`` of the chunk to repeat.
     _repeated: int = 0
     # The most blocks that any process had made when it asked for its next chunk.
@@ -182,7 +186,11 @@ class TaskLease:
         if replaces:
             self._past_attempts.add(self.attempt)
             self.attempt, self._finished = attempt, -1
-        self.made, self._asked = made, place
+            self.restarted |= self.workers
+        elif made > self._made_before and self.runs is not None:
+            # Otherwise the chunk was cancelled before its first batch, and nothing was reported.
+            self.restarted.discard(self.runs)
+        self.made, self._asked, self._repeats = made, place, place < self.given
         self.making = self.runs if early and self._finished < place else None
         self.runs = self.repeats = None
         self.changed(self)
@@ -198,7 +206,16 @@ class TaskLease:
         self._finished = place
         if place >= self._asked:
             self.making = None
+            if not self._repeats:
+                self._deaths = self._chunks[-1].deaths
             self.changed(self)
+
+    def unbind(self, worker: int | None = None) -> None:
+        """Bind the task's process to a logical worker no more; to none if ``worker`` is None."""
+        workers = set(self.workers) if worker is None else {worker}
+        self.workers -= workers
+        self.restarted -= workers
+        self.changed(self)
 
     def give(self, chunk: PickledChunk, run: int) -> None:
         """Give the waiting task its next chunk, in an iteration."""
@@ -208,7 +225,9 @@ class TaskLease:
         self.given += 1
         self.run, self.alone = run, chunk.alone
         self.last_worker = self.runs = chunk.worker
-        self._deaths = chunk.deaths
+        self._made_before = self.made
+        if self.making is None:  # else the chunk before may still kill the process
+            self._deaths = chunk.deaths
         self._enter(LeaseState.WORKING)
 
     def end(self) -> None:
@@ -221,8 +240,8 @@ class TaskLease:
         Args:
             binding: The binding of the chunk's logical worker.
         """
-        restarted, self.restarted = self.restarted, False
         payload, run = self._chunks[-1].payload, self._runs[-1]
+        restarted = self.last_worker in self.restarted
         return AssignedChunk(payload, self.given - 1, binding, restarted=restarted, iteration=run)
 
     def repeat(self, place: int, binding: Binding) -> AssignedChunk:
@@ -249,6 +268,7 @@ class TaskLease:
         kept = max(0, place - self.given + len(self._chunks))
         skipped = max(0, self._blocks[kept] - self.made)
         self._blocks[kept] = max(self._blocks[kept], self.made)
+        self._made_before = self.made + skipped
         self.repeats, self._repeated = self._chunks[kept].worker, kept
         self.changed(self)
         return AssignedChunk(
@@ -256,7 +276,7 @@ class TaskLease:
             self.given - len(self._chunks) + kept,
             binding,
             again=True,
-            restarted=bool(self.workers) and not kept,
+            restarted=self.repeats in self.restarted,
             skipped_blocks=skipped,
             iteration=self._runs[kept],
         )

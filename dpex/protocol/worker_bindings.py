@@ -101,13 +101,15 @@ class WorkerBindings:
         """Bind a logical worker to a lease."""
         lease.workers.add(worker)
         lease.changed(lease)
-        lease.restarted = worker in self._placed
-        self._placed.add(worker)
+        if worker in self._placed:
+            lease.restarted.add(worker)
 
     def note_given(self, lease: TaskLease, worker: int) -> None:
         """Record that a lease got a chunk of a logical worker."""
-        if self.bound and worker not in lease.workers:
-            self.bind(lease, worker)
+        if self.bound:
+            if worker not in lease.workers:
+                self.bind(lease, worker)
+            self._placed.add(worker)
         if self.binding is Binding.WATCHED:
             self._unreported.add(lease.name)
 
@@ -116,33 +118,44 @@ class WorkerBindings:
         # Without a report, the chunk was cancelled or not started.
         self._unreported.discard(lease.name)
         if not self.bound:
-            lease.workers.clear()
-            lease.changed(lease)
+            lease.unbind()
 
-    def note_state(self, name: str, unchanged: bool) -> None:
-        """Record whether a batch left its dataset copy unchanged.
+    def note_state(self, lease: TaskLease, unchanged: bool) -> None:
+        """Record whether the last batch of a chunk left its dataset copy unchanged.
 
         Until a batch changes its copy, a logical worker is bound only while a task makes one of its
         batches. All logical workers are released once the first batch of each left its copy
         unchanged.
 
         Args:
-            name: Name of the lease that made the batch.
+            lease: The lease whose task has made the chunk. The chunk is not the lease's last one
+                if a restarted task repeats it.
             unchanged: Whether the copy is unchanged.
         """
-        self._unreported.discard(name)
-        lease = self._leases.get(name)
+        self._unreported.discard(lease.name)
+        worker = lease.runs
+        if worker is None:
+            return
         if not unchanged:
-            self.binding = Binding.ALWAYS
-            if lease and not lease.workers and lease.last_worker not in self.taken():
-                self.bind(lease, lease.last_worker)  # the process has its state now
-        elif lease and self.binding is not Binding.ALWAYS:
-            lease.workers.discard(lease.last_worker)
-            lease.changed(lease)
-            self._placed.discard(lease.last_worker)
-            self._unchanged.add(lease.last_worker)
+            self.note_change(lease, worker)
+        elif self.binding is not Binding.ALWAYS:
+            lease.unbind(worker)
+            self._placed.discard(worker)
+            self._unchanged.add(worker)
             if len(self._unchanged) == self._num_workers:
                 self.binding = Binding.RELEASED
+
+    def note_change(self, lease: TaskLease | None, worker: int) -> None:
+        """Record that a batch has changed its dataset copy: from now on, logical workers are bound.
+
+        Args:
+            lease: The lease whose task made the batch, if it is known.
+            worker: The logical worker of the batch.
+        """
+        self.binding = Binding.ALWAYS
+        if lease and not lease.workers and worker not in self.taken():
+            self.bind(lease, worker)  # the process has its state now
+            self._placed.add(worker)
 
     def begin(self, *, in_run: bool) -> None:
         """Start an iteration, or a pause between iterations.
@@ -154,5 +167,4 @@ class WorkerBindings:
         if in_run and not self._persistent:
             self._placed.clear()
             for lease in self._leases.values():
-                lease.workers.clear()
-                lease.changed(lease)
+                lease.unbind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -28,8 +29,8 @@ class ChunkWork:
         where: Node and process, for error messages.
         make_copy: Function that returns a new copy of the job, which nothing else uses.
         ask: Function that sends a request for the next chunk.
-        note_change: Function that reports a batch that has changed its copy, although its logical
-            worker is released.
+        note_change: Function that reports a released logical worker whose batch has changed its
+            copy.
 
     Attributes:
         writer: The writer of the present block.
@@ -41,7 +42,7 @@ class ChunkWork:
         where: str,
         make_copy: Callable[[], Job],
         ask: Callable[[Ask], None],
-        note_change: Callable[[], None] = lambda: None,
+        note_change: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._loop = loop
         self._where = where
@@ -65,16 +66,16 @@ class ChunkWork:
             binding=assigned.binding,
             restarted=assigned.restarted,
             nearly_made=self._ask_early if self._loop.asks_early else None,
-            seen_unchanged=self._note_state,
+            seen_unchanged=functools.partial(self._note_state, chunk.worker),
         )
 
     def _ask_early(self) -> None:
         if (request := self._loop.ask_early()) is not None:
             self._ask(request)
 
-    def _note_state(self, unchanged: bool) -> None:
+    def _note_state(self, worker: int, unchanged: bool) -> None:
         if self._loop.note_state(unchanged):
-            self._note_change()
+            self._note_change(worker)
 
     def open(
         self,

@@ -338,9 +338,9 @@ class _Actor:
         if (report := self.report_of(finished)) is not None:
             self.messages.send("finished", *report)
 
-    def note_change(self) -> None:
+    def note_change(self, worker: int) -> None:
         """Report that a batch has changed its copy, although its logical worker is released."""
-        self.messages.send("state", self._origin[0], False)
+        self.messages.send("state", self._origin[0], worker)
 
 
 def _here() -> str:

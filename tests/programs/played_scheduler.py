@@ -40,13 +40,13 @@ class PlayedScheduler(TaskRequests):
         self.scheduler.parallel, self.scheduler.starting = parallel, starting
 
     async def next_chunk(
-        self, name: str, place: int, made: int, attempt: str = "", *, early: bool = False
+        self, name: str, place: int, made: int, attempt: str = "", **flags: bool | None
     ) -> TaskAnswer:
         """Wait for a task's next chunk. Without an attempt, a new process asks at place 0."""
         if attempt:
-            return await super().next_chunk(name, place, made, attempt, early=early)
+            return await super().next_chunk(name, place, made, attempt, **flags)
         self._attempts[name] += place == 0
-        answer = await super().next_chunk(name, place, made, self._attempt(name), early=early)
+        answer = await super().next_chunk(name, place, made, self._attempt(name), **flags)
         return replace(answer, replaced=()) if isinstance(answer, AssignedChunk) else answer
 
     def _attempt(self, name: str) -> str:
@@ -73,8 +73,8 @@ class PlayedScheduler(TaskRequests):
     def finish(self, name: str, attempt: str, place: int) -> None:
         self.note(self.scheduler.finish, name, attempt or self._attempt(name), place)
 
-    def note_state(self, name: str, unchanged: bool) -> None:
-        self.note(self.scheduler.note_state, name, unchanged)
+    def note_change(self, name: str, worker: int) -> None:
+        self.note(self.scheduler.note_change, name, worker)
 
     def note_others(self, others: OtherJobs | None) -> None:
         self.note(self.scheduler.note_others, others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from chunks import sent
@@ -79,6 +80,25 @@ def test_a_full_store_gets_time_and_more_tries_one_at_a_time() -> None:
     [(batch, error)] = recover([sent(0, 0, 1, tries=6)], LossCause.STORE_FULL, "full").failed
     assert batch == 0
     assert str(error).startswith("Ray has no space for batch 0 (dataset indices [0])")
+
+
+@pytest.mark.parametrize("cause", [LossCause.TASK, LossCause.STORE_FULL])
+@pytest.mark.parametrize("tries", [0, 1])
+def test_a_loss_of_another_kind_leaves_the_budget_of_lost_blocks(
+    cause: LossCause, tries: int
+) -> None:
+    chunk = sent(0, 0, 1, tries=tries, stream=True)
+    chunk.attempt = replace(chunk.attempt, lost_blocks=2)
+    [message] = recover([chunk], cause, "lost").resends
+    assert message.attempt.lost_blocks == 2
+
+
+def test_chunks_of_a_stream_with_other_budgets_are_not_joined() -> None:
+    lost = [sent(0, 0, 1, stream=True), sent(1, 3, 1, stream=True)]
+    lost[1].attempt = replace(lost[1].attempt, lost_blocks=2)
+    plan = recover(lost, LossCause.BLOCK, "lost")
+    assert resent(plan) == [([[0]], False, 1), ([[3]], False, 1)]
+    assert [message.attempt.lost_blocks for message in plan.resends] == [1, 3]
 
 
 @pytest.mark.parametrize("cause", list(LossCause))

@@ -863,14 +863,13 @@ def test_workers_are_released_when_all_first_batches_are_known() -> None:
         assert await scheduler.next_chunk("a", 0, 0) == AssignedChunk(b"0a", 0, Binding.WATCHED)
         await scheduler.next_chunk("b", 0, 0)
         for place, payload in enumerate([b"2a", b"3a", b"0b"], 1):
-            scheduler.note_state("a", unchanged=True)
-            given = await scheduler.next_chunk("a", place, place)
+            given = await scheduler.next_chunk("a", place, place, unchanged=True)
             assert given == AssignedChunk(payload, place, Binding.WATCHED)
         waiting = asyncio.ensure_future(scheduler.next_chunk("c", 0, 0))
         await asyncio.sleep(0)
-        scheduler.note_state("b", unchanged=True)
         assert not waiting.done(), "a process is still worker 1"
-        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
+        given = await scheduler.next_chunk("b", 1, 1, unchanged=True)
+        assert given == AssignedChunk(b"1b", 1, Binding.RELEASED)
         waiting.cancel()
 
     play(scenario, **WATCHED)
@@ -885,20 +884,19 @@ def test_a_batch_in_flight_at_the_release_is_reported_before_its_worker_s_next(
         feed(scheduler, b"0b")
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
-        scheduler.note_state("a", unchanged=True)
-        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
-        scheduler.note_state("b", unchanged=True)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, unchanged=True)) == b"0b"
         feed(scheduler, b"0c", b"1b")
-        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
+        given = await scheduler.next_chunk("b", 1, 1, unchanged=True)
+        assert given == AssignedChunk(b"1b", 1, Binding.RELEASED)
         waiting = asyncio.ensure_future(scheduler.next_chunk("b", 2, 2))
         await asyncio.sleep(0)
         assert not waiting.done()
         # A restarted task still has to report.
         again = await scheduler.next_chunk("a", 0, 0)
         assert again == AssignedChunk(b"0a", 0, Binding.WATCHED, again=True, restarted=True)
-        scheduler.note_state("a", unchanged=unchanged)
         binding = Binding.RELEASED if unchanged else Binding.ALWAYS
-        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, binding)
+        given = await scheduler.next_chunk("a", 2, 2, unchanged=unchanged)
+        assert given == AssignedChunk(b"0c", 2, binding)
         assert not waiting.done()
         waiting.cancel()
 
@@ -912,11 +910,11 @@ def test_a_task_that_cannot_look_keeps_no_worker_waiting() -> None:
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
         assert await scheduler.next_chunk("a", 1, 1) == AssignedChunk(b"0b", 1, Binding.WATCHED)
-        scheduler.note_state("a", unchanged=True)
-        scheduler.note_state("b", unchanged=True)
         feed(scheduler, b"0c")
-        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.RELEASED)
-        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0c", 2, Binding.RELEASED)
+        given = await scheduler.next_chunk("b", 1, 1, unchanged=True)
+        assert given == AssignedChunk(b"1b", 1, Binding.WATCHED)
+        given = await scheduler.next_chunk("a", 2, 2, unchanged=True)
+        assert given == AssignedChunk(b"0c", 2, Binding.RELEASED)
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
@@ -926,15 +924,13 @@ def test_a_task_that_fails_for_good_keeps_no_worker_waiting() -> None:
         feed(scheduler, b"0a", b"1a")
         feed(scheduler, b"0b", b"0c")
         await scheduler.next_chunk("a", 0, 0)
-        scheduler.note_state("a", unchanged=True)
         await scheduler.next_chunk("b", 0, 0)
-        assert payload_of(await scheduler.next_chunk("a", 1, 1)) == b"0b"
-        scheduler.note_state("b", unchanged=True)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, unchanged=True)) == b"0b"
         for _ in range(MAX_DEATHS):
             given = await scheduler.next_chunk("a", 0, 0)
         assert given is None
         feed(scheduler, b"0d")
-        assert await scheduler.next_chunk("b", 1, 1) is not None
+        assert await scheduler.next_chunk("b", 1, 1, unchanged=True) is not None
 
     play(scenario, **{**WATCHED, "num_workers": 2})
 
@@ -945,10 +941,10 @@ def test_one_first_batch_that_changes_its_copy_binds_all() -> None:
         feed(scheduler, b"0b", b"1b")
         await scheduler.next_chunk("a", 0, 0)
         await scheduler.next_chunk("b", 0, 0)
-        scheduler.note_state("a", unchanged=True)
-        scheduler.note_state("b", unchanged=False)
-        assert await scheduler.next_chunk("b", 1, 1) == AssignedChunk(b"1b", 1, Binding.ALWAYS)
-        assert await scheduler.next_chunk("a", 1, 1) == AssignedChunk(b"2a", 1, Binding.ALWAYS)
+        given = await scheduler.next_chunk("a", 1, 1, unchanged=True)
+        assert given == AssignedChunk(b"2a", 1, Binding.WATCHED)
+        given = await scheduler.next_chunk("b", 1, 1, unchanged=False)
+        assert given == AssignedChunk(b"1b", 1, Binding.ALWAYS)
         # Logical worker 0 has not changed its copy. So it may continue in another process, on a
         # new copy.
         assert await scheduler.next_chunk("c", 0, 0) == AssignedChunk(b"0b", 0, Binding.ALWAYS)
@@ -960,10 +956,13 @@ def test_workers_stay_bound_once_a_batch_has_changed_its_copy() -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
         feed(scheduler, b"0a", b"1a", b"2a")
         assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"
-        scheduler.note_state("a", unchanged=False)
-        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1))
+        waiting = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, unchanged=False))
+        await asyncio.sleep(0)
         assert payload_of(await scheduler.next_chunk("b", 0, 0)) == b"1a"
-        scheduler.note_state("b", unchanged=True)  # other samples may still change it
+        feed_one(scheduler, b"1b", worker=1)
+        # Other samples may still change it.
+        given = await scheduler.next_chunk("b", 1, 1, unchanged=True)
+        assert given == AssignedChunk(b"1b", 1, Binding.ALWAYS)
         feed(scheduler, b"0b")
         assert await waiting == AssignedChunk(b"0b", 1, Binding.ALWAYS)
 
@@ -975,14 +974,53 @@ def test_a_worker_whose_copy_changes_late_is_bound_where_it_is() -> None:
         scheduler.scheduler.parallel = 1
         feed(scheduler, b"0a", b"1a")
         await scheduler.next_chunk("a", 0, 0)
-        scheduler.note_state("a", unchanged=True)
-        await scheduler.next_chunk("a", 1, 1)
-        scheduler.note_state("a", unchanged=False)
+        await scheduler.next_chunk("a", 1, 1, unchanged=True)
         feed(scheduler, b"0b", b"1b")
-        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"1b", 2, Binding.ALWAYS)
+        given = await scheduler.next_chunk("a", 2, 2, unchanged=False)
+        assert given == AssignedChunk(b"1b", 2, Binding.ALWAYS)
         assert await scheduler.next_chunk("b", 0, 0) == AssignedChunk(b"0b", 0, Binding.ALWAYS)
 
     play(scenario, **WATCHED)
+
+
+def test_a_late_change_binds_the_worker_that_the_message_names() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.scheduler.parallel = 1
+        feed(scheduler, b"0a", b"1a")
+        await scheduler.next_chunk("a", 0, 0, unchanged=True)
+        await scheduler.next_chunk("a", 1, 1)
+        scheduler.note_change("a", 0)  # the next request has overtaken the message
+        feed_one(scheduler, b"1b", worker=1)
+        feed_one(scheduler, b"0b", worker=0)
+        assert await scheduler.next_chunk("a", 2, 2) == AssignedChunk(b"0b", 2, Binding.ALWAYS)
+
+    play(scenario, **{**BOUND, "num_workers": 2, "binding": Binding.RELEASED})
+
+
+def test_a_repeated_request_reports_no_state_of_a_later_chunk() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        await scheduler.next_chunk("a", 0, 0, "process")
+        for _ in range(2):
+            given = await scheduler.next_chunk("a", 1, 1, "process", unchanged=True)
+            assert given == AssignedChunk(b"1a", 1, Binding.WATCHED)
+        feed(scheduler, b"0b")
+        assert await scheduler.next_chunk("b", 0, 0) == AssignedChunk(b"0b", 0, Binding.WATCHED)
+
+    play(scenario, **{**WATCHED, "num_workers": 2})
+
+
+def test_a_repeated_chunk_reports_the_state_of_its_own_worker() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0a", b"1a")
+        await scheduler.next_chunk("a", 0, 0)
+        await scheduler.next_chunk("a", 1, 1, unchanged=True)
+        assert payload_of(await scheduler.next_chunk("a", 0, 0)) == b"0a"  # the task restarts
+        again = await scheduler.next_chunk("a", 1, 1, unchanged=True)
+        assert isinstance(again, AssignedChunk)
+        assert again.binding is Binding.WATCHED, "logical worker 1 has not reported"
+
+    play(scenario, **{**WATCHED, "num_workers": 2})
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -36,6 +36,7 @@ class Process:
         made: Number of blocks that it has made.
         asked: Its request for the next chunk, if it has sent one.
         early: Whether it made samples when it sent the request.
+        unchanged: What the next request reports of the copy; None if the chunk was not watched.
         delivering: The blocks on their way to the scheduler. A last block that was made after a
             request has the place of that request.
     """
@@ -48,6 +49,7 @@ class Process:
     made: int = 0
     asked: asyncio.Future[AssignedChunk | None] | None = None
     early: bool = False
+    unchanged: bool | None = None
     delivering: list[int | None] = field(default_factory=list)
 
 
@@ -84,8 +86,14 @@ class Model:
         if process.asked is not None or (early and process.binding is Binding.WATCHED):
             return
         process.early = early
+        unchanged, process.unchanged = process.unchanged, None
         request = self.scheduler.next_chunk(
-            process.name, process.place, process.made + early, process.attempt, early=early
+            process.name,
+            process.place,
+            process.made + early,
+            process.attempt,
+            early=early,
+            unchanged=unchanged,
         )
         process.asked = asyncio.ensure_future(request)
 
@@ -100,7 +108,7 @@ class Model:
         process.made += 1
         process.delivering.append(process.place if process.early else None)
         if process.binding is Binding.WATCHED:
-            self.scheduler.note_state(process.name, self.draws.random() < 0.9)
+            process.unchanged = self.draws.random() < 0.9
         if not process.early:
             self.ask(process)
 

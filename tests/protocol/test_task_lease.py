@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from dpex.protocol.binding import Binding
@@ -89,12 +91,66 @@ def test_a_new_chunk_forgets_the_deaths_on_the_last_one() -> None:
     assert lease.waiting
 
 
-def test_a_worker_that_restarts_is_told_so_once() -> None:
+def test_an_early_request_keeps_the_deaths_until_the_last_sample_is_made() -> None:
     lease = new_lease()
-    lease.restarted = True
     give(lease, b"0")
-    assert lease.last_chunk(RELEASED).restarted
-    assert not lease.last_chunk(RELEASED).restarted
+    for _ in range(MAX_DEATHS - 1):
+        lease.repeat(0, RELEASED)
+    lease.begin_repeat()
+    lease.note_request("process", 1, 1, early=True)
+    lease.ask()
+    give(lease, b"1")
+    with pytest.raises(DeadlyChunkError):
+        copy.deepcopy(lease).repeat(0, RELEASED)
+    lease.finish(1)
+    lease.repeat(0, RELEASED)
+
+
+def give_bound(lease: TaskLease, worker: int) -> AssignedChunk:
+    """Give a chunk of a logical worker that is bound to the lease."""
+    lease.workers.add(worker)
+    lease.give(PickledChunk(b"", worker, Part("run", 0)), run=1)
+    return lease.last_chunk(Binding.ALWAYS)
+
+
+def request(lease: TaskLease, place: int, made: int, attempt: str = "process") -> None:
+    lease.note_request(attempt, place, made, early=False)
+    lease.ask()
+
+
+def test_a_state_that_starts_again_is_reported_once() -> None:
+    lease = new_lease()
+    lease.restarted = {0}
+    assert give_bound(lease, 0).restarted
+    request(lease, 1, made=1)
+    assert not give_bound(lease, 0).restarted
+
+
+def test_a_chunk_that_is_cancelled_before_its_first_batch_reports_nothing() -> None:
+    lease = new_lease()
+    lease.restarted = {0}
+    assert give_bound(lease, 0).restarted
+    request(lease, 1, made=0)
+    assert give_bound(lease, 0).restarted
+
+
+def test_a_restarted_task_reports_each_logical_worker_that_starts_again() -> None:
+    lease = new_lease()
+    for place, worker in enumerate((0, 1, 2), 1):
+        assert not give_bound(lease, worker).restarted
+        request(lease, place, made=place)
+    lease.unbind(1)
+    reported = []
+    request(lease, 0, made=0, attempt="another process")
+    for place, made in ((0, 0), (2, 2)):
+        again = lease.repeat(place, Binding.ALWAYS)
+        lease.begin_repeat()
+        reported.append(again.restarted)
+        request(lease, again.place + 1, made + 1 + again.skipped_blocks, "another process")
+    assert reported == [False, True], "only logical worker 2 is bound to the task"
+    assert give_bound(lease, 0).restarted
+    request(lease, 4, made=4, attempt="another process")
+    assert not give_bound(lease, 0).restarted
 
 
 def test_a_call_of_an_earlier_process_is_known() -> None:

@@ -60,7 +60,7 @@ def test_a_worker_s_chunks_fit_any_lease_once_no_process_makes_its_samples(
     assert made.chunk_index_for(b, chunks(0)) is None
     assert made.chunk_index_for(b, chunks(0, 1)) == 1
     assert made.without_process(chunks(0, 1)) == [1]
-    made.note_state("a", unchanged=True)
+    made.note_state(a, unchanged=True)
     assert made.chunk_index_for(b, chunks(0)) is None, "the batch is reported, and not yet sent"
     ask(made, a)
     assert made.chunk_index_for(b, chunks(0)) == 0
@@ -94,7 +94,7 @@ def test_watched_workers_are_released_when_each_first_batch_changed_nothing() ->
     for worker, lease in enumerate((a, b)):
         give(made, lease, worker)
         assert made.of(lease) is Binding.WATCHED
-        made.note_state(lease.name, unchanged=True)
+        made.note_state(lease, unchanged=True)
     assert made.binding is Binding.RELEASED
     assert made.taken() == set()
 
@@ -102,9 +102,9 @@ def test_watched_workers_are_released_when_each_first_batch_changed_nothing() ->
 def test_one_change_binds_all_workers_for_good() -> None:
     made, a, _ = bindings(binding=Binding.WATCHED)
     give(made, a, 0)
-    made.note_state("a", unchanged=False)
+    made.note_state(a, unchanged=False)
     assert made.binding is Binding.ALWAYS
-    made.note_state("a", unchanged=True)
+    made.note_state(a, unchanged=True)
     assert made.taken() == {0}
 
 
@@ -112,7 +112,7 @@ def test_a_chunk_that_was_watched_stays_so_until_it_reports() -> None:
     made, a, b = bindings(binding=Binding.WATCHED, num_workers=1)
     give(made, a, 0)
     give(made, b, 1)
-    made.note_state("a", unchanged=True)
+    made.note_state(a, unchanged=True)
     assert made.binding is Binding.RELEASED
     assert made.of(a) is Binding.RELEASED
     assert made.of(b) is Binding.WATCHED
@@ -139,4 +139,4 @@ def test_a_worker_that_had_another_process_is_restarted() -> None:
     assert not a.restarted
     a.end()
     give(made, b, 0)
-    assert b.restarted
+    assert b.restarted == {0}

@@ -8,7 +8,8 @@
 - ``pipelines.py``: pipelines, each of which drives a ``Scheduler`` as the pipeline actor does.
 - ``loader.py``: the training loop, which drives a ``Delivery``.
 - ``faults.py``: the faults.
-- ``invariants.py``: checks during a schedule. ``model.py``: checks of its history afterwards.
+- ``invariants.py``, ``states.py`` and ``budgets.py``: checks during a schedule: of batches, of the
+  state of dataset copies, and of retries. ``model.py``: checks of its history afterwards.
 - ``scale.py``: loaders of many nodes, with measured times and without random faults.
 - ``schedule.py``: one schedule. ``mutations.py``: planted bugs, which the search has to find.
 """

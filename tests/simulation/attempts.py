@@ -34,7 +34,7 @@ class Attempt:
 
     Attributes:
         name: The task's name.
-        had: Dataset version and logical worker of each chunk that it has had.
+        had: Dataset version and logical worker of each chunk that it was given, if it was bound.
         id: Name of the attempt.
         process: The worker process.
         again: Whether an earlier attempt had the present chunk.
@@ -42,6 +42,10 @@ class Attempt:
         replaced: Whether Ray has started a further attempt of the task.
         restarted: Whether Ray has restarted the task after the death of the process.
         over: Whether it has ended, or its process has died.
+        follows: Whether the task had an attempt before.
+        asked_at: When it sent its last request.
+        ended: Whether its lease has ended.
+        waited_s: Time between its last request and the end of its lease.
     """
 
     __slots__ = (
@@ -53,6 +57,7 @@ class Attempt:
         "_done",
         "_earlier",
         "_entries",
+        "_given",
         "_iteration",
         "_loop",
         "_request",
@@ -63,6 +68,9 @@ class Attempt:
         "_waits_for",
         "_world",
         "again",
+        "asked_at",
+        "ended",
+        "follows",
         "had",
         "id",
         "name",
@@ -72,11 +80,19 @@ class Attempt:
         "replaced",
         "restarted",
         "runs",
+        "waited_s",
         "yielded",
     )
 
     def __init__(
-        self, world: World, pipeline: Pipeline, name: str, number: int, process: WorkerProcess
+        self,
+        world: World,
+        pipeline: Pipeline,
+        name: str,
+        number: int,
+        process: WorkerProcess,
+        *,
+        follows: bool,
     ) -> None:
         self._world = world
         self.pipeline = pipeline
@@ -87,7 +103,9 @@ class Attempt:
         process.attempt = self
         process.ended.setdefault(pipeline.number, 0)
         self.runs: int | None = None
-        self.replaced = self.restarted = self.over = False
+        self.replaced = self.restarted = self.over = self.ended = False
+        self.follows = follows
+        self.asked_at = self.waited_s = 0.0
         self.yielded = 0
         self.had: list[tuple[int, int]] = []
         self._chunk: Chunk | None = None
@@ -168,7 +186,7 @@ class Attempt:
         if self.runs is not None:
             self._world.invariants.end(self)
             self.runs = None
-        self._world.invariants.excuse(self.process)
+        self._world.states.lose(self)
 
     def _return(self) -> None:
         """End the task: its lease has ended."""
@@ -184,6 +202,7 @@ class Attempt:
     def _ask(self, step: Ask) -> None:
         """Send a request. If the answer of the first one is lost, the process repeats it."""
         world = self._world
+        self.asked_at = world.clock.now
         self._request += 1
         send, link = world.network.send, self.process.link
         if world.network.repeats:
@@ -285,8 +304,7 @@ class Attempt:
         if self.pipeline.numbers[chunk.run.key] <= self.process.ended[self.pipeline.number]:
             self._world.fail(f"{self.id} makes a chunk of an iteration that has ended")
         self._chunk, self._batch, self._done = chunk, 0, False
-        self.had.append((chunk.run.dataset_version, chunk.worker))
-        self._binding = assigned.binding
+        self._binding = self._given = assigned.binding
         self._restarted, self.again = assigned.restarted, assigned.again
         self._entries, self._seconds = [], 0.0
         self._world.log("begins", self.id, chunk.number, chunk.worker, assigned.again)
@@ -331,11 +349,14 @@ class Attempt:
         batch = chunk.first_batch + self._batch * chunk.stride
         index = self._batch
         if self.cancelled:
+            self._world.states.cancel(self, chunk, self._given)
             self._stop()
             return None
         self._batch += 1
         number = batch if plan.streams is not None else chunk.batches[index][0]
         if number in plan.deadly and not self._is_past_end(chunk, batch):
+            if not self.replaced:
+                world.budgets.die(chunk)
             world.cluster.die(self.process)
             return None
         if chunk.stream:
@@ -343,7 +364,7 @@ class Attempt:
         else:
             assert chunk.positions[index] == chunk.batches[index][0]
             entry = self._read_indices(chunk, batch, chunk.batches[index][0])
-        world.invariants.make(self, chunk, batch, self._binding)
+        world.invariants.make(self, chunk, batch)
         self._entries.append(entry)
         if self._batch == len(chunk.batches) or entry.outcome == "end":
             self._stop()
@@ -355,45 +376,47 @@ class Attempt:
         return streams is not None and batch // chunk.stride >= streams[chunk.worker]
 
     def _copy(self, slot: tuple[Any, int]) -> Copy:
-        copies = self.process.copies
+        """Return the copy in a slot: an unchanged one of another slot, or a new one."""
+        copies, binding = self.process.copies, self._binding
         copy = copies.get(slot)
         if copy is None:
-            for other in list(copies):
-                if other[0] != slot[0]:
-                    del copies[other]
-                elif copies[other].changed == 0 and (
-                    self._binding is Binding.WATCHED or SHARED in (slot[1], other[1])
-                ):
+            for other, found in list(copies.items()):
+                shares = binding is Binding.WATCHED or SHARED in (slot[1], other[1])
+                if shares and other[0] == slot[0] and found.watched and not found.changed:
                     copy = copies.pop(other)
-            copy = copies[slot] = copy or Copy()
+                    break
+        if copy is None:
+            self.process.drop_copies(self.pipeline.number, other_than=slot[0])
+            copy = Copy(watched=binding is not Binding.ALWAYS)
+            if self._restarted and binding is Binding.ALWAYS and not self.chunk.stream:
+                copy.restarted = True
+                self._world.states.report(self, self.chunk)
+        copies[slot] = copy
+        copy.pipeline = self.pipeline.number
         return copy
 
-    def _read_indices(self, chunk: Chunk, batch: int, index: int) -> Entry:
-        version, worker = chunk.run.dataset_version, chunk.worker
-        slot = (version, worker if self._binding.bound else SHARED)
-        if self._restarted:
-            self._restarted = False
-            self._world.invariants.restart(self, chunk)
+    def _read_indices(self, chunk: Chunk, batch: int, number: int) -> Entry:
+        version, worker, index = chunk.run.dataset_version, chunk.worker, batch // chunk.stride
+        if self._restarted and self._batch == 1:
             self.process.copies.pop((version, worker), None)
-        copy = self._copy(slot)
+        slot = (version, worker if self._binding.bound else SHARED)
+        states, copy, binding = self._world.states, self._copy(slot), self._binding
+        states.make(self, chunk, index, copy, self._given)
         changed = copy.changed
-        changes_from = self._world.plan.changes_from
-        changes = changes_from is not None and batch // chunk.stride >= changes_from
+        changes = self._world.plan.keeps_state(worker, index)
         copy.changed += changes
-        binding = self._binding
         if binding is Binding.WATCHED or (binding is Binding.RELEASED and changes):
+            states.compare(self, chunk, binding, changes=changes)
             self._note_state(not changes)
             if changes:
-                if binding is Binding.RELEASED:
-                    self._world.invariants.late.add(version)
                 self.process.copies.pop(slot)
                 self.process.copies[version, worker] = copy
                 self._binding = Binding.ALWAYS
-        return Entry(batch, (index, changed))
+        return Entry(batch, (number, changed))
 
     def _note_state(self, unchanged: bool) -> None:
         if self._loop.note_state(unchanged):
-            self._message(self.pipeline.take_state, self.name, unchanged)
+            self._message(self.pipeline.take_change, self.name, self.chunk.worker)
 
     def _read_stream(self, chunk: Chunk, batch: int) -> Entry:
         worker, number = chunk.worker, batch // chunk.stride
@@ -401,6 +424,8 @@ class Attempt:
         length = self._world.plan.streams[worker]
         copy = self._copy((chunk.run.dataset_version, worker))
         begin = chunk.begin[0] if chunk.begin else 0
+        if number <= length:
+            self._world.states.make(self, chunk, number, copy, self._given)
         if copy.epoch != chunk.run.epoch or not begin <= copy.read <= number:
             copy.epoch, copy.read = chunk.run.epoch, begin
         copy.read = number + 1

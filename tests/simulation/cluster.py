@@ -45,6 +45,7 @@ class Cluster:
         self._processes: dict[str, WorkerProcess] = {}
         self._served: dict[int, list[WorkerProcess]] = {}
         self._killed: set[str] = set()
+        self._begun: set[str] = set()
         self._names = 0
         self.attempts: dict[str, Attempt] = {}
         self.others = 0
@@ -82,7 +83,9 @@ class Cluster:
         if process is None:
             process = WorkerProcess(f"process {self._names}", node)
             node.processes.append(process)
-        attempt = Attempt(self._world, pipeline, task, self._names, process)
+        follows = task in self._begun
+        self._begun.add(task)
+        attempt = Attempt(self._world, pipeline, task, self._names, process, follows=follows)
         identity = attempt.id
         self._processes[identity] = process
         served = self._served.setdefault(pipeline.number, [])
@@ -158,7 +161,7 @@ class Cluster:
         """Restart the task of an attempt that Ray takes for dead, and that continues."""
         attempt.replaced = attempt.process.replaced = True
         self._world.log("replaces", attempt.id)
-        self._world.invariants.excuse(attempt.process)
+        self._world.states.lose(attempt)
         self._restart(attempt)
 
     def _restart(self, attempt: Attempt) -> None:
@@ -196,6 +199,7 @@ class Cluster:
 
     def _note_closed(self, process: WorkerProcess, pipeline: Pipeline) -> None:
         process.ended[pipeline.number] = CLOSED
+        process.drop_copies(pipeline.number)
 
     def _kill(self, attempt: Attempt) -> None:
         if not attempt.over:

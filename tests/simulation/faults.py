@@ -119,8 +119,6 @@ class Faults:
         if pipelines and self._pipelines < 2:
             self._pipelines += 1
             pipeline = pipelines[int(world.draw() * len(pipelines))]
-            if pipeline.run is not None:
-                world.invariants.excuse_all(pipeline.run.version)
             pipeline.break_down()
 
     def _others(self) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Chunk, Part
-from simulation.machines import WorkerProcess
 
 if TYPE_CHECKING:
     from dpex.protocol.batch_order import BatchOrder
@@ -18,23 +16,14 @@ __all__ = ["Invariants"]
 
 
 class Invariants:
-    """What must hold at every moment.
-
-    Attributes:
-        disturbed: Whether anything has happened after which batches may be made twice.
-        excused: The logical workers that have lost their state, by dataset version.
-        late: The dataset versions that a released logical worker has changed.
-    """
+    """What must hold at every moment."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.disturbed = bool(world.plan.deadly)
-        self.excused: set[tuple[int, int]] = set()
-        self.late: set[int] = set()
         self._running: dict[tuple[int, int], Attempt] = {}
-        self._replaced: list[Attempt] = []
-        self._made: set[tuple[str, int]] = set()
-        self._owners: dict[tuple[int, int], WorkerProcess] = {}
+        # The last attempt that has made each batch.
+        self._made: dict[tuple[str, int], Attempt] = {}
+        self._lost: set[tuple[str, int]] = set()
         self._losses: dict[tuple[str, int, str], int] = {}
         self._order: BatchOrder
         self._planner: ChunkPlanner
@@ -48,9 +37,9 @@ class Invariants:
         key = chunk.run.dataset_version, chunk.worker
         other = self._running.get(key)
         if other is not None and other is not attempt:
-            # A pipeline knows only of its own processes that Ray has replaced.
-            known = attempt.pipeline is other.pipeline
-            here = known and attempt.process.node is other.process.node
+            # Nothing can end a process on a node that cannot be reached. On one node, a process
+            # waits for the end of a process that Ray takes for dead.
+            here = attempt.process.node is other.process.node
             if here or not (other.replaced or attempt.replaced):
                 self._world.fail(
                     f"{attempt.id} and {other.id} both make batches of logical worker {key[1]}"
@@ -66,71 +55,26 @@ class Invariants:
         if self._running.get(key) is attempt:
             del self._running[key]
 
-    def make(self, attempt: Attempt, chunk: Chunk, batch: int, binding: Binding) -> None:
-        """Check a batch that has been made."""
-        made = chunk.run.key, batch
-        if made in self._made:
-            if not self.disturbed:
-                self._world.fail(f"batch {batch} was made twice, without a fault")
-        else:
-            self._made.add(made)
-        if binding is Binding.ALWAYS and not (attempt.replaced or attempt.again):
-            key = chunk.run.dataset_version, chunk.worker
-            process = attempt.process
-            owner = self._owners.setdefault(key, process)
-            if owner is not process:
-                if not self._excuses(key, owner):
-                    self._world.fail(
-                        f"logical worker {chunk.worker} moved from {owner.name} to {process.name}"
-                    )
-                self._owners[key] = process
-
-    def restart(self, attempt: Attempt, chunk: Chunk) -> None:
-        """Note that a logical worker begins again, because its state is lost."""
-        key = chunk.run.dataset_version, chunk.worker
-        owner = self._owners.get(key)
-        if owner is not None and not self._excuses(key, owner):
-            self._world.fail(f"logical worker {chunk.worker} began again without a loss")
-        self.excused.add(key)
-
-    def _excuses(self, key: tuple[int, int], owner: WorkerProcess) -> bool:
-        """Return whether a logical worker may begin again in another process than its last one."""
-        plan = self._world.plan
-        # The lease of a restarted task before a later stage ends with the iteration.
-        gives_up = plan.holds_resources or (plan.later_stages and plan.persistent)
-        if not owner.alive or owner.replaced or gives_up:
-            return True
-        return key in self.excused or key[0] in self.late
-
-    def excuse(self, process: WorkerProcess) -> None:
-        """Note that the state in a process is lost, or may be."""
-        self.disturbed = True
-        self.excused.update(process.copies)
-        attempt = process.attempt
-        if attempt is not None:
-            # The task's last chunks, which the restarted task repeats, may be of other workers.
-            self.excused.update(attempt.had)
-
-    def excuse_all(self, version: int) -> None:
-        """Note that a version's logical workers have all lost their state."""
-        self.disturbed = True
-        self.excused.update((version, w) for w in range(self._world.plan.workers))
+    def make(self, attempt: Attempt, chunk: Chunk, batch: int) -> None:
+        """Check that a batch is made for the first time, or is lost."""
+        key = chunk.run.key, batch
+        earlier = self._made.get(key)
+        self._made[key] = attempt
+        if earlier is None or key in self._lost or attempt.replaced or earlier.replaced:
+            return
+        if earlier.process.alive:
+            self._world.fail(f"batch {batch} was made twice, although it was not lost")
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def may_lose(self, part: Part, kind: str, most: int) -> bool:
+    def may_lose(self, part: Part, kind: str, most: float) -> bool:
         """Return whether a block may be lost: dpex gives up a batch that is lost too often."""
         keys = [(part.run, batch, kind) for batch in part.batches]
         if any(self._losses.get(key, 0) >= most for key in keys):
             return False
         for key in keys:
             self._losses[key] = self._losses.get(key, 0) + 1
-        self.disturbed = True
-        version = self._world.version_of(part.run)
-        if kind == "full":  # from now on one task works at a time, and the others end
-            self.excuse_all(version)
-        for batch in part.batches:
-            self.excused.add((version, batch % self._world.plan.workers))
+            self._lost.add(key[:2])
         return True
 
     # --- delivery ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
+from dpex.errors import BatchLostError
 from dpex.protocol import chunks as messages
 from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.protocol.chunk_sizes import ChunkPlanner
@@ -126,6 +127,7 @@ class Run:
         pipeline: The pipeline that serves it; None until that is known.
         ended: Whether the training process has ended it.
         over: Whether nothing more arrives.
+        follows: Whether an earlier run has read the same dataset version.
         news: The blocks and losses that have arrived.
         arrived_at: When the last of them arrived.
     """
@@ -134,11 +136,11 @@ class Run:
         self._loop = loop
         self._loader = loader
         self._world = loop.world
-        self._world.note_run(key, version)
+        self._world.note_run(key, loop.iteration)
         self.key = key
         self.version = version
         self.pipeline: Pipeline | None = None
-        self.ended = self.over = False
+        self.ended = self.over = self.follows = False
         self.news: deque[StoredBlock | Loss] = deque()
         self.began_at = self.arrived_at = self._world.clock.now
         self._fed = 0
@@ -169,6 +171,8 @@ class Run:
         for chunk in chunks:
             key, number = chunk.run.key, chunk.number
             self._world.log("sends", key, number, list(chunk.numbers), alone, resent)
+            self._world.budgets.send(chunk)
+            self._world.states.send(self.version, chunk, alone=alone, single=limits[2])
             payload: Any = chunk
             pickled.append(PickledChunk(payload, chunk.worker, Part(key, number), alone, resent))
         message = self._fed, pickled, limits
@@ -235,6 +239,7 @@ class Loader:
         self.run: Run | None = None
         self._dropped: list[Pipeline] = []
         self._versions: set[int] = set()
+        self._died_node = False
         plan = loop.world.plan
         self.planner = ChunkPlanner(
             num_workers=plan.workers,
@@ -247,6 +252,8 @@ class Loader:
     def open(self, run: messages.Run) -> None:
         """Begin a run on an idle pipeline, or on a new one."""
         self.run = new = Run(self._loop, self, run.key, run.dataset_version)
+        new.follows = new.version in self._versions
+        self._versions.add(new.version)
         chosen = None
         for pipeline in list(self.pipelines):
             if chosen is None and pipeline in self.ready:
@@ -271,15 +278,16 @@ class Loader:
         for other in self._dropped:  # the pipeline actor gets these calls in order
             other.close()
         self._dropped.clear()
-        if run.version in self._versions:  # dpex warns that the workers' state is lost
-            world.invariants.excuse_all(run.version)
-        self._versions.add(run.version)
+        if run.follows:  # dpex warns that the workers' state is lost
+            world.states.forget(run.version)
         pipeline = Pipeline(world, len(world.pipelines), run)
         pipeline.earlier = [other for other in world.pipelines if other.has_tasks]
         pipeline.reserved = run
         world.pipelines.append(pipeline)
         self.pipelines.append(pipeline)
         run.note_begun(pipeline, True)
+        if world.plan.hopeless:
+            pipeline.break_down()
 
     def drop(self, pipeline: Pipeline) -> None:
         """Close a pipeline."""
@@ -326,8 +334,11 @@ class Loader:
 
     def take(self) -> StoredBlock | Loss | None:
         """Return the next news."""
-        news = self._opened.news
-        return news.popleft() if news else None
+        run = self._opened
+        news = run.news.popleft() if run.news else None
+        if isinstance(news, Loss) and news.part is not None and news.part.run == run.key:
+            self._world.budgets.lose(news)
+        return news
 
     def has_news(self) -> bool:
         """Return whether there is news."""
@@ -348,7 +359,7 @@ class Loader:
             return False
         if run.pipeline is not None:
             self.ready.discard(run.pipeline)
-        self._world.invariants.excuse_all(run.version)
+        self._died_node = True
         return True
 
     def failure(self) -> None:
@@ -363,6 +374,7 @@ class Loader:
 
     def note_block(self, arrived: StoredBlock, *, new: bool) -> None:
         """Count the costs of a block."""
+        self._world.budgets.arrive()
         if new:
             batches, seconds = len(arrived.batches), arrived.seconds
             self.planner.observe(
@@ -383,6 +395,8 @@ class Loader:
     def note_new_run(self, failure: BaseException | None, resent: int) -> None:
         """Note that a new run replaces a lost one."""
         self._world.log("new run", resent)
+        self._world.budgets.new_run(counts=not self._died_node)
+        self._died_node = False
 
     def leave_out(self, entry: Entry) -> None:
         """Count nothing, because simulated samples can always be read."""
@@ -398,6 +412,7 @@ class TrainingLoop:
         world: The world.
         over: Whether it has read all epochs and closed its loader.
         delivered_at: When the last batch was delivered, or the last epoch began.
+        iteration: Number of the present iteration.
     """
 
     def __init__(self, world: World) -> None:
@@ -405,7 +420,7 @@ class TrainingLoop:
         self.over = False
         self.delivered_at = 0.0
         self._versions = 0
-        self._runs = 0
+        self.iteration = 0
         self._waits = 0
         self._waiting = self._begun = False
         self._steps = self._main()
@@ -480,9 +495,9 @@ class TrainingLoop:
         world, plan = self.world, self.world.plan
         if not plan.persistent:
             loader.version = self.next_version()
-        self._runs += 1
+        self.iteration += 1
         run = messages.Run(
-            f"run {self._runs}", "loader", 7, number, plan.workers, loader.version, None
+            f"run {self.iteration}", "loader", 7, number, plan.workers, loader.version, None
         )
         loader.planner.begin(free_cores=plan.free_cores)
         indices: Any = Indices(progress, plan.length)
@@ -495,6 +510,8 @@ class TrainingLoop:
         first = progress.batches
         world.log("epoch", number, run.key, loader.version, first, list(progress.streams or ()))
         world.invariants.begin_epoch(order, loader.planner)
+        world.budgets.begin()
+        world.states.begin(self.iteration, self._ranges(progress, first))
         self.delivered_at = world.clock.now
         delivery = Delivery(
             run, order, loader, lambda: world.clock.now, in_order=plan.in_order, timeout_s=0.0
@@ -502,7 +519,14 @@ class TrainingLoop:
         delivery.fill()
         read = 0
         while epoch.end is EndOfEpoch.READ or read < epoch.reads:
-            entry = yield from self._next(delivery)
+            try:
+                entry = yield from self._next(delivery)
+            except BatchLostError as error:
+                if world.failure is not None:
+                    raise world.failure from error
+                world.log("fails", str(error))
+                world.budgets.fail(delivery)
+                break
             if entry is None:
                 break
             read += 1
@@ -514,7 +538,20 @@ class TrainingLoop:
             if plan.step_s:
                 yield world.pause(plan.step_s)
         world.log("leaves", number, epoch.end.name, progress.finished)
+        if progress.finished:
+            world.states.finish(self.iteration, run.dataset_version)
         delivery.end()
+
+    def _ranges(self, progress: Progress, first: int) -> list[tuple[int, int]]:
+        """Return the numbers of the first and the last batch of each logical worker."""
+        plan = self.world.plan
+        if plan.streams is not None:
+            return list(zip(progress.streams or (), plan.streams, strict=True))
+        last = plan.length - len(progress.ahead) - 1
+        return [
+            (-(-max(0, first - worker) // plan.workers), (last - worker) // plan.workers)
+            for worker in range(plan.workers)
+        ]
 
     def _next(self, delivery: Delivery[StoredBlock]) -> Generator[Wait | Pause, bool, Entry | None]:
         """Return the next batch. Interrupts come during waits, and the loop continues."""

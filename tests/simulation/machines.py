@@ -20,17 +20,36 @@ SHARED = -1
 class Copy:
     """A worker process's copy of the dataset.
 
+    Args:
+        watched: Whether its batches are compared with it.
+
     Attributes:
-        served: Number of batches that it has served.
-        changed: How many of these have changed it.
+        pipeline: Number of the pipeline that used it last.
+        restarted: Whether all its batches report that their logical worker's state starts again.
+        changed: How many batches have changed it.
         read: For a stream, the number of batches that have been read.
         epoch: For a stream, the epoch that it reads.
+        last: Iteration and number of the last batch that has changed it, unless dpex had resent
+            that batch.
+        rewound: For a stream, whether it was read again for a batch that dpex had resent.
     """
 
-    __slots__ = ("changed", "epoch", "read", "served")
+    __slots__ = (
+        "changed",
+        "epoch",
+        "last",
+        "pipeline",
+        "read",
+        "restarted",
+        "rewound",
+        "watched",
+    )
 
-    def __init__(self) -> None:
-        self.served = 0
+    def __init__(self, *, watched: bool) -> None:
+        self.watched = watched
+        self.last: tuple[int, int] | None = None
+        self.restarted = self.rewound = False
+        self.pipeline = -1
         self.changed = 0
         self.read = 0
         self.epoch: Any = None
@@ -55,6 +74,11 @@ class StoredBlock:
         self.seconds = seconds
         self.node: Node | None = None
         self.lost = False
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of its batches in the epoch, also after a resume in another order."""
+        return {e.batch if e.samples or e.value is None else e.value[0] for e in self.batches}
 
 
 class Node:
@@ -122,6 +146,20 @@ class WorkerProcess:
         self.copies: dict[tuple[Any, int], Copy] = {}
         self.ended: dict[int, int] = {}
         self.at_end: list[Callable[[], None]] = []
+
+    def drop_copies(
+        self, pipeline: int, version: int | None = None, *, other_than: int | None = None
+    ) -> None:
+        """Drop the copies of a pipeline.
+
+        Args:
+            pipeline: Number of the pipeline.
+            version: Their dataset version; None for all versions.
+            other_than: A dataset version whose copies stay.
+        """
+        for slot, copy in list(self.copies.items()):
+            if copy.pipeline == pipeline and version in (None, slot[0]) and slot[0] != other_than:
+                del self.copies[slot]
 
     def die(self) -> None:
         """End the process."""

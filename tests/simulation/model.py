@@ -17,7 +17,7 @@ def check(history: Sequence[tuple[Any, ...]], plan: Any) -> str | None:
     Args:
         history: The events of a schedule.
         plan: The values that the schedule was drawn with. The model reads ``workers``, ``length``,
-            ``streams``, ``in_order``, ``deadly`` and ``epochs``.
+            ``streams``, ``in_order``, ``deadly`` and ``unstorable``.
     """
     deliveries: dict[int, list[tuple[Any, str]]] = {}
     left: dict[int, bool] = {}
@@ -55,7 +55,7 @@ def _wrong(got: list[tuple[int, str]], plan: Any, finished: bool) -> str | None:
     if finished and sorted(batches) != expected:
         return f"did not deliver {sorted(set(expected) - set(batches))}"
     for batch, outcome in got:
-        if (outcome == "error") != (batch in plan.deadly):
+        if (outcome == "error") != (batch in plan.deadly or batch in plan.unstorable):
             return f"batch {batch} is delivered as {outcome}"
     return None
 

@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "streams are joined across a gap",
         "in_flight",
-        "if place is None or joined[place].chunk.numbers.stop != chunk.first_batch:",
-        "if place is None:",
+        "joined[place].chunk.numbers.stop == chunk.first_batch",
+        "True",
     ),
     Mutation(
         "a death makes two processes one logical worker",
@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "of a chunk whose task died, only the first batch is resent",
         "recovery",
-        "single.extend(sent.rest(most=1))",
-        "single.extend(list(sent.rest(most=1))[:1])",
+        "singles.setdefault(again, []).extend(sent.rest(most=1))",
+        "singles.setdefault(again, []).extend(list(sent.rest(most=1))[:1])",
     ),
     Mutation(
         "a task that cannot restart keeps another one waiting",
@@ -116,6 +116,36 @@ MUTATIONS = [
         "scheduler",
         "if not self._bindings.runs_elsewhere(lease, lease.repeats):",
         "if True:",
+    ),
+    Mutation(
+        "a process asks first after its task's lease has ended, and holds a worker for ever",
+        "scheduler",
+        "if had_ended and lease.run != self.run:",
+        "if False:",
+    ),
+    Mutation(
+        "a new pipeline does not know the processes that Ray has replaced",
+        "scheduler",
+        "deque(maxlen=tuning.MAX_REPLACED) if replaced is None else replaced",
+        "deque(maxlen=tuning.MAX_REPLACED)",
+    ),
+    Mutation(
+        "a restarted task reports only the first logical worker that starts again",
+        "task_lease",
+        "restarted=self.repeats in self.restarted,",
+        "restarted=bool(self.workers) and not kept,",
+    ),
+    Mutation(
+        "the state after a repeated chunk is taken for that of the last chunk",
+        "worker_bindings",
+        "        worker = lease.runs\n",
+        "        worker = lease.last_worker\n",
+    ),
+    Mutation(
+        "a cancelled chunk takes the report of its logical worker along",
+        "task_lease",
+        "elif made > self._made_before and self.runs is not None:",
+        "elif self.runs is not None:",
     ),
     # --- the scheduler --------------------------------------------------------------------------
     Mutation(
@@ -189,8 +219,93 @@ MUTATIONS = [
     Mutation(
         "a changed copy is not bound",
         "worker_bindings",
-        "            self.binding = Binding.ALWAYS\n",
+        "        self.binding = Binding.ALWAYS\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "a bound lease gets chunks of any logical worker",
+        "worker_bindings",
+        "if alone and (chunk.worker in lease.workers or not lease.workers):",
+        "if alone:",
+    ),
+    Mutation(
+        "logical workers are released before each has reported",
+        "worker_bindings",
+        "if len(self._unchanged) == self._num_workers:",
+        "if self._unchanged:",
+    ),
+    Mutation(
+        "state starts again in another task without a report",
+        "task_lease",
+        "restarted = self.last_worker in self.restarted",
+        "restarted = False",
+    ),
+    Mutation(
+        "state starts again in a restarted task without a report",
+        "task_lease",
+        "restarted=self.repeats in self.restarted,",
+        "restarted=False,",
+    ),
+    Mutation(
+        "a start of state is reported for each chunk",
+        "task_lease",
+        "            self.restarted.discard(self.runs)\n",
         "            pass\n",
+    ),
+    # --- the budgets of retries -----------------------------------------------------------------
+    Mutation(
+        "a lost batch gets one try too many",
+        "recovery",
+        "attempt.tries < most_tries:",
+        "attempt.tries <= most_tries:",
+    ),
+    Mutation(
+        "a lost batch gets one try too few",
+        "recovery",
+        "attempt.tries < most_tries:",
+        "attempt.tries < most_tries - 1:",
+    ),
+    Mutation(
+        "a lost batch gets a new budget for its blocks",
+        "recovery",
+        "again = replace(attempt, tries=attempt.tries + 1, one_by_one=store_full)",
+        "again = Attempt(alone=True, tries=attempt.tries + 1, one_by_one=store_full)",
+    ),
+    Mutation(
+        "a stream's chunk gets the budget of the chunk before",
+        "in_flight",
+        "if place is None or not adjoins or joined[place].attempt != sent.attempt:",
+        "if place is None or not adjoins:",
+    ),
+    Mutation(
+        "the blocks of a batch may be lost once more",
+        "delivery",
+        "message.attempt.lost_blocks == tuning.MOST_LOSSES for",
+        "message.attempt.lost_blocks == tuning.MOST_LOSSES + 1 for",
+    ),
+    Mutation(
+        "one more run may be lost in a row",
+        "delivery",
+        "or self._runs_lost == tuning.MOST_LOSSES",
+        "or self._runs_lost == tuning.MOST_LOSSES + 1",
+    ),
+    Mutation(
+        "a chunk may kill one more process",
+        "task_lease",
+        "if self._deaths >= tuning.MAX_DEATHS:",
+        "if self._deaths > tuning.MAX_DEATHS:",
+    ),
+    Mutation(
+        "an early request forgets the deaths on the chunk that is being made",
+        "task_lease",
+        "if self.making is None:  # else",
+        "if True:  # else",
+    ),
+    Mutation(
+        "an error does not name its batch",
+        "in_flight",
+        'what = f"batch {batch} (',
+        'what = f"batch {chunk.first_batch - 1} (',
     ),
     # --- the order of delivery ------------------------------------------------------------------
     Mutation(

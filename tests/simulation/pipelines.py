@@ -75,6 +75,7 @@ class Pipeline:
             idle=None if plan.claims_cpus else world.has_idle_core,
             somebody_waits=world.cluster.tasks_wait,
             first_tasks=tuning.FIRST_TASKS,
+            replaced=world.replaced,
         )
         self._serve(run)
 
@@ -89,7 +90,12 @@ class Pipeline:
                 if calls is None:
                     self._world.fail(f"{decision.attempt} got an answer, and has no request")
                     return
+                assigned = decision.chunk
                 for attempt, request in calls:
+                    if isinstance(assigned, AssignedChunk):
+                        self._world.states.give(attempt, assigned)
+                    elif assigned is None:
+                        self._world.states.end_lease(attempt)
                     self._world.log("answers", attempt.id, *_short(decision.chunk))
                     link = attempt.process.link
                     self._world.network.send(link, attempt.answer, request, decision.chunk)
@@ -120,13 +126,17 @@ class Pipeline:
             return
         if attempt.restarted:  # Ray closes the connections of a process before it replaces it
             return
-        if step.unchanged is not None:
-            self._note(self.scheduler.note_state(now, attempt.name, step.unchanged))
         self._calls.setdefault((attempt.name, attempt.id), []).append((attempt, request))
         self._world.log("asks", attempt.id, step.place, step.made, step.early)
         self._note(
             self.scheduler.request(
-                now, attempt.name, step.place, step.made, attempt.id, early=step.early
+                now,
+                attempt.name,
+                step.place,
+                step.made,
+                attempt.id,
+                early=step.early,
+                unchanged=step.unchanged,
             )
         )
 
@@ -136,10 +146,10 @@ class Pipeline:
             now = self._world.clock.now
             self._note(self.scheduler.finish(now, attempt.name, attempt.id, place))
 
-    def take_state(self, name: str, unchanged: bool) -> None:
+    def take_change(self, name: str, worker: int) -> None:
         """Receive the report that a batch has changed its copy, although it was released."""
         if not self.closed:
-            self._note(self.scheduler.note_state(self._world.clock.now, name, unchanged))
+            self._note(self.scheduler.note_change(self._world.clock.now, name, worker))
 
     def note_others(self, others: OtherJobs | None) -> None:
         """Receive the state of the other training jobs."""
@@ -150,14 +160,19 @@ class Pipeline:
 
     def store(self, attempt: Attempt, block: StoredBlock) -> Loss | None:
         """Store a block at the node that made it, unless a message carries it."""
-        world = self._world
-        if world.draw() < world.plan.small_share:
+        world, node, part = self._world, attempt.process.node, block.block
+        plan, numbers, may_lose = world.plan, block.numbers, world.invariants.may_lose
+        unstorable = not numbers.isdisjoint(plan.unstorable)
+        vanishes = not numbers.isdisjoint(plan.vanishing)
+        if not (unstorable or vanishes) and world.draw() < plan.small_share:
             return None
-        node = attempt.process.node
-        most = tuning.STORE_FULL_TRIES - 2
-        if node.full and world.invariants.may_lose(block.block, "full", most):
-            node.full -= 1
-            return Loss(LossCause.STORE_FULL, "the object store is full", block.block)
+        if unstorable or (node.full and may_lose(part, "full", tuning.STORE_FULL_TRIES)):
+            if unstorable:
+                may_lose(part, "full", math.inf)
+            else:
+                node.full -= 1
+            return Loss(LossCause.STORE_FULL, "the object store is full", part)
+        block.lost = vanishes and may_lose(part, "block", math.inf)
         block.node = node
         node.stored[block] = None
         return None
@@ -263,8 +278,7 @@ class Pipeline:
         """Notify a worker process of the end of an iteration, so that it drops its copies."""
         process.ended[self.number] = max(process.ended[self.number], ends)
         if not self._persistent:
-            for slot in [slot for slot in process.copies if slot[0] == version]:
-                del process.copies[slot]
+            process.drop_copies(self.number, version)
 
     def _serve(self, run: Run) -> None:
         self.run = run

@@ -63,8 +63,8 @@ class Plan:
         length: Number of batches in an epoch of a map-style dataset.
         streams: Number of batches of each stream; None for a map-style dataset.
         binding: Initial binding of logical workers.
-        changes_from: How many batches a dataset copy serves before each further batch changes it;
-            None for a dataset that no batch changes.
+        changes_from: For each logical worker, how many of its batches come before those that change
+            its dataset copy; None if no batch does.
         in_order: Whether batches are delivered in order.
         persistent: Whether logical workers outlive an epoch.
         prefetch_factor: The loader's argument.
@@ -82,6 +82,9 @@ class Plan:
         small_share: Share of the blocks that a message carries; nodes store the others.
         fetch_s: Maximum time to fetch the stored blocks of one message.
         deadly: Batches that end every process that makes them.
+        unstorable: Batches that no node can store.
+        vanishing: Batches whose stored blocks are lost.
+        hopeless: Whether every pipeline breaks as soon as it is made.
         epochs: The iterations.
         faults: The faults, each with the number of the event before which it happens.
     """
@@ -90,7 +93,7 @@ class Plan:
     length: int
     streams: list[int] | None
     binding: Binding
-    changes_from: int | None
+    changes_from: list[int | None]
     in_order: bool
     persistent: bool
     prefetch_factor: int
@@ -108,8 +111,21 @@ class Plan:
     small_share: float
     fetch_s: float
     deadly: frozenset[int]
+    unstorable: frozenset[int]
+    vanishing: frozenset[int]
+    hopeless: bool
     epochs: list[Epoch]
     faults: list[tuple[int, Fault]]
+
+    def keeps_state(self, worker: int, index: int) -> bool:
+        """Return whether a batch changes the dataset copy of its logical worker.
+
+        Args:
+            worker: The logical worker.
+            index: Number of the batch among those of the logical worker.
+        """
+        changes_from = self.changes_from[worker]
+        return changes_from is not None and index >= changes_from
 
 
 _FAULTS = [*Fault, Fault.DEATH, Fault.DEATH, Fault.GHOST, Fault.STORE]
@@ -130,11 +146,13 @@ def draw_plan(draws: Random) -> Plan:
         binding = Binding.ALWAYS
     else:
         binding = Binding.WATCHED if kind < 0.85 else Binding.RELEASED
-    changes_from = None
+    changes_from: list[int | None] = [None] * workers
     if binding is Binding.ALWAYS:
-        changes_from = 0 if draw() < 0.7 else None
+        changes_from = [0] * workers  # worker_init_fn, or the iterator of a stream, makes a state
     elif binding is Binding.WATCHED:
-        changes_from = (0, 1, 4, None)[int(draw() * 4)]
+        changes_from = [(0, 1, 4, None)[int(draw() * 4)]] * workers
+        if draw() < 0.4:
+            changes_from = [(0, 1, 4, None)[int(draw() * 4)] for _ in range(workers)]
     resources = draw()
     total = sum(streams) if streams is not None else length
     epochs = []
@@ -151,7 +169,9 @@ def draw_plan(draws: Random) -> Plan:
         (int(draw() * draw() * 150), _FAULTS[int(draw() * len(_FAULTS))]) for _ in range(number)
     ]
     faults.sort(key=lambda fault: -fault[0])
-    deadly = frozenset({int(draw() * length)} if draw() < 0.05 else ())
+    trouble, batch = draw(), frozenset({int(draw() * length)})
+    none: frozenset[int] = frozenset()
+    deadly = batch if trouble < 0.05 else none
     if deadly and streams is not None:
         # A state does not say that an error has ended a stream, so the stream would continue.
         epochs = epochs[-1:]
@@ -178,6 +198,10 @@ def draw_plan(draws: Random) -> Plan:
         small_share=(0.0, 0.5, 1.0)[int(draw() * 3)],
         fetch_s=(0.003, 0.003, 0.1)[int(draw() * 3)],
         deadly=deadly,
+        # The batches of a stream stay together, so the error would name the first one of a block.
+        unstorable=batch if 0.05 <= trouble < 0.07 and streams is None else none,
+        vanishing=batch if 0.07 <= trouble < 0.09 else none,
+        hopeless=0.09 <= trouble < 0.095,
         epochs=epochs,
         faults=faults,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ from dpex import tuning
 from dpex.protocol.chunks import Entry
 from dpex.protocol.delivery import Pause
 from simulation import model
+from simulation.budgets import Budgets
 from simulation.clock import Clock
 from simulation.cluster import Cluster
 from simulation.faults import Faults
@@ -18,6 +20,7 @@ from simulation.machines import StoredBlock
 from simulation.network import Network
 from simulation.pipelines import Pipeline
 from simulation.plan import Plan, draw_plan
+from simulation.states import States
 
 __all__ = ["Failure", "World", "play", "readable"]
 
@@ -41,6 +44,8 @@ class World:
 
     Attributes:
         history: The events so far.
+        failure: The failure, if there was one. ``Delivery`` may have caught it.
+        replaced: The latest processes that Ray has replaced, as all pipelines know them.
     """
 
     def __init__(self, seed: int, plan: Plan | None = None) -> None:
@@ -50,13 +55,17 @@ class World:
         self.plan = plan or draw_plan(draws)
         self.clock = Clock(self.draw)
         self.history: list[tuple[Any, ...]] = []
+        self.failure: Failure | None = None
         self.pipelines: list[Pipeline] = []
+        self.replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
         self.network = Network(self.clock, self.draw)
         self.cluster = Cluster(self)
         self.invariants = Invariants(self)
+        self.states = States(self)
+        self.budgets = Budgets(self)
         self.faults = Faults(self)
         self.training = TrainingLoop(self)
-        self._versions: dict[str, int] = {}
+        self._iterations: dict[str, int] = {}
 
     def play(self) -> None:
         """Run events until the training loop is over and all tasks have ended.
@@ -96,7 +105,8 @@ class World:
 
     def fail(self, text: str) -> None:
         """Raise the failure of the schedule."""
-        raise Failure(f"seed {self.seed}, at {self.clock.now:.3f} s: {text}")
+        self.failure = Failure(f"seed {self.seed}, at {self.clock.now:.3f} s: {text}")
+        raise self.failure
 
     def log(self, kind: str, *values: Any) -> None:
         """Add an event to the history."""
@@ -120,6 +130,7 @@ class World:
         """Note that the training loop has got a batch."""
         self.history.append((self.clock.now, "delivers", epoch, batch, entry.value, entry.outcome))
         self.invariants.deliver()
+        self.budgets.deliver(entry)
 
     def note_idle(self, pipeline: Pipeline) -> None:
         """Note that a task has ended, for which chunks of another pipeline may wait."""
@@ -127,13 +138,13 @@ class World:
             for other in self.pipelines:
                 other.feed_held()
 
-    def version_of(self, run: str) -> int:
-        """Return the dataset version that a run reads."""
-        return self._versions[run]
+    def iteration_of(self, run: str) -> int:
+        """Return the number of the iteration that a run belongs to."""
+        return self._iterations[run]
 
-    def note_run(self, run: str, version: int) -> None:
-        """Note the dataset version that a run reads."""
-        self._versions[run] = version
+    def note_run(self, run: str, iteration: int) -> None:
+        """Note the iteration that a run belongs to."""
+        self._iterations[run] = iteration
 
     def lose_block(self, block: StoredBlock) -> None:
         """Lose a block that a node stores."""

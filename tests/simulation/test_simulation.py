@@ -22,9 +22,13 @@ LEAST_EVENTS = 200
 # and a seed that fails with that bug. A change of what seeds draw needs other seeds, which
 # `make simulate MUTATIONS=1` prints.
 RACES = {
-    "a task that cannot restart keeps another one waiting": 1311,
-    "a replaced process returns, and ends its task": 1059,
-    "a restarted task before a later stage continues in the next iteration": 1663,
+    "a replaced process returns, and ends its task": 223,
+    "a restarted task before a later stage continues in the next iteration": 2776,
+    "a repeated request counts as a restart": 72,
+    "a restarted task reports only the first logical worker that starts again": 242,
+    "the state after a repeated chunk is taken for that of the last chunk": 72,
+    "an early request forgets the deaths on the chunk that is being made": 170,
+    "a lost batch gets a new budget for its blocks": 1070,
 }
 
 

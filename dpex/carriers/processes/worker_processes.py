@@ -135,6 +135,8 @@ class WorkerProcesses:
         # What the thread does next, for finalizers, which must not wait for a lock.
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._called = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not closed by the thread: another thread could write to a file that gets the number then.
+        weakref.finalize(self, os.close, self._called).atexit = False
         self._selector.register(self._called, selectors.EVENT_READ)
         # When the thread kills the processes that have not ended, by the monotonic clock.
         self._kill_at = math.inf
@@ -265,8 +267,7 @@ class WorkerProcesses:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the thread has ended
-            os.eventfd_write(self._called, 1)
+        os.eventfd_write(self._called, 1)
 
     def fail(self, error: Exception) -> None:
         """Record that nothing more arrives."""
@@ -293,8 +294,6 @@ class WorkerProcesses:
             raise
         finally:
             self._selector.close()
-            called, self._called = self._called, -1
-            os.close(called)
             if self._replacements is not None:
                 self._replacements.close()
 
