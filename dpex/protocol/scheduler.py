@@ -71,6 +71,7 @@ class Scheduler:
         later_stages: Whether later stages take the blocks. A restarted task then yields an empty
             block for each block that it had made, so its lease must not be long.
         prefers_nodes: Whether the tasks prefer some nodes to others.
+        in_actors: Whether the tasks run in actors. Soon after a lease, its process ends.
         num_workers: Number of logical workers.
         binding: Initial binding of logical workers to processes.
         persistent: Whether logical workers outlive an iteration.
@@ -98,6 +99,7 @@ class Scheduler:
         claims_cpus: bool = False,
         later_stages: bool = False,
         prefers_nodes: bool = False,
+        in_actors: bool = False,
         num_workers: int = 1,
         binding: Binding = Binding.RELEASED,
         persistent: bool = False,
@@ -115,9 +117,17 @@ class Scheduler:
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
         limited = holds_resources or claims_cpus or later_stages
-        self._lease_s = tuning.LEASE_S if limited else math.inf
+        # A pipeline with later stages keeps the process of a lease that has ended.
+        ends_process = in_actors and not later_stages
+        lease_s = tuning.ACTOR_LEASE_S if ends_process else tuning.LEASE_S
+        self._lease_s = lease_s if limited else math.inf
         # A task that resumes after a wait gets its CPU back, even if none is free.
         self._patience_s = tuning.IDLE_S if holds_resources or claims_cpus else tuning.LONG_IDLE_S
+        # The same while no other task is known to wait.
+        self._undisturbed_s = self._patience_s
+        if in_actors:
+            # A later stage may wait for a CPU of the first stage, and is not known to wait.
+            self._undisturbed_s = tuning.LEASE_S if later_stages else tuning.LONG_IDLE_S
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
@@ -375,14 +385,17 @@ class Scheduler:
     def _patience_of(self, lease: TaskLease) -> float:
         """Return how long a lease waits for its next chunk or for the next iteration."""
         # The state of bound logical workers ends with their lease.
-        if not self._bindings.holds_state(lease, in_run=self.in_run):
-            return self._patience_s
-        if not self._holds_resources:
+        holds_state = self._bindings.holds_state(lease, in_run=self.in_run)
+        if holds_state and not self._holds_resources:
             return math.inf
+        if not holds_state and self._undisturbed_s == self._patience_s:
+            return self._patience_s
         others_wait = self._others is not None and self._others.wait
         wanted = (
             self._bindings.without_process(self._chunks) or others_wait or self._somebody_waits()
         )
+        if not holds_state:
+            return self._patience_s if wanted else self._undisturbed_s
         return math.inf if self.in_run and not wanted else tuning.IDLE_S
 
     def _bind_one_more(self, lease: TaskLease) -> bool:
@@ -511,6 +524,21 @@ class Scheduler:
             del self._leases[name]
 
     # --- starting tasks ---------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether all tasks have ended."""
+        return not self._active
+
+    @property
+    def pending(self) -> int:
+        """Number of tasks that have been started and have not asked for a chunk."""
+        return self._tasks.pending
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any task has asked for a chunk."""
+        return self._tasks.pending < self._tasks.started
 
     @property
     def started(self) -> int:
