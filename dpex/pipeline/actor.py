@@ -31,7 +31,7 @@ from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
 from dpex.pipeline.task_requests import TaskRequests
-from dpex.pipeline.worker_pool import StartWatch, TaskPools, has_room
+from dpex.pipeline.worker_pool import REFUSALS, StartWatch, TaskPools, has_room
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
@@ -319,7 +319,8 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
-            if not self.scheduler.has_run and not isinstance(error, ray.exceptions.RayError):
+            refused = isinstance(error, REFUSALS) and not isinstance(error, ray.exceptions.RayError)
+            if refused and not self.scheduler.has_run:
                 if self._in_actors:
                     self._task_pools.actors_failed()
                 else:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IN_ACTORS",
+    "REFUSALS",
     "StartWatch",
     "TaskPools",
     "actor_pool",
@@ -36,6 +37,9 @@ logger = logging.getLogger("dpex")
 
 IN_ACTORS = "DPEX_WORKERS_IN_ACTORS"
 """Name of the environment variable that makes dpex use actors if it is ``1``."""
+
+REFUSALS = (AttributeError, ImportError, NotImplementedError, TypeError, ValueError)
+"""Errors of a Ray Data that has no tasks, or does not accept their options."""
 
 
 def wants_actors() -> bool:

@@ -118,13 +118,13 @@ class Scheduler:
         self._somebody_waits = somebody_waits
         limited = holds_resources or claims_cpus or later_stages
         # A pipeline with later stages keeps the process of a lease that has ended.
-        ends_process = in_actors and not later_stages
-        lease_s = tuning.ACTOR_LEASE_S if ends_process else tuning.LEASE_S
+        self._ends_process = in_actors and not later_stages
+        lease_s = tuning.ACTOR_LEASE_S if self._ends_process else tuning.LEASE_S
         self._lease_s = lease_s if limited else math.inf
         # A task that resumes after a wait gets its CPU back, even if none is free.
         self._patience_s = tuning.IDLE_S if holds_resources or claims_cpus else tuning.LONG_IDLE_S
-        # The same while no other task is known to wait.
-        self._undisturbed_s = self._patience_s
+        # The same while no other task is known to wait, if it differs.
+        self._undisturbed_s: float | None = None
         if in_actors:
             # A later stage may wait for a CPU of the first stage, and is not known to wait.
             self._undisturbed_s = tuning.LEASE_S if later_stages else tuning.LONG_IDLE_S
@@ -388,13 +388,13 @@ class Scheduler:
         holds_state = self._bindings.holds_state(lease, in_run=self.in_run)
         if holds_state and not self._holds_resources:
             return math.inf
-        if not holds_state and self._undisturbed_s == self._patience_s:
+        if not holds_state and self._undisturbed_s is None:
             return self._patience_s
         others_wait = self._others is not None and self._others.wait
         wanted = (
             self._bindings.without_process(self._chunks) or others_wait or self._somebody_waits()
         )
-        if not holds_state:
+        if not holds_state and self._undisturbed_s is not None:
             return self._patience_s if wanted else self._undisturbed_s
         return math.inf if self.in_run and not wanted else tuning.IDLE_S
 
@@ -459,6 +459,8 @@ class Scheduler:
         late = lease.given > 0 and self._now - lease.began >= lease_s
         if not late or lease.workers:
             return False
+        if self._ends_process and self._tasks.pending and not waited_for:
+            return False  # else no process would make batches until the next ones have started
         # A new task takes some 10 ms to start, and the first batch of an iteration must not
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
         return waited_for or (lease.run == self.run and bool(self._chunks))
