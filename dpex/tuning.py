@@ -86,6 +86,12 @@ FREED_S = 0.25
 
 A task that starts earlier would not get the node that it prefers.
 """
+ACTOR_FREED_S = 2.0
+"""The same if the task ran in an actor: its process has to end before.
+
+The head starts actors, and knows of a free CPU before a node does that has a waiting task. Without
+this pause, a task of another job waited for more than 100 s.
+"""
 STUCK_IDLE_S = 1.0
 """Time without a request for a chunk after which samples may wait for other samples.
 

@@ -138,7 +138,11 @@ class Scheduler:
         # The leases that wait, in the same order.
         self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
-        self._tasks = TaskStarts(now, first_tasks)
+        # Ray would give the CPU of an actor that ends to an actor that waits already, and never to
+        # another job's task.
+        self._leaves_cpus = in_actors and holds_resources
+        freed_s = tuning.ACTOR_FREED_S if self._leaves_cpus else tuning.FREED_S
+        self._tasks = TaskStarts(now, first_tasks, freed_s)
         # The leases of restarted tasks, and the chunks that they have to repeat.
         self._repeating: dict[str, tuple[TaskLease, AssignedChunk]] = {}
         # Whether a further task may be needed.
@@ -459,7 +463,8 @@ class Scheduler:
         late = lease.given > 0 and self._now - lease.began >= lease_s
         if not late or lease.workers:
             return False
-        if self._ends_process and self._tasks.pending and not waited_for:
+        starting = self._tasks.pending or self._tasks.not_known_free(self._now)
+        if self._ends_process and starting and not waited_for:
             return False  # else no process would make batches until the next ones have started
         # A new task takes some 10 ms to start, and the first batch of an iteration must not
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
@@ -587,7 +592,7 @@ class Scheduler:
             next_one = not active and not self._others.wait
             wanted = min(wanted, max(self._others.may_wait, int(next_one)))
         allowed = self._most_tasks - active
-        if self._prefers_nodes:
+        if self._prefers_nodes or self._leaves_cpus:
             allowed -= self._tasks.not_known_free(self._now)
         return max(0, min(allowed, wanted - self._tasks.pending))
 

@@ -97,8 +97,6 @@ def test_a_strategy_applies_to_tasks_with_small_and_large_arguments() -> None:
     spec = PipelineSpec([], "key", "actor", options={"scheduling_strategy": "SPREAD"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        context: ray.data.DataContext = build(
-            spec, leases=1, further=False, started=1
-        ).context
+        context: ray.data.DataContext = build(spec, leases=1, further=False, started=1).context
         found = {context.scheduling_strategy, context.scheduling_strategy_large_args}
     assert found == {"SPREAD"}

@@ -102,7 +102,5 @@ def test_room_counts_only_if_some_node_must_have_it(
 @pytest.mark.multiprocess
 def test_results_are_the_same_in_actors() -> None:
     with workplace() as place:
-        done = run_program(
-            PUBLIC_PROGRAM, place=place, seconds=PROGRAM_SECONDS, **{IN_ACTORS: "1"}
-        )
+        done = run_program(PUBLIC_PROGRAM, place=place, seconds=PROGRAM_SECONDS, **{IN_ACTORS: "1"})
         assert "all as it should be" in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]

@@ -576,6 +576,22 @@ def test_an_actor_waits_for_long_only_while_no_other_task_waits(clock: SimpleNam
     play(scenario, **IN_ACTORS, somebody_waits=lambda: waiting)
 
 
+def test_another_job_gets_the_cpu_of_an_actor_that_has_ended(clock: SimpleNamespace) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.limit(parallel=1, starting=1)
+        feed(scheduler, *[b"chunk"] * 9)
+        assert scheduler.new_tasks() == 1
+        await scheduler.next_chunk("a", 0, 0)
+        clock.now += tuning.ACTOR_LEASE_S
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        clock.now += tuning.ACTOR_FREED_S / 2
+        assert scheduler.new_tasks() == 0, "the head would start it before the task of another job"
+        clock.now += tuning.ACTOR_FREED_S
+        assert scheduler.new_tasks() == 1
+
+    play(scenario, **IN_ACTORS)
+
+
 def test_the_lease_of_an_actor_takes_longer_and_ends_when_no_other_starts(
     clock: SimpleNamespace,
 ) -> None:
