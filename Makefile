@@ -65,6 +65,11 @@ test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes
 	$(RUN) -m pytest -m "extended and not (dist or long or sabotage)" $(IN_PARALLEL) \
 		--durations=30 $(TEST_ARGS)
 
+.PHONY: test-actors
+test-actors: $(VENV)/.installed-test ## The tests with worker processes in actors, as with a Ray without tasks
+	DPEX_WORKERS_IN_ACTORS=1 $(RUN) -m pytest -m "not extended" $(IN_PARALLEL) \
+		--durations=15 $(TEST_ARGS)
+
 .PHONY: test-long
 test-long: $(VENV)/.installed-test ## Tests of a minute or more, such as of a cut link (20 minutes)
 	$(RUN) -m pytest -m long $(IN_PARALLEL) --durations=0 $(TEST_ARGS)

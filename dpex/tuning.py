@@ -68,6 +68,11 @@ FIRST_TASKS = 1
 """Tasks that start with a pipeline. A second process would delay the first batch by 17 %."""
 LEASE_S = 5.0
 """Length of a lease if other Ray tasks may want what its task holds; else it has no limit."""
+ACTOR_LEASE_S = 30.0
+"""The same if the task runs in an actor, whose process ends with the lease.
+
+The next process takes some seconds to load torch and the dataset.
+"""
 IDLE_S = 0.5
 """How long a task waits for its next chunk if other Ray tasks may want what it holds."""
 LONG_IDLE_S = 30.0
@@ -80,6 +85,12 @@ FREED_S = 0.25
 """Time until the cluster knows that a node's CPU is free: nodes exchange this ten times a second.
 
 A task that starts earlier would not get the node that it prefers.
+"""
+ACTOR_FREED_S = 2.0
+"""The same if the task ran in an actor: its process has to end before.
+
+Without this pause, a task of another job waited for more than 100 s, probably because the head gave
+the CPU to the next actor first.
 """
 STUCK_IDLE_S = 1.0
 """Time without a request for a chunk after which samples may wait for other samples.
@@ -221,6 +232,13 @@ COMPARING_SHARE = 0.003
 
 HOPELESS_S = 60.0
 """A task that is pending after this time requests resources that no node has."""
+TASKS_START_S = 60.0
+"""Time without a start after which Ray Data counts as unable to start tasks.
+
+Ray itself holds tasks of one kind back for up to 10 s.
+"""
+TASKS_LOOK_S = 5.0
+"""How often dpex looks then whether a node has room for a task."""
 QUIET_S = 1.0
 """A new iteration waits this long for the tasks of a cancelled one."""
 STATE_QUIET_S = 60.0

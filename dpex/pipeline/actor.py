@@ -8,6 +8,7 @@ A pipeline serves one iteration of a loader at a time, and outlives the iteratio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import threading
@@ -15,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ from dpex.pipeline.dataset import PipelineSpec, build, store_job
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
 from dpex.pipeline.task_requests import TaskRequests
+from dpex.pipeline.worker_pool import REFUSALS, StartWatch, TaskPools, has_room
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
@@ -53,8 +55,8 @@ class Reply:
         blocks: New blocks, each with its size in bytes and its batches. An entry has a reference to
             the block, or the pickled block itself if it is small.
         ended: Whether the run gets no more blocks.
-        replaceable: Whether a private name of Ray ended the pipeline. A new pipeline then uses the
-            public way.
+        replaceable: Whether a private name of Ray ended the pipeline, or Ray Data cannot run tasks.
+            A new pipeline then uses the public way, or actors.
         losses: Batches in flight that were lost, or the reason why the pipeline ended.
     """
 
@@ -74,6 +76,7 @@ class _Pipeline:
 
     Attributes:
         job_key: Digest of the job that the worker processes read.
+        until_idle: Whether an execution of the pipeline ends when its tasks have ended.
         arrived: The latest messages from worker processes, to recognise resent messages.
         earlier: Closed pipelines whose tasks may still make samples, each as a future of the end.
     """
@@ -86,7 +89,16 @@ class _Pipeline:
         somebody_waits: Callable[[], bool],
         earlier: Collection[asyncio.Future[None]],
         replaced: deque[str],
+        task_pools: TaskPools,
     ) -> None:
+        self._task_pools = task_pools
+        self._in_actors = spec.in_actors or not task_pools.check()
+        spec = replace(spec, in_actors=self._in_actors)
+        # The processes of a stage that keeps them may take long to load it again.
+        kept = any(stage.keeps_processes for stage in spec.later)
+        self.until_idle = self._in_actors and not kept
+        # Unlike a task, an actor does not release its CPU while it waits.
+        held = not _HELD_WHILE_WAITING.isdisjoint(spec.options)
         self.job_key = spec.job_key
         self.run: str | None = None
         self.holders = CopyHolders(self._may_hold)
@@ -98,10 +110,11 @@ class _Pipeline:
         self.changed = asyncio.Event()
         self.scheduler = Scheduler(
             time.monotonic(),
-            holds_resources=not _HELD_WHILE_WAITING.isdisjoint(spec.options),
+            holds_resources=held or (self._in_actors and spec.claims_cpus),
             claims_cpus=spec.claims_cpus,
             later_stages=bool(spec.later),
             prefers_nodes="fallback_strategy" in spec.options,
+            in_actors=self._in_actors,
             num_workers=spec.num_workers,
             binding=spec.binding,
             persistent=spec.persistent,
@@ -118,36 +131,79 @@ class _Pipeline:
         self._serve(run)
         self._failed_before = failed_shortcuts()
         self._executions: list[Execution] = []
-        if spec.later:
-            # The limit on the workers of a later stage holds within one Dataset.
-            self._execute(spec, first=True, further=True)
-        else:
-            self._execute(spec, first=True, further=False)
+        further = bool(spec.later)
+        self._execute(spec, leases=tuning.FIRST_TASKS, further=further, started=tuning.FIRST_TASKS)
+        # Set when no execution of a pipeline with later stages runs.
+        self._ended = asyncio.Event()
+        if not spec.later or self.until_idle:
             self._adding = asyncio.ensure_future(self._add_tasks(spec))
+        if not self._in_actors:
+            self._watching = asyncio.ensure_future(self._watch_starts(spec))
 
     async def _add_tasks(self, spec: PipelineSpec) -> None:
-        """Start the Dataset of the further tasks once the scheduler wants the first of them."""
+        """Start the Datasets of the further tasks, when the scheduler wants these tasks.
+
+        Ray Data starts further tasks of a Dataset at any time. Actors that may still get input
+        never end, so each group of actors has its own Dataset. The limit on the workers of a later
+        stage holds within one Dataset. So a pipeline with later stages has one Dataset at a time.
+        """
         try:
-            if await self.requests.more_tasks(tuning.FIRST_TASKS) is not None:
-                self._execute(spec, first=False, further=True)
+            started = tuning.FIRST_TASKS
+            while True:
+                if spec.later:
+                    await self._ended.wait()
+                    self._ended.clear()
+                    started = self.requests.handed_out
+                tasks = await self.requests.more_tasks(started)
+                if tasks is None:
+                    return
+                if self._in_actors:
+                    started += tasks
+                    self._execute(spec, leases=tasks, further=bool(spec.later), started=started)
+                else:
+                    self._execute(spec, leases=0, further=True, started=started)
+                    return
         except Exception as error:  # such as that of a thread that cannot start
             self._take_end(error)
 
-    def _execute(self, spec: PipelineSpec, *, first: bool, further: bool) -> None:
+    def _execute(self, spec: PipelineSpec, *, leases: int, further: bool, started: int) -> None:
         def take_end(error: BaseException | None) -> None:
-            if error is None and further:
+            if error is None and further and not self.until_idle:
                 error = RuntimeError("Ray Data's execution has ended")
-            if error is not None:  # else the first task has nothing left to do
+            if error is not None:
                 self._take_end(error)
+            else:  # its tasks have nothing left to do
+                self._loop.call_soon_threadsafe(self._forget, execution)
 
-        execution = Execution(lambda: build(spec, first=first, further=further), take_end)
+        execution = Execution(
+            lambda: build(spec, leases=leases, further=further, started=started), take_end
+        )
         self._executions.append(execution)
+
+    def _forget(self, execution: Execution) -> None:
+        self._executions.remove(execution)
+        self._ended.set()
+
+    async def _watch_starts(self, spec: PipelineSpec) -> None:
+        """End the pipeline if tasks do not start although nodes have room for them."""
+        watch = StartWatch(time.monotonic())
+        while not self.scheduler.closed and not self.broken:
+            room = False
+            if self.scheduler.pending:
+                room = await self._loop.run_in_executor(None, _has_room, spec.options)
+            if watch.stuck(time.monotonic(), self.scheduler.pending, room=room):
+                text = f"no task has started within {tuning.TASKS_START_S:.0f} s"
+                error = TimeoutError(f"{text}, although CPUs are free")
+                self._task_pools.fail(error)
+                self._take_end(error)
+            await asyncio.sleep(tuning.TASKS_LOOK_S)
 
     def close(self) -> None:
         """Cancel the run and end all task leases."""
         self.begin(None)
         self.holders.end()
         self.requests.note(self.scheduler.close)
+        self._ended.set()
 
     def join(self) -> None:
         """Wait some seconds for the executions to end, and so for their tasks."""
@@ -195,7 +251,9 @@ class _Pipeline:
         broken = self.broken
         if not (blocks or losses or broken):
             return None
-        replaceable = broken and failed_shortcuts() > self._failed_before
+        failed = failed_shortcuts() > self._failed_before
+        in_vain = not self._in_actors and self._task_pools.failed
+        replaceable = broken and (failed or in_vain)
         return Reply(blocks, broken, replaceable, losses)
 
     def note_loss(self, loss: Loss) -> None:
@@ -260,6 +318,12 @@ class _Pipeline:
 
         def end() -> None:
             self.broken = True
+            refused = isinstance(error, REFUSALS) and not isinstance(error, ray.exceptions.RayError)
+            if refused and not self.scheduler.has_run:
+                if self._in_actors:
+                    self._task_pools.actors_failed()
+                else:
+                    self._task_pools.fail(error)
             self.requests.note(self.scheduler.stop_preparing)
             self.note_loss(loss)
 
@@ -285,6 +349,7 @@ class _PipelineActor:
         self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         # See ``Scheduler``. The processes of a closed pipeline may still run.
         self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
+        self._task_pools = TaskPools()
         self._sharing: asyncio.Future[None] | None = None
         self._fair_share = FairShare(free_cpus)
         tune_executor()
@@ -326,7 +391,15 @@ class _PipelineActor:
             return False
         try:
             earlier = tuple(self._at_work)
-            pipeline = _Pipeline(spec, run, loop, self._somebody_waits, earlier, self._replaced)
+            pipeline = _Pipeline(
+                spec,
+                run,
+                loop,
+                self._somebody_waits,
+                earlier,
+                self._replaced,
+                self._task_pools,
+            )
             opening.set_result(pipeline)
             if spec.claims_cpus and self._sharing is None:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
@@ -404,7 +477,8 @@ class _PipelineActor:
         """Wait until a pipeline wants tasks; see ``TaskRequests``."""
         if pipeline_key in self._closed:
             return None
-        return await (await self._opening(pipeline_key)).requests.more_tasks(started)
+        pipeline = await self._opening(pipeline_key)
+        return await pipeline.requests.more_tasks(started, until_idle=pipeline.until_idle)
 
     @packed
     async def next_chunk(
@@ -590,6 +664,14 @@ class _PipelineActor:
             for pipeline in opened:
                 pipeline.requests.note(pipeline.scheduler.note_others, others)
             await asyncio.sleep(pause_s)
+
+
+def _has_room(options: dict[str, Any]) -> bool:
+    """Return whether some node surely has room for a task; False if Ray does not answer."""
+    with contextlib.suppress(Exception):
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        return has_room(options, ray.available_resources(), nodes)
+    return False
 
 
 @dataclass

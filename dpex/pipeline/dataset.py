@@ -1,10 +1,11 @@
-"""The Ray Dataset of a pipeline: one source block per task, one ``map_batches`` per stage."""
+"""The Ray Dataset of a pipeline: one source block per lease, one ``map_batches`` per stage."""
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ import ray
 
 from dpex.compat.executor import POLICIES, limit_to_concurrency
 from dpex.pipeline.worker_options import NODE_LABEL, instead_of
+from dpex.pipeline.worker_pool import actor_pool, scale_by_leases, task_pool
 from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import sources
 from dpex.worker.task import (
+    MakeBatches,
+    StartTasks,
     TransformBatches,
     lease_block,
     make_batches,
@@ -73,6 +77,7 @@ class PipelineSpec:
         options: Ray options of one worker process.
         later: The stages after the first stage.
         reader: ``machine()`` of the training process, if it can read segments; else empty.
+        in_actors: Whether worker processes are actors of Ray Data; see ``worker_pool.py``.
     """
 
     job: list[ray.ObjectRef]
@@ -86,6 +91,7 @@ class PipelineSpec:
     options: dict[str, Any] = field(default_factory=dict)
     later: tuple[LaterStage, ...] = ()
     reader: str = ""
+    in_actors: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -93,7 +99,7 @@ class PipelineSpec:
         return (self.reader, self.job_key, *(stage.job_key for stage in self.later))
 
 
-def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset:
+def build(spec: PipelineSpec, *, leases: int, further: bool, started: int) -> ray.data.Dataset:
     """Return a Dataset whose tasks make a pipeline's batches.
 
     The last stage delivers the batches to the pipeline actor and yields no rows, because Ray Data's
@@ -101,24 +107,24 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
 
     Args:
         spec: The pipeline.
-        first: Whether the Dataset has the pipeline's first task.
-        further: Whether the Dataset has the further tasks. A stage before them yields a block
-            whenever the pipeline actor wants a task.
+        leases: Number of task leases that begin with the Dataset.
+        further: Whether further leases follow. A stage before them yields a block whenever the
+            pipeline actor wants a task.
+        started: Number of tasks that the pipeline has started, with those of this Dataset.
     """
     import ray.data
-    from ray.data import TaskPoolStrategy
 
     first_options = {**_NO_MEMORY, "num_cpus": 1, **spec.options}
     scheduling_strategy = first_options.pop("scheduling_strategy", None)
     whose = {"actor_name": spec.actor_name, "pipeline_key": spec.pipeline_key}
-    parts = [ray.data.from_blocks([lease_block()])] if first else []
+    parts = [ray.data.from_blocks([lease_block() for _ in range(leases)])] if leases else []
     if further:
         starts = ray.data.from_blocks([lease_block()]).map_batches(
-            start_tasks,
+            **_worker(
+                spec, start_tasks, StartTasks, {"started": started, **whose}, least=1, most=1
+            ),
             batch_size=None,
             batch_format="pyarrow",
-            fn_kwargs=whose,
-            compute=TaskPoolStrategy(size=1),
             # Ray Data would fuse stages that request equal resources into one task.
             num_cpus=0 if first_options["num_cpus"] else 0.001,
             **_on_this_node(),
@@ -126,18 +132,21 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
         )
         parts.append(starts)
     dataset = parts[0].union(*parts[1:]) if parts[1:] else parts[0]
+    work = {
+        "job": spec.job,
+        "job_key": spec.job_key,
+        "last": not spec.later,
+        "reader": "" if spec.later else spec.reader,
+        "persistent": spec.persistent,
+        **whose,
+    }
+    # Ray Data ends the actors of a pool only after the pool's last input. So a pool of fixed size
+    # has one input for each of its actors.
+    least, most = (1, None) if further else (leases, leases)
     dataset = dataset.map_batches(
-        make_batches,
+        **_worker(spec, make_batches, MakeBatches, work, least=least, most=most, capped=False),
         batch_size=None,
         batch_format="pyarrow",
-        fn_kwargs={
-            "job": spec.job,
-            "job_key": spec.job_key,
-            "last": not spec.later,
-            "reader": "" if spec.later else spec.reader,
-            "persistent": spec.persistent,
-            **whose,
-        },
         **first_options,
     )
     for number, stage in enumerate(spec.later, 1):
@@ -150,13 +159,44 @@ def build(spec: PipelineSpec, *, first: bool, further: bool) -> ray.data.Dataset
             "reader": spec.reader if last else "",
             **whose,
         }
-        dataset = _with_stage(dataset, stage, what, first_options)
+        dataset = _with_stage(dataset, spec, stage, what, first_options)
     _configure(dataset.context, scheduling_strategy, has_later_stages=bool(spec.later))
+    if spec.in_actors:
+        scale_by_leases(dataset.context)
     return dataset
+
+
+def _worker(
+    spec: PipelineSpec,
+    function: Callable[..., Any],
+    actor: type,
+    arguments: dict[str, Any],
+    *,
+    least: int,
+    most: int | None,
+    capped: bool = True,
+) -> dict[str, Any]:
+    """Return the arguments of ``map_batches`` that decide how Ray Data runs a stage.
+
+    Args:
+        spec: The pipeline.
+        function: The stage's function, for tasks.
+        actor: The class that calls the function, for actors.
+        arguments: Keyword arguments of the function, apart from the block.
+        least: Least number of actors.
+        most: Most tasks or actors; None for no limit.
+        capped: Whether the limit holds for tasks.
+    """
+    if spec.in_actors:
+        compute = actor_pool(least=least, most=most)
+        return {"fn": actor, "fn_constructor_kwargs": arguments, "compute": compute}
+    compute = {"compute": task_pool(most)} if capped else {}
+    return {"fn": function, "fn_kwargs": arguments, **compute}
 
 
 def _with_stage(
     dataset: ray.data.Dataset,
+    spec: PipelineSpec,
     stage: LaterStage,
     what: dict[str, Any],
     first_options: dict[str, Any],
@@ -165,25 +205,32 @@ def _with_stage(
 
     Args:
         dataset: The Dataset with the stages before it.
+        spec: The pipeline.
         stage: The stage.
         what: Arguments of ``transform_batches``, apart from the block.
         first_options: Ray options of the first stage's tasks.
     """
-    from ray.data import ActorPoolStrategy, TaskPoolStrategy
-
     options = {**_NO_MEMORY, **stage.options}
-    # Ray Data fuses a stage into the first stage's tasks if their options are equal and the stage
-    # has no ``compute``.
-    fused = not stage.capped and options == first_options
+    most = stage.most_workers
     if stage.keeps_processes:
-        options |= {"fn_constructor_kwargs": what}
-        options["compute"] = ActorPoolStrategy(size=stage.most_workers)
+        what = {**what, "kept": True}
+        worker = _worker(
+            replace(spec, in_actors=True),
+            transform_batches,
+            TransformBatches,
+            what,
+            least=most,
+            most=most,
+        )
     else:
-        options |= {"fn_kwargs": what}
-        if not fused:
-            options["compute"] = TaskPoolStrategy(size=stage.most_workers)
+        # Ray Data fuses a stage into the first stage's tasks if their options are equal and the
+        # stage has no ``compute``.
+        fused = not stage.capped and options == first_options
+        worker = _worker(
+            spec, transform_batches, TransformBatches, what, least=1, most=most, capped=not fused
+        )
     return dataset.map_batches(
-        TransformBatches if stage.keeps_processes else transform_batches,
+        **worker,
         # A block has one row. With GPUs, Ray Data requires a batch size.
         batch_size=1 if stage.keeps_processes else None,
         batch_format="pyarrow",

@@ -35,6 +35,7 @@ from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipe
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
+from dpex.pipeline.worker_pool import wants_actors
 from dpex.protocol.binding import Binding
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
@@ -356,6 +357,7 @@ class Session(OwnProcess):
             options=self._options,
             later=job.later,
             reader="" if self._connection.kind == "client" else readable_segments(),
+            in_actors=wants_actors(),
         )
         token = RunToken()
         new = functools.partial(self._new, run, job, spec, token)

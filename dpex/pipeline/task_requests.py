@@ -24,6 +24,9 @@ class TaskRequests:
     Args:
         scheduler: The scheduler.
         on_loss: Called with each loss of a chunk.
+
+    Attributes:
+        handed_out: How many tasks the callers of ``more_tasks`` know of.
     """
 
     def __init__(self, scheduler: Scheduler, on_loss: Callable[[Loss], None]) -> None:
@@ -34,6 +37,7 @@ class TaskRequests:
         # Set when the number of tasks may have changed that a call waits for.
         self._counted = asyncio.Event()
         self._counts = 0, 0
+        self.handed_out = scheduler.started
         self._timer: asyncio.TimerHandle | None = None
 
     def note(
@@ -48,7 +52,8 @@ class TaskRequests:
                 if not call.done():
                     call.set_result(decision.chunk)
         counts = self._scheduler.started, self._scheduler.prepared
-        if counts != self._counts or self._scheduler.prepared or self._scheduler.closed:
+        changed = counts != self._counts or self._scheduler.prepared or self._scheduler.idle
+        if changed or self._scheduler.closed:
             self._counts = counts
             self._counted.set()
         self._wait_for_tick()
@@ -86,19 +91,23 @@ class TaskRequests:
         self.note(request, name, place, made, attempt, early=early, unchanged=unchanged)
         return await call
 
-    async def more_tasks(self, started: int) -> int | None:
+    async def more_tasks(self, started: int, *, until_idle: bool = False) -> int | None:
         """Wait until tasks are needed, and return their number.
 
         Args:
             started: How many tasks the caller knows of. A restarted caller counts again from
-                ``first_tasks``.
+                the number that it began with.
+            until_idle: Whether the call also ends once all tasks have ended.
 
         Returns:
-            How many tasks to start now; None if the pipeline needs no more tasks.
+            How many tasks to start now; None if the caller has to start no more tasks.
         """
         while not self._scheduler.closed:
             if started < self._scheduler.started:
+                self.handed_out = self._scheduler.started
                 return self._scheduler.started - started
+            if until_idle and self._scheduler.idle:
+                return None
             self._counted.clear()
             await self._counted.wait()
         return None

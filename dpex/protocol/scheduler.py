@@ -72,6 +72,7 @@ class Scheduler:
         later_stages: Whether later stages take the blocks. A restarted task then yields an empty
             block for each block that it had made, so its lease must not be long.
         prefers_nodes: Whether the tasks prefer some nodes to others.
+        in_actors: Whether the tasks run in actors. Soon after a lease, its process ends.
         num_workers: Number of logical workers.
         binding: Initial binding of logical workers to processes.
         persistent: Whether logical workers outlive an iteration.
@@ -99,6 +100,7 @@ class Scheduler:
         claims_cpus: bool = False,
         later_stages: bool = False,
         prefers_nodes: bool = False,
+        in_actors: bool = False,
         num_workers: int = 1,
         binding: Binding = Binding.RELEASED,
         persistent: bool = False,
@@ -116,9 +118,17 @@ class Scheduler:
         self._idle_machine = idle
         self._somebody_waits = somebody_waits
         limited = holds_resources or claims_cpus or later_stages
-        self._lease_s = tuning.LEASE_S if limited else math.inf
+        # A pipeline with later stages keeps the process of a lease that has ended.
+        self._ends_process = in_actors and not later_stages
+        lease_s = tuning.ACTOR_LEASE_S if self._ends_process else tuning.LEASE_S
+        self._lease_s = lease_s if limited else math.inf
         # A task that resumes after a wait gets its CPU back, even if none is free.
         self._patience_s = tuning.IDLE_S if holds_resources or claims_cpus else tuning.LONG_IDLE_S
+        # The same while no other task is known to wait, if it differs.
+        self._undisturbed_s: float | None = None
+        if in_actors:
+            # A later stage may wait for a CPU of the first stage, and is not known to wait.
+            self._undisturbed_s = tuning.LEASE_S if later_stages else tuning.LONG_IDLE_S
         self.parallel = self.starting = 1
         self.one_by_one = False
         self.in_run = True
@@ -128,7 +138,11 @@ class Scheduler:
         # The leases that wait, in the same order.
         self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
-        self._tasks = TaskStarts(now, first_tasks)
+        # Ray would give the CPU of an actor that ends to an actor that waits already, and never to
+        # another job's task.
+        self._leaves_cpus = in_actors and holds_resources
+        freed_s = tuning.ACTOR_FREED_S if self._leaves_cpus else tuning.FREED_S
+        self._tasks = TaskStarts(now, first_tasks, freed_s)
         # The leases of restarted tasks, and the chunks that they have to repeat.
         self._repeating: dict[str, tuple[TaskLease, AssignedChunk]] = {}
         # Whether a further task may be needed.
@@ -386,14 +400,17 @@ class Scheduler:
     def _patience_of(self, lease: TaskLease) -> float:
         """Return how long a lease waits for its next chunk or for the next iteration."""
         # The state of bound logical workers ends with their lease.
-        if not self._bindings.holds_state(lease, in_run=self.in_run):
-            return self._patience_s
-        if not self._holds_resources:
+        holds_state = self._bindings.holds_state(lease, in_run=self.in_run)
+        if holds_state and not self._holds_resources:
             return math.inf
+        if not holds_state and self._undisturbed_s is None:
+            return self._patience_s
         others_wait = self._others is not None and self._others.wait
         wanted = (
             self._bindings.without_process(self._chunks) or others_wait or self._somebody_waits()
         )
+        if not holds_state and self._undisturbed_s is not None:
+            return self._patience_s if wanted else self._undisturbed_s
         return math.inf if self.in_run and not wanted else tuning.IDLE_S
 
     def _bind_one_more(self, lease: TaskLease) -> bool:
@@ -456,6 +473,9 @@ class Scheduler:
         late = lease.given > 0 and self._now - lease.began >= lease_s
         if not late or lease.workers:
             return False
+        starting = self._tasks.pending or self._tasks.not_known_free(self._now)
+        if self._ends_process and starting and not waited_for:
+            return False  # else no process would make batches until the next ones have started
         # A new task takes some 10 ms to start, and the first batch of an iteration must not
         # wait for it. So an expired lease stays until it has had a chunk of this iteration.
         return waited_for or (lease.run == self.run and bool(self._chunks))
@@ -524,6 +544,21 @@ class Scheduler:
     # --- starting tasks ---------------------------------------------------------------------------
 
     @property
+    def idle(self) -> bool:
+        """Whether all tasks have ended."""
+        return not self._active
+
+    @property
+    def pending(self) -> int:
+        """Number of tasks that have been started and have not asked for a chunk."""
+        return self._tasks.pending
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any task has asked for a chunk."""
+        return self._tasks.pending < self._tasks.started
+
+    @property
     def started(self) -> int:
         """Number of tasks started so far."""
         return self._tasks.started
@@ -558,7 +593,7 @@ class Scheduler:
         active = self._active
         self._stuck = self._stuck or self._is_stuck()
         allowed = self._most_tasks - active
-        if self._prefers_nodes:
+        if self._prefers_nodes or self._leaves_cpus:
             allowed -= self._tasks.not_known_free(self._now)
         if allowed <= 0:
             return 0  # most often, and the search below takes longer

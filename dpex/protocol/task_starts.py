@@ -15,12 +15,14 @@ class TaskStarts:
     Args:
         now: When they start.
         first_tasks: Number of tasks that start with the pipeline.
+        freed_s: How long the CPU of a task that has ended counts as in use.
 
     Attributes:
         started: Number of tasks started so far.
     """
 
-    def __init__(self, now: float, first_tasks: int) -> None:
+    def __init__(self, now: float, first_tasks: int, freed_s: float) -> None:
+        self._freed_s = freed_s
         self.started = first_tasks
         self._running = 0
         self._started_at = now
@@ -38,7 +40,7 @@ class TaskStarts:
 
     def note_ended(self, now: float) -> None:
         """Record that a task's lease has ended."""
-        self._freed.append(now + tuning.FREED_S)
+        self._freed.append(now + self._freed_s)
         self.not_known_free(now)  # keeps the record short, also if nothing else asks
 
     @property

@@ -7,13 +7,12 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
 
-from dpex import tuning
 from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import ALL_ITERATIONS, AssignedChunk, Replaced
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from dpex.wire.block_format import BlockWriter
 
 __all__ = [
+    "MakeBatches",
+    "StartTasks",
     "TransformBatches",
     "lease_block",
     "make_batches",
@@ -57,19 +58,21 @@ def lease_block() -> pa.Table:
     return pa.table({"lease": [0]})
 
 
-def start_tasks(_: pa.Table, *, actor_name: str, pipeline_key: str) -> Iterator[pa.Table]:
+def start_tasks(
+    _: pa.Table, *, started: int, actor_name: str, pipeline_key: str
+) -> Iterator[pa.Table]:
     """Yield a source block for each further task, as soon as the pipeline actor wants the task.
 
     This is the function of a ``map_batches`` stage before the tasks.
 
     Args:
+        started: Number of tasks that have started otherwise.
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that the tasks belong to.
 
     Yields:
         Source blocks, which carry no data.
     """
-    started = tuning.FIRST_TASKS
     with contextlib.suppress(ValueError, *ACTOR_DIED):
         while True:
             tasks = ask_actor(actor_name, "more_tasks", pipeline_key, started)
@@ -248,15 +251,39 @@ def transform_batches(
         yield writer.table()
 
 
-class TransformBatches:
-    """A later stage whose worker keeps its process; see ``transform_batches``."""
+class _Worker:
+    """A function of ``map_batches`` as a class, which Ray Data runs in an actor.
 
-    def __init__(self, **what: Any) -> None:
-        self._what = what
+    Args:
+        **arguments: Arguments of the function, apart from the block.
+    """
+
+    _function: Callable[..., Iterator[pa.Table]]
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
-        """Apply the stage to one block, and yield it if there is a later stage."""
-        yield from transform_batches(table, **self._what, kept=True)
+        """Call the function with one block."""
+        yield from type(self)._function(table, **self._arguments)
+
+
+class StartTasks(_Worker):
+    """The stage that starts further tasks; see ``start_tasks``."""
+
+    _function = staticmethod(start_tasks)
+
+
+class MakeBatches(_Worker):
+    """The first stage; see ``make_batches``. Each call is one task lease."""
+
+    _function = staticmethod(make_batches)
+
+
+class TransformBatches(_Worker):
+    """A later stage; see ``transform_batches``."""
+
+    _function = staticmethod(transform_batches)
 
 
 class _Actor:

@@ -41,6 +41,11 @@ ELSEWHERE = (
     "ray._private.ray_constants:DEBUG",
     "ray.experimental.internal_kv",
 )
+# The method of Ray Data that says whether a stage may start one more task.
+TASKS_START = (
+    "ray.data._internal.execution.operators.task_pool_map_operator"
+    ":TaskPoolMapOperator.can_add_input"
+)
 
 NAMES = {
     name.path: name
@@ -69,7 +74,7 @@ def expected() -> list[list[list[int]]]:
 def check(path: str, how: str, start_method: str = "fork") -> subprocess.CompletedProcess[str]:
     with workplace() as place:
         # dpex chooses the id of its job only in ranks, which share a Ray.
-        of_ranks = NAMES[path] in JOB_IDS.names.values()
+        of_ranks = NAMES.get(path) in JOB_IDS.names.values()
         variables = rank_variables(place, 0) if of_ranks else {}
         paths = f"{SITE}:{environment(place).get('PYTHONPATH', '')}"
         done = run_program(
@@ -106,6 +111,14 @@ def test_an_epoch_comes_where_a_name_is_missing(path: str) -> None:
 @pytest.mark.parametrize("path", [name.path for name in FORKED_IDS.names.values()])
 def test_an_epoch_comes_where_a_new_server_of_workers_lacks_a_name(path: str) -> None:
     check_hidden(path, "spawn")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["hidden", "raises", "none", "never"])
+def test_an_epoch_comes_where_ray_data_runs_no_tasks(how: str) -> None:
+    done = check(TASKS_START if how == "never" else "ray.data:TaskPoolStrategy", how)
+    said = done.stdout + done.stderr
+    assert "runs no tasks" in said, said[-7000:]
 
 
 @pytest.mark.extended

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 
 from dpex import tuning
 from dpex.compat.executor import ACTOR_ONLY
@@ -39,6 +40,7 @@ class FakeExecution:
     """An execution without Ray Data; it ends when a test says so."""
 
     def __init__(self, build: Any, on_end: OnEnd) -> None:
+        self.build = build
         self.end = on_end
         self.closed = False
         self.tasks_ended = threading.Event()
@@ -358,6 +360,152 @@ def test_a_later_stage_begins_a_block_a_few_times_only(play: Any) -> None:
 
         executions[0].end(None)
         assert (await take(actor, "second")).ended, "one execution has all tasks"
+
+    play(scenario)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def pending_tasks(actor: _PipelineActor, pipeline: str = "pipeline") -> int:
+    return actor._pipelines[pipeline].result().scheduler.pending
+
+
+@pytest.mark.parametrize(
+    ("error", "replaceable"),
+    [
+        (NotImplementedError("Ray Data runs no tasks"), True),
+        (ray.exceptions.RuntimeEnvSetupError("of the user"), False),
+    ],
+)
+def test_a_pipeline_whose_tasks_cannot_run_is_replaced_by_one_in_actors(
+    play: Any, error: Exception, replaceable: bool
+) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        executions[0].end(error)
+        reply = await take(actor)
+        assert (reply.ended, reply.replaceable) == (True, replaceable)
+        await actor.close("pipeline")
+        await actor.open("other", SPEC, "second")
+        assert actor._pipelines["other"].result()._in_actors is replaceable
+
+    play(scenario)
+
+
+def test_an_error_of_a_pipeline_whose_tasks_have_run_is_not_that_of_its_tasks(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        await feed(actor, 0, b"0")
+        await ask(actor)
+        executions[0].end(ValueError("later"))
+        assert not (await take(actor)).replaceable
+        assert actor._task_pools.check()
+
+    play(scenario)
+
+
+def test_tasks_run_again_after_actors_have_failed_too(play: Any) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        for pipeline, run, replaceable in (("a", "1", True), ("b", "2", False), ("c", "3", True)):
+            await actor.open(pipeline, SPEC, run)
+            executions[-1].end(ValueError("of the options"))
+            reply: Any = unpack(cast("bytes", await actor.take(pipeline, run)))
+            assert reply.replaceable is replaceable
+            await actor.close(pipeline)
+
+    play(scenario)
+
+
+def test_tasks_that_do_not_start_are_replaced_by_actors(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "TASKS_START_S", 0.0)
+    rooms = iter([False, True])
+    monkeypatch.setattr(actor_module, "_has_room", lambda _: next(rooms))
+    monkeypatch.setattr(tuning, "TASKS_LOOK_S", 0.0)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", SPEC, "first")
+        reply = await take(actor)
+        assert (reply.ended, reply.replaceable) == (True, True)
+        assert "no task has started" in reply.losses[0].text
+        assert not actor._task_pools.check()
+
+    play(scenario)
+
+
+def built(
+    executions: list[FakeExecution], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, bool, int]]:
+    """Return what each execution has been asked to build: leases, further ones, tasks in all."""
+    with monkeypatch.context() as patch:
+        patch.setattr(actor_module, "build", lambda _, **options: tuple(options.values()))
+        return [execution.build() for execution in executions]
+
+
+def test_each_group_of_actors_has_an_execution(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        spec = replace(SPEC, in_actors=True, num_workers=4, binding=Binding.RELEASED)
+        await actor.open("pipeline", spec, "first")
+        for worker in range(3):
+            await feed(actor, worker, b"0", worker=worker)
+        await until(lambda: len(executions) > 1)
+        pending = pending_tasks(actor)
+        assert pending > 1
+        assert built(executions, monkeypatch) == [(1, False, 1), (pending - 1, False, pending)]
+        executions[1].end(None)
+        await ask(actor)
+        reply = await started(take(actor))
+        await asyncio.sleep(0)
+        assert not reply.done(), "the end of a group is not that of the pipeline"
+        await actor.close("pipeline")
+        assert (await reply).ended
+        assert [execution.closed for execution in executions] == [True, False]
+
+    play(scenario)
+
+
+def test_actors_before_a_later_stage_have_one_execution_at_a_time(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "LEASE_S", 0.0)
+    monkeypatch.setattr(tuning, "IDLE_S", 0.0)
+
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        spec = replace(
+            SPEC, in_actors=True, num_workers=1, later=(STAGE,), binding=Binding.RELEASED
+        )
+        await actor.open("pipeline", spec, "first")
+        more = await started(actor.more_tasks("pipeline", 1))
+        await feed(actor, 0, b"0")
+        assert await ask(actor) == b"0"
+        assert await ask(actor, 1) is None
+        assert await more is None, "all tasks have ended, so the execution does"
+        await feed(actor, 1, b"1")
+        await asyncio.sleep(0)
+        assert len(executions) == 1
+        executions[0].end(None)
+        await until(lambda: len(executions) > 1)
+        assert built(executions, monkeypatch) == [(1, True, 1), (1, True, 2)]
+        await actor.close("pipeline")
+
+    play(scenario)
+
+
+def test_actors_of_a_stage_that_keeps_its_processes_stay(play: Any) -> None:
+    stage = replace(STAGE, keeps_processes=True)
+
+    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
+        await actor.open("pipeline", replace(SPEC, in_actors=True, later=(stage,)), "first")
+        more = await started(actor.more_tasks("pipeline", 1))
+        await asyncio.sleep(0)
+        assert not more.done()
+        executions[0].end(None)
+        assert (await take(actor)).ended, "the execution lasts as long as the pipeline"
+        await actor.close("pipeline")
 
     play(scenario)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("first", "further"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("in_actors", [False, True])
+@pytest.mark.parametrize(("leases", "further"), [(1, False), (0, True), (3, True)])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "none")
 def test_ray_warns_of_no_deprecated_option(
-    options: dict[str, Any], first: bool, further: bool
+    options: dict[str, Any], leases: int, further: bool, in_actors: bool
 ) -> None:
     import ray.data
 
@@ -39,8 +41,24 @@ def test_ray_warns_of_no_deprecated_option(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for stages in ((), later):
-            spec = PipelineSpec([], "key", "actor", options=options, later=stages)
-            build(spec, first=first, further=further)
+            spec = PipelineSpec(
+                [], "key", "actor", options=options, later=stages, in_actors=in_actors
+            )
+            build(spec, leases=leases, further=further, started=1)
+
+
+def test_pipelines_in_actors_need_no_tasks_of_ray_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.data
+
+    from dpex.pipeline.dataset import LaterStage, PipelineSpec, build
+
+    monkeypatch.delattr(ray.data, "TaskPoolStrategy")
+    later = (LaterStage([], "key", {}, 2, capped=True, keeps_processes=False),)
+    for stages in ((), later):
+        spec = PipelineSpec([], "key", "actor", later=stages, in_actors=True)
+        build(spec, leases=1, further=bool(stages), started=1)
+    with pytest.raises(ImportError, match="TaskPoolStrategy"):
+        build(replace(spec, in_actors=False), leases=1, further=True, started=1)
 
 
 @pytest.mark.parametrize("same_host", [True, False])
@@ -79,6 +97,6 @@ def test_a_strategy_applies_to_tasks_with_small_and_large_arguments() -> None:
     spec = PipelineSpec([], "key", "actor", options={"scheduling_strategy": "SPREAD"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        context: ray.data.DataContext = build(spec, first=True, further=False).context
+        context: ray.data.DataContext = build(spec, leases=1, further=False, started=1).context
         found = {context.scheduling_strategy, context.scheduling_strategy_large_args}
     assert found == {"SPREAD"}

@@ -27,6 +27,7 @@ from dpex.pipeline import session as session_module
 from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.session import Session, StoredJob
+from dpex.pipeline.worker_pool import IN_ACTORS
 from dpex.protocol.binding import Binding
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
@@ -640,7 +641,11 @@ def test_nodes_that_lack_dpex_get_it_besides_the_user_s_own_modules(ray: FakeRay
 
 
 @pytest.mark.parametrize("connection", [LOCAL, CLUSTER, CLIENT])
-def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> None:
+@pytest.mark.parametrize("in_actors", [False, True])
+def test_an_iteration_opens_a_pipeline(
+    connection: Connection, in_actors: bool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(IN_ACTORS, str(int(in_actors)))
     session = ray.session(connection, persistent=True, worker_options={"num_cpus": 2})
     session.store(Job())
     ray.actors[0].calls.clear()
@@ -658,6 +663,7 @@ def test_an_iteration_opens_a_pipeline(connection: Connection, ray: FakeRay) -> 
         persistent=True,
         options=spec.options,
         reader="" if connection is CLIENT else readable_segments(),
+        in_actors=in_actors,
     )
     assert spec.options["num_cpus"] == 2
     assert run._pipeline_key == key

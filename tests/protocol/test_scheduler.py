@@ -326,6 +326,23 @@ def test_who_starts_the_tasks_may_begin_again() -> None:
     play(scenario)
 
 
+def test_who_starts_the_tasks_may_end_with_them() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0")
+        assert await scheduler.more_tasks(0, until_idle=True) == 1
+        assert scheduler.handed_out == 1
+        waiting = asyncio.ensure_future(scheduler.more_tasks(1, until_idle=True))
+        await scheduler.next_chunk("a", 0, 0)
+        await answers()
+        assert not waiting.done(), "a task works"
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        assert await waiting is None
+        feed_one(scheduler, b"1")
+        assert await scheduler.more_tasks(1, until_idle=True) == 1
+
+    play(scenario, claims_cpus=True)
+
+
 def finish(scheduler: PlayedScheduler) -> None:
     scheduler.finish("a", "process", 1)
 
@@ -536,6 +553,61 @@ def test_a_lease_ends_after_a_while_if_something_depends_on_it(
         assert (await scheduler.next_chunk("a", 1, 1) is None) is bool(limited)
 
     play(scenario, **({limited: True} if limited else {}))
+
+
+IN_ACTORS: dict[str, Any] = {"in_actors": True, "holds_resources": True}
+
+
+def test_an_actor_waits_for_long_only_while_no_other_task_waits(clock: SimpleNamespace) -> None:
+    waiting = False
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        nonlocal waiting
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
+        await asyncio.sleep(0)
+        clock.now += 2 * tuning.IDLE_S
+        scheduler.note(scheduler.tick)
+        await answers()
+        assert not asking.done(), "its process would end with its lease"
+        waiting = True
+        scheduler.note(scheduler.tick)
+        assert await asking is None
+
+    play(scenario, **IN_ACTORS, somebody_waits=lambda: waiting)
+
+
+def test_another_job_gets_the_cpu_of_an_actor_that_has_ended(clock: SimpleNamespace) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.limit(parallel=1, starting=1)
+        feed(scheduler, *[b"chunk"] * 9)
+        assert scheduler.new_tasks() == 1
+        await scheduler.next_chunk("a", 0, 0)
+        clock.now += tuning.ACTOR_LEASE_S
+        assert await scheduler.next_chunk("a", 1, 1) is None
+        clock.now += tuning.ACTOR_FREED_S / 2
+        assert scheduler.new_tasks() == 0, "the head would start it before the task of another job"
+        clock.now += tuning.ACTOR_FREED_S
+        assert scheduler.new_tasks() == 1
+
+    play(scenario, **IN_ACTORS)
+
+
+def test_the_lease_of_an_actor_takes_longer_and_ends_when_no_other_starts(
+    clock: SimpleNamespace,
+) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, *[b"chunk"] * 9)
+        assert scheduler.new_tasks() == 4
+        await scheduler.next_chunk("a", 0, 0)
+        clock.now += tuning.LEASE_S + 1
+        assert await scheduler.next_chunk("a", 1, 1) is not None
+        clock.now += tuning.ACTOR_LEASE_S
+        assert await scheduler.next_chunk("a", 2, 2) is not None, "the other processes still start"
+        for name in ("b", "c", "d"):
+            await scheduler.next_chunk(name, 0, 0)
+        assert await scheduler.next_chunk("a", 3, 3) is None
+
+    play(scenario, **IN_ACTORS)
 
 
 def test_a_task_too_many_ends() -> None:

@@ -2,7 +2,8 @@
 
 ``DPEX_SPOIL=how=module:Class.name`` gives the name, as in ``PrivateName.path``. With ``hidden``,
 dpex does not find the name. With ``raises``, using it raises an error. With ``none``, ``zero``,
-``huge`` or ``text``, it has this value, or returns it.
+``huge`` or ``text``, it has this value, or returns it. With ``never``, a method of Ray Data that
+decides about the start of tasks returns False to Ray too, and dpex waits only briefly for a start.
 """
 
 from __future__ import annotations
@@ -107,6 +108,15 @@ def spoil(how: str, module: ModuleType, path: str) -> None:
     copyreg.pickle(owner.__class__, lambda spoiled: (importlib.import_module, (spoiled.__name__,)))
 
 
+def refuse(module: ModuleType, path: str) -> None:
+    owner, _, name = path.partition(".")
+    setattr(getattr(module, owner), name, lambda *_: False)
+
+
+def shorten(tuning: Any) -> None:
+    tuning.TASKS_START_S, tuning.TASKS_LOOK_S = 1.0, 0.1
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """An import hook that spoils the name as soon as its module has been imported."""
 
@@ -134,7 +144,11 @@ def main() -> None:
     how, _, name = os.environ.get("DPEX_SPOIL", "").partition("=")
     if name:
         module, _, path = name.partition(":")
-        sys.meta_path.insert(0, Finder(module, lambda found: spoil(how, found, path)))
+        if how == "never":
+            sys.meta_path.insert(0, Finder(module, lambda found: refuse(found, path)))
+            sys.meta_path.insert(0, Finder("dpex.tuning", shorten))
+        else:
+            sys.meta_path.insert(0, Finder(module, lambda found: spoil(how, found, path)))
 
 
 main()
