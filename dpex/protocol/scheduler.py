@@ -138,8 +138,8 @@ class Scheduler:
         # The leases that wait, in the same order.
         self._waiting: OrderedDict[str, TaskLease] = OrderedDict()
         self._bindings = WorkerBindings(self._leases, num_workers, binding, persistent)
-        # Ray seemed to give the CPU of an actor that ends to an actor that waits already, and never to
-        # another job's task.
+        # Ray seemed to give the CPU of an actor that ends to an actor that waits already, and never
+        # to another job's task.
         self._leaves_cpus = in_actors and holds_resources
         freed_s = tuning.ACTOR_FREED_S if self._leaves_cpus else tuning.FREED_S
         self._tasks = TaskStarts(now, first_tasks, freed_s)
