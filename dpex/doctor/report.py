@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 import dpex
-from dpex.cluster.connect import choose, cluster_size
+from dpex.cluster.connect import PROCESSES, choose, cluster_size
 from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.doctor.facts import Fact, Output, Problem
 from dpex.errors import ClusterError
@@ -267,7 +267,16 @@ def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
 
 
 def _chosen(head_address: str) -> Fact:
-    """Return the line that names the Ray, and the reason for the choice."""
+    """Return the line that names the Ray, and the reason for the choice.
+
+    Raises:
+        Problem: ``head_address`` names no Ray.
+    """
+    if head_address == PROCESSES:
+        raise Problem(
+            f"head_address={PROCESSES!r} uses no Ray, and this report is about Ray. Pass another "
+            "one: --head-address=local"
+        )
     try:
         address, why = choose(head_address)
     except ValueError as error:

@@ -426,7 +426,7 @@ def test_what_would_break_says_so(difference: dict[str, str | None], sentence: s
     ],
 )
 def test_malformed_addresses_are_refused_with_the_forms(value: str) -> None:
-    with pytest.raises(ValueError, match=r"'local', 'host:port' or 'ray://") as caught:
+    with pytest.raises(ValueError, match=r"'local', 'processes', 'host:port' or 'ray://") as caught:
         connect(value)
     assert repr(value) in str(caught.value)
 

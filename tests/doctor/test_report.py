@@ -109,6 +109,9 @@ def test_no_ray_where_there_should_be_one(place: Path) -> None:
     status, lines, output = doctor(place, "--head-address", "nowhere")
     assert status == 1, output
     assert "head_address was 'nowhere'" in lines["verdict"]
+    status, lines, output = doctor(place, "--head-address", "processes")
+    assert status == 1, output
+    assert "uses no Ray" in lines["verdict"]
 
 
 def test_a_cluster_without_cpus(place: Path) -> None:

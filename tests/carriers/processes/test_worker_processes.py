@@ -151,7 +151,7 @@ def test_a_fork_has_none_of_dpex_s_threads(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what dies ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_dies_is_replaced(
     tmp_path: Path, what: int, caplog: pytest.LogCaptureFixture
 ) -> None:
