@@ -6,12 +6,13 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,35 @@ def placed(pool: SegmentPool, value: int, nbytes: int = SIZE) -> Place:
     return place
 
 
+_SEGMENT = re.compile(rf"memfd:({SEGMENT_NAME}\w+)")
+_before: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def only_its_own_segments() -> Iterator[None]:
+    """Make a test count its own segments only: earlier tests may have left some."""
+    _before.update(_SEGMENT.findall(_descriptors() + _mappings()))
+    yield
+    _before.clear()
+
+
+def _descriptors() -> str:
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return "\n".join(str(file.readlink()) for file in files)
+
+
+def _mappings() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
 def open_segments() -> int:
     """Return the number of segments that this process has open."""
-    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum(f"memfd:{SEGMENT_NAME}" in str(file.readlink()) for file in files)
+    return sum(name not in _before for name in _SEGMENT.findall(_descriptors()))
 
 
 def mapped_segments() -> int:
     """Return the number of segments that this process has mapped, its own included."""
-    return Path("/proc/self/maps").read_text().count(f"/memfd:{SEGMENT_NAME}")
+    return sum(name not in _before for name in _SEGMENT.findall(_mappings()))
 
 
 def test_a_batch_is_the_memory_that_the_worker_filled() -> None:

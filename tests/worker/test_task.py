@@ -11,6 +11,7 @@ import torch
 from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Run
 from dpex.wire.timings import Costs
 from dpex.worker import kept_jobs, task
+from dpex.worker.chunk_work import ChunkWork
 from dpex.worker.map_style import encode, pickled_chunks
 from dpex.worker.training_settings import Settings
 
@@ -26,7 +27,7 @@ def test_a_chunk_of_an_iteration_that_has_ended_is_not_made(
     actor = Mock(answer=Mock(side_effect=answers), report_of=Mock(return_value=None))
     made = Mock(return_value=iter(()))
     monkeypatch.setattr(task, "_Actor", lambda *_: actor)
-    monkeypatch.setattr(task, "_batches", made)
+    monkeypatch.setattr(ChunkWork, "batches", made)
     monkeypatch.setattr(task, "release_when_closed", Mock())
     monkeypatch.setitem(kept_jobs._jobs_of, "pipeline", set())
     monkeypatch.setitem(kept_jobs._ended, "pipeline", ended)
@@ -46,12 +47,12 @@ def test_the_end_of_an_early_request_is_reported_before_a_later_stage(
     answers: list[Any] = [AssignedChunk(chunk.payload, 0, iteration=1), None]
     actor = Mock(answer=Mock(side_effect=answers))
 
-    def batches(*given: Any) -> Any:
-        given[4].ask_early()
+    def batches(work: ChunkWork, *_: Any) -> Any:
+        work._ask_early()
         yield Entry(0, encode(torch.zeros(1))), Costs()
 
     monkeypatch.setattr(task, "_Actor", lambda *_: actor)
-    monkeypatch.setattr(task, "_batches", batches)
+    monkeypatch.setattr(ChunkWork, "batches", batches)
     monkeypatch.setattr(task, "release_when_closed", Mock())
     monkeypatch.setitem(kept_jobs._jobs_of, "pipeline", set())
     whose: Any = {"actor_name": "actor", "pipeline_key": "pipeline", "job": [], "job_key": "job"}
