@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.timeout(60)]
 
 Same = Callable[[Any, Any], None]
 
-CARRIERS = ("local", "processes")
+CARRIERS = ("local", pytest.param("processes", marks=pytest.mark.extended))
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
 SIDE = 192  # SIDE**2 floats are large; 3 * SIDE**2 bytes are not
 

@@ -30,7 +30,7 @@ from dpex.worker import later_stage
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("shared_ray")]
 
 GPU_PROGRAM = PROGRAMS / "gpu_stage_program.py"
-CARRIERS = ("local", "processes")
+CARRIERS = ("local", pytest.param("processes", marks=pytest.mark.extended))
 OURS = {"distribute_mode": True, "head_address": "local"}
 
 Same = Callable[[Any, Any], None]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 LENGTH = 24
 BAD = {3, 8, 9, 10, 11, 17}
 GOOD = [index for index in range(LENGTH) if index not in BAD]
-CARRIERS = ("local", "processes")
+CARRIERS = ("local", pytest.param("processes", marks=pytest.mark.extended))
 OURS = {
     "distribute_mode": True,
     "head_address": "local",

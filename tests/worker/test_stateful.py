@@ -19,7 +19,7 @@ from dpex import DpexDataLoader
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
-CARRIERS = ("local", "processes")
+CARRIERS = ("local", pytest.param("processes", marks=pytest.mark.extended))
 OURS = {"distribute_mode": True, "head_address": "local"}
 LENGTH = 13
 
