@@ -31,8 +31,6 @@ WITH_RAY = {
 DOORS_TO_RAY = {
     "dpex.dataloader",
     "dpex.doctor.report",
-    "dpex.training.cluster_iterator",
-    "dpex.training.epoch",
     "dpex.training.first_workers",
     "dpex.training.starting_session",
 }

@@ -59,7 +59,7 @@ def task_pool(size: int | None) -> Any:
 
 
 def actor_pool(*, least: int, most: int | None) -> Any:
-    """Return Ray Data's strategy that runs a stage in actors, of which each has one block at once.
+    """Return Ray Data's strategy that runs a stage in actors, with one block at a time in each.
 
     A second block in an actor's queue could not move to another actor, and would wait for the end
     of the first lease.
@@ -151,8 +151,8 @@ class StartWatch:
 def has_room(options: Mapping[str, Any], free: Mapping[str, float], nodes: int) -> bool:
     """Return whether some node surely has the resources for a worker.
 
-    Ray tells publicly only what is free on all nodes together. If that is as much as each node
-    needs, one of them has enough.
+    Ray's public API has only the sum of what is free on all nodes. If that sum is the claim times
+    the number of nodes, at least one node has room.
 
     Args:
         options: Ray options of a worker.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ __all__ = [
     "PickledChunk",
     "Replaced",
     "Run",
+    "insert_in_turn",
 ]
 
 ALL_ITERATIONS = 1 << 62
@@ -124,6 +126,13 @@ class PickledChunk:
     alone: bool = False
     resent: bool = False
     deaths: int = 0
+
+
+def insert_in_turn(waiting: deque[PickledChunk], chunk: PickledChunk) -> None:
+    """Insert a chunk after all that wait; if it is resent, only after other resent chunks."""
+    new = (place for place, other in enumerate(waiting) if not other.resent)
+    end = len(waiting)
+    waiting.insert(next(new, end) if chunk.resent else end, chunk)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced
+from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced, insert_in_turn
 from dpex.protocol.leases import Leases
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
@@ -176,9 +176,7 @@ class Scheduler:
         """Add a chunk to those that wait: after the others, or if it is resent, before new ones."""
         self._now = now
         self.prepared = 0
-        new = (place for place, waiting in enumerate(self._chunks) if not waiting.resent)
-        end = len(self._chunks)
-        self._chunks.insert(next(new, end) if chunk.resent else end, chunk)
+        insert_in_turn(self._chunks, chunk)
         self._changed = True
         return self._decided()
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from dpex import tuning
 from dpex.protocol.binding import Binding
-from dpex.protocol.chunks import AssignedChunk, PickledChunk
+from dpex.protocol.chunks import AssignedChunk, PickledChunk, insert_in_turn
 from dpex.protocol.loss_causes import Loss, LossCause
 
 __all__ = ["WorkerQueue"]
 
 
 class WorkerQueue:
-    """The chunks that a logical worker's process makes, and those that wait for it.
+    """The chunks of a logical worker: those that its process has, and those that wait.
 
     A chunk takes this way::
 
@@ -65,9 +65,7 @@ class WorkerQueue:
 
     def feed(self, chunk: PickledChunk) -> None:
         """Add a chunk: after the others, or if it is resent, before new ones."""
-        new = (place for place, waiting in enumerate(self._waiting) if not waiting.resent)
-        end = len(self._waiting)
-        self._waiting.insert(next(new, end) if chunk.resent else end, chunk)
+        insert_in_turn(self._waiting, chunk)
 
     def next(self) -> AssignedChunk | None:
         """Return the chunk to send to the process now, or None.

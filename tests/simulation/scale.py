@@ -164,7 +164,7 @@ class Server:
         self.cpu_s: Counter[str] = Counter()
 
     def take(self, service_s: float, receive: Callable[..., None], *message: Any) -> None:
-        """Handle a message, after those that have come before it."""
+        """Handle a message once all earlier messages are handled."""
         now = self._clock.now
         self._free_at = max(now, self._free_at) + service_s
         self.busy_s += service_s

@@ -67,7 +67,7 @@ class States:
         # sent before, because they were lost.
         self._sent: set[int] = set()
         self._resent: set[tuple[str, int]] = set()
-        # Logical workers of which a chunk was sent alone, so that leases ended for it.
+        # Logical workers that had a chunk sent alone, for which leases ended.
         self._alone: set[tuple[int, int]] = set()
         # Dataset versions with a full store, so that one task works at a time and the others end.
         self._one_by_one: set[int] = set()

@@ -144,7 +144,7 @@ class ProcessSession:
         return free_cores()
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
-        """Return False: there is no Ray that exports metrics."""
+        """Return False: without Ray, nothing exports metrics."""
         return False
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
@@ -188,17 +188,7 @@ class ProcessRun:
     def feed(
         self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
     ) -> None:
-        """Pickle chunks and send them.
-
-        Args:
-            chunks: The chunks.
-            alone: Whether a process died while it made one of them.
-            resent: Whether their batches were lost.
-            **limits: Without effect: all processes are there from the start.
-
-        Raises:
-            SerializationError: A chunk's indices cannot be pickled.
-        """
+        """Pickle chunks and send them; ``limits`` have no effect, because all processes run."""
         self._processes.feed(pickled_chunks(chunks, alone=alone, resent=resent))
 
     def lost_with_node(self, batch_s: float) -> bool:

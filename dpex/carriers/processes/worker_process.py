@@ -204,7 +204,7 @@ class _Training:
         self._first = False
 
     def next_chunk(self) -> AssignedChunk | None:
-        """Wait for the next chunk, and return it; None if there are no more."""
+        """Wait for the next chunk and return it, or None if no chunk follows."""
         while not self._chunks and self._ended < END:
             if self._connection not in wait(self._awaited):
                 return None  # the training process has ended

@@ -41,7 +41,7 @@ _live: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
 
 
 @atexit.register
-def _kill_all() -> None:
+def _kill_at_exit() -> None:
     """Kill the processes that are left, so that no thread reads their batches any more."""
     for processes in list(_live):
         processes.kill()
@@ -233,7 +233,7 @@ class WorkerProcesses:
                 worker.send(worker.queue.iteration)
 
     def close(self) -> None:
-        """End the processes, kill those that are at work after ``tuning.END_S``, and wait."""
+        """End the processes, and wait; those still at work after ``tuning.END_S`` are killed."""
         self._begin_to_close()
         self._wake()  # for the new time limit
         self._reader.join(tuning.END_S + tuning.EXIT_S)

@@ -35,7 +35,7 @@ GONE_SECONDS = 30
 
 
 def children() -> set[int]:
-    """Return the processes of this process, without those that multiprocessing keeps."""
+    """Return the processes that this one has started, without multiprocessing's own."""
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,7 +69,7 @@ class Squares(Dataset[Any]):
 
 
 class Deadly(Squares):
-    """Squares of which some kill their process, always or once.
+    """Squares, of which one sample kills its process, always or once.
 
     Args:
         index: The deadly sample.
