@@ -1,32 +1,28 @@
-"""``DataLoader`` and ``DpexDataLoader``: torch DataLoaders whose workers are Ray tasks."""
+"""``DataLoader`` and ``DpexDataLoader``: torch DataLoaders whose workers may be on a cluster."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import sys
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from dpex import tuning
-from dpex.carriers.processes.session import ProcessJob, ProcessSession, check_system
-from dpex.cluster.connect import PROCESSES, connect, fork_first_workers, parse_address
-from dpex.cluster.limits import usable_cores
-from dpex.cluster.local import forkserver
+from dpex.carriers.choice import Demand, choose_address, new_session
+from dpex.cluster.connect import parse_address
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
-from dpex.log import announce, warn
-from dpex.pipeline.worker_options import WorkerOptions, needs_ray
+from dpex.log import announce_once, warn_once
+from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
-from dpex.protocol.binding import Binding
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.stats import LoaderStats, Meter
+from dpex.training.carriers import LoaderJobs
 from dpex.training.checkpoint import Progress
 from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
@@ -35,26 +31,16 @@ from dpex.training.index_source import IndexSource
 from dpex.training.local_iterator import LocalIter, local_iterator
 from dpex.training.sampler_epochs import SamplerEpochs
 from dpex.training.stage_plan import divide
-from dpex.training.starting_session import StartingSession, UnstoredJob
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
-from dpex.worker.inherited_job import Bequest
-from dpex.worker.state_watch import is_watchable
-from dpex.worker.training_settings import InheritedSettings, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.utils.data import Dataset, Sampler
 
-    from dpex.pipeline.session import Session
-    from dpex.training.starting_session import PickleJob
-    from dpex.transforms.stage import Stage
-    from dpex.worker.later_stage import StageJob
-    from dpex.worker.map_style import Job
-
-    _Session = Session | StartingSession | ProcessSession
+    from dpex.training.carriers import CarrierSession
 
 __all__ = ["DEFAULT_MAX_SKIPPED", "DEFAULT_PREFETCH_BYTES", "DataLoader", "DpexDataLoader"]
 
@@ -190,9 +176,10 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self._cluster: _ClusterState | None = None
-        self._warmed: StartingSession | None = None
         # The values for which the session was made.
         self._session_options: tuple[Any, ...] | None = None
+        # The address that "auto" has led to, and for which demand.
+        self._chosen: tuple[Any, str] | None = None
         self._progress = Progress()
         self._meter = Meter()
         self._newest: weakref.ref[ClusterIter | LocalIter] | None = None
@@ -237,8 +224,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             and self._distributed
             and self._accelerate_knows is None
         ):
-            _warn_once(
-                "accelerate",
+            warn_once(
                 "Accelerate makes a plain torch DataLoader of this DpexDataLoader: its workers run "
                 "on this machine. Call dpex.integrations.accelerate.prepare(accelerator, ...) in "
                 "place of accelerator.prepare(...)",
@@ -249,19 +235,10 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
     def _is_accelerate_prepared(self, prepared: bool | None) -> None:
         self._accelerate_knows = prepared
 
-    @property
-    def _forks(self) -> bool:
-        """Whether torch would fork its workers from this process."""
-        context = self.multiprocessing_context or multiprocessing
-        # Without allow_none, this call would set the start method. The first of all methods is the
-        # platform's default.
-        method = context.get_start_method(allow_none=True)
-        return (method or multiprocessing.get_all_start_methods()[0]) == "fork"
-
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not self._distributed:
             if self.distribute_mode:
-                _announce_once(
+                announce_once(
                     "num_workers=0: this process makes the batches, as with torch. Set num_workers "
                     "to the number of tasks that may make batches at once"
                 )
@@ -271,77 +248,43 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             raise AssertionError(
                 f"prefetch_factor must be greater than 0, got {self.prefetch_factor}"
             )
-        self._drop_outdated_session()
         jobs = self._jobs()
-        state = self._cluster
-        if state is None or not state.session.alive:
-            state = self._cluster = _ClusterState(self, self._new_session(jobs))
+        state = self._state(jobs)
         session = state.session
-        stored: Any = None
-        settings: Any = InheritedSettings()
-        if isinstance(session, ProcessSession):
-            stored = self._process_job(jobs)
-        else:
-            stored = session.store(jobs.pickle_job, jobs.pickled_stages)
-            settings = Settings.now(forks=self._forks)
         return self._record(
             ClusterIter(
                 self,
-                stored,
-                state.session,
+                session.store(jobs),
+                session,
                 state.planner_for(self),
                 state.versions,
                 state.epochs,
                 max_skipped=self.max_skipped,
-                settings=settings,
+                settings=session.settings(),
                 seeded=self._progress.seeded,
             )
         )
 
-    def _new_session(self, jobs: _Jobs) -> _Session:
-        if self.head_address == PROCESSES:
-            self._check_processes(jobs)
-            return ProcessSession(self.num_workers, persistent=self.persistent_workers)
-        warmed, self._warmed = self._warmed, None
-        if warmed is not None and warmed.alive:
-            return warmed
-        session = self._starting_session(jobs, warms_up=False)
-        return session or self._connected(jobs.bequest)
+    def _state(self, jobs: LoaderJobs) -> _ClusterState:
+        """Return the loader's session and what belongs to it; make a new one if it is outdated."""
+        self._drop_outdated_session()
+        if self._cluster is None or not self._cluster.session.alive:
+            self._cluster = _ClusterState(self, self._new_session(jobs))
+        return self._cluster
 
-    def _process_job(self, jobs: _Jobs) -> ProcessJob:
-        """Return what worker processes of this machine start with."""
-        context = self.multiprocessing_context or multiprocessing.get_context()
-        later = [job for _, job, _ in jobs.later]
-        stream = self._dataset_kind == DatasetKind.Iterable
-        return ProcessJob(context, jobs.job, later, stream)
-
-    def _check_processes(self, jobs: _Jobs) -> None:
-        """Check that processes of this machine can do the loader's work, and say what they ignore.
-
-        Raises:
-            ValueError: The work needs Ray.
-        """
-        check_system()
-        needed = [f"worker_options[{name!r}]" for name in needs_ray(self.worker_options or {})]
-        needed += [repr(stage) for stage, _, _ in jobs.later if stage.needs_ray]
-        if needed:
-            raise ValueError(
-                f"head_address={PROCESSES!r} cannot meet {', '.join(needed)}: only Ray assigns "
-                'resources to worker processes. Pass head_address="local" or a cluster\'s address'
-            )
-        ignored = [f"worker_options[{name!r}]" for name in self.worker_options or {}]
-        ignored += [f"max_workers of {stage!r}" for stage, _, _ in jobs.later if stage.max_workers]
-        if ignored:
-            _warn_once(
-                f"processes {ignored}",
-                f"head_address={PROCESSES!r} ignores {', '.join(ignored)}: each logical worker has "
-                "one process, which runs all stages",
-            )
-        cores = usable_cores()
-        _announce_once(
-            f"{self.num_workers} worker process{'es' * (self.num_workers != 1)} on "
-            f"{cores} core{'s' * (cores != 1)} of this machine"
+    def _new_session(self, jobs: LoaderJobs) -> CarrierSession:
+        demand = Demand(
+            self.head_address,
+            self.worker_options or {},
+            [stage for stage, _ in jobs.later],
+            self.num_workers,
+            self.persistent_workers,
         )
+        # A Ray that starts later changes nothing for a loader that has found none.
+        wanted = demand.head_address, demand.only_ray
+        if self._chosen is None or self._chosen[0] != wanted or self._chosen[1] == "auto":
+            self._chosen = wanted, choose_address(demand)
+        return new_session(demand, self._chosen[1])
 
     def _record(self, iterator: ClusterIter | LocalIter) -> ClusterIter | LocalIter:
         """Record dpex's iterator, because a subclass may return another one that contains it."""
@@ -361,83 +304,26 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         if self._iterator is None and self._session_options != options:
             self._session_options = options
             self._cluster = None
-            warmed, self._warmed = self._warmed, None
-            if warmed is not None:
-                warmed.close()
-
-    def _starting_session(self, jobs: _Jobs, *, warms_up: bool) -> StartingSession | None:
-        """Fork first workers, if the next iteration can begin on them while a local Ray starts.
-
-        Args:
-            jobs: The loader's jobs.
-            warms_up: Whether Ray is to start in a thread also without first workers.
-        """
-        by_first_workers = (
-            self._forks
-            and initial_binding(self) is Binding.WATCHED
-            and not (jobs.later or self.worker_options)
-        )
-        if not (by_first_workers or warms_up):
-            return None
-
-        def most() -> int:
-            """Return 0 if a first worker could not tell whether a batch changes its copy."""
-            pickled = jobs.pickle_job(True)
-            watchable = is_watchable(len(pickled.head), pickled.size_bytes)
-            return self.num_workers if by_first_workers and watchable else 0
-
-        bequest = jobs.bequest if self._forks else None
-        connections = fork_first_workers(self.head_address, bequest, most)
-        if not (connections or warms_up):
-            return None
-        return StartingSession(
-            functools.partial(self._connected, jobs.bequest),
-            connections,
-            jobs.pickle_job(True).digest if connections else "",
-            self.num_workers,
-        )
-
-    def _connected(self, bequest: Callable[[], Bequest]) -> Session:
-        connection = connect(self.head_address, bequest=bequest if self._forks else None)
-        from dpex.pipeline.session import Session  # loads Ray
-
-        return Session(
-            connection,
-            worker_options=self.worker_options,
-            fork_workers=self._forks,
-            num_workers=self.num_workers,
-            persistent=self.persistent_workers,
-        )
 
     @untraced
     def warm_up(self, *, wait: bool = False) -> None:
-        """Start Ray and the first worker processes in a thread, for the next ``iter()``.
+        """Connect to Ray and start a first worker process, for the next ``iter()``.
 
         Call it before the program loads a model or a checkpoint. It starts nothing if the loader
-        has workers already, or if none of them are Ray tasks. If the start fails later, the next
-        ``iter()`` or ``next()`` raises the error.
+        has workers already, or if they are processes of this machine.
 
         Args:
-            wait: Whether to return only when a worker process waits for work. From then on, Ray
-                makes all batches.
+            wait: Whether to return only when a worker process waits for work.
 
         Raises:
-            ClusterError: Ray does not start. Without ``wait``: for a reason that shows at once.
-            SerializationError: The dataset cannot be pickled, and this call had to pickle it.
+            ClusterError: Ray does not start, or this process cannot connect to it.
+            SerializationError: The dataset cannot be pickled.
         """
-        if not self._distributed or self.head_address == PROCESSES:
+        if not self._distributed or self._iterator is not None:
             return
-        self._drop_outdated_session()
-        sessions = [self._warmed, None if self._cluster is None else self._cluster.session]
-        session = next((s for s in sessions if s is not None and s.alive), None)
-        if session is None:
-            jobs = self._jobs()
-            session = self._warmed = self._starting_session(jobs, warms_up=True)
-            assert session is not None
-            unstored = UnstoredJob(jobs.pickle_job, jobs.pickled_stages)
-            session.warm_up(unstored, binding=initial_binding(self))
-        if wait and isinstance(session, StartingSession):
-            session.started()
+        jobs = self._jobs()
+        session = self._state(jobs).session
+        session.warm_up(session.store(jobs), binding=initial_binding(self), wait=wait)
 
     def _note_pickling(self, seconds: float) -> None:
         """Warn once, from the second epoch on, if every ``iter()`` pickles the dataset slowly.
@@ -448,23 +334,22 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             return
         told = self._cluster is not None and self._cluster.session.warned_of_size
         if self._pickled_slowly and not told:
-            _warn_once(
-                "pickling",
+            warn_once(
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "
                 "pickle it once, or keep the data in a numpy array, an Arrow table or a file",
+                key="pickling",
             )
         self._pickled_slowly = True
 
     def _pickle(self, job: Any, same_host: bool) -> Pickled:
-        parent = forkserver.fork_parent() if self._forks else None
-        readers = Readers(same_host, parent, read_once=not self.persistent_workers)
+        readers = Readers(same_host, read_once=not self.persistent_workers)
         started = time.monotonic()
         pickled = dump(job, "loader", readers)
         self._note_pickling(time.monotonic() - started)
         return pickled
 
-    def _jobs(self) -> _Jobs:
+    def _jobs(self) -> LoaderJobs:
         job, later = divide(
             self.dataset,
             self.collate_fn,
@@ -473,9 +358,9 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             skips_errors=self.on_error == "skip",
             drop_last=self.drop_last,
         )
-        pickle_job = functools.cache(functools.partial(self._pickle, job))
-        stages = [(stage, own, functools.partial(self._pickle, own)) for stage, own in later]
-        return _Jobs(job, pickle_job, stages)
+        stream = self._dataset_kind == DatasetKind.Iterable
+        context = self.multiprocessing_context or multiprocessing.get_context()
+        return LoaderJobs(job, later, stream, context, self._pickle)
 
     def check_worker_number_rationality(self) -> None:
         """Check ``num_workers`` against this machine's cores, unless the workers are Ray tasks."""
@@ -589,11 +474,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """Stop the workers and release their resources; a later ``iter()`` starts new workers."""
         self._end_iterator()
         state, self._cluster = self._cluster, None
-        warmed, self._warmed = self._warmed, None
         if state is not None:
             state.session.close()
-        if warmed is not None:
-            warmed.close()
 
     def _end_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
@@ -602,7 +484,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, without session, iterator and epoch; a loaded state stays."""
-        own = dict.fromkeys(["_cluster", "_warmed", "_iterator", "_newest"])
+        own = dict.fromkeys(["_cluster", "_chosen", "_iterator", "_newest"])
         progress = Progress(self._progress.pending)
         return {**self.__dict__, **own, "_progress": progress, "_meter": Meter()}
 
@@ -677,34 +559,10 @@ class DataLoader(DpexDataLoader[T_co]):
         )
 
 
-@dataclass(frozen=True)
-class _Jobs:
-    """What an iteration asks of the worker processes.
-
-    Attributes:
-        job: The job of the first stage.
-        pickle_job: Pickles the job, once for each value of its argument.
-        later: The later stages, each with its job and a function that pickles the job.
-    """
-
-    job: Job
-    pickle_job: PickleJob
-    later: Sequence[tuple[Stage, StageJob, PickleJob]]
-
-    @property
-    def pickled_stages(self) -> list[tuple[Stage, PickleJob]]:
-        """The later stages, each with a function that pickles its job."""
-        return [(stage, pickle_job) for stage, _, pickle_job in self.later]
-
-    def bequest(self) -> Bequest:
-        """Return the job that forks of this process inherit."""
-        return Bequest(self.pickle_job(True), self.job)
-
-
 class _ClusterState:
     """The state that a loader keeps from one iteration to the next."""
 
-    def __init__(self, loader: DpexDataLoader[Any], session: _Session) -> None:
+    def __init__(self, loader: DpexDataLoader[Any], session: CarrierSession) -> None:
         self.session = session
         self.versions = DatasetVersions()
         self.epochs = SamplerEpochs(loader)
@@ -724,20 +582,6 @@ class _ClusterState:
         return self._planner
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(key: str, text: str) -> None:
-    if key not in _warned:
-        _warned.add(key)
-        warn(text)
-
-
-@functools.cache
-def _announce_once(text: str) -> None:
-    announce(text)
-
-
 def _warn_of_ignored(**arguments: tuple[Any, Any]) -> None:
     """Warn once of arguments that are given, although torch's own workers ignore them.
 
@@ -748,8 +592,7 @@ def _warn_of_ignored(**arguments: tuple[Any, Any]) -> None:
         f"{name}={value!r}" for name, (value, default) in arguments.items() if value != default
     ]
     if given:
-        _warn_once(
-            " ".join(given),
+        warn_once(
             f"distribute_mode=False ignores {', '.join(given)}. Pass distribute_mode=True, or use "
             "dpex.DataLoader, whose default it is",
         )

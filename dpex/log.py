@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
 
 from dpex import user_code
 
-__all__ = ["announce", "show_messages", "waits", "warn"]
+__all__ = ["announce", "announce_once", "show_messages", "waits", "warn", "warn_once"]
 
 logger = logging.getLogger("dpex")
 waits = logging.getLogger("dpex.waits")
@@ -52,3 +53,22 @@ def announce(text: str) -> None:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that names the user's line."""
     warnings.warn(f"dpex: {text}", category, stacklevel=user_code.stacklevel())
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str, key: str = "") -> None:
+    """Issue a warning once in this process.
+
+    Args:
+        text: The warning.
+        key: What the warning is about, if its text varies.
+    """
+    if (key or text) not in _warned:
+        _warned.add(key or text)
+        warn(text)
+
+
+announce_once = functools.cache(announce)
+"""``announce``, once for each text in this process."""

@@ -1,32 +1,30 @@
 """Connection to the Ray that ``head_address`` names.
 
-``"auto"`` selects the first that exists: the Ray that this process is connected to, RAY_ADDRESS,
-a live cluster that this user started here. Otherwise dpex starts a local Ray, but not for
-``"cluster"``. Every wait has a timeout, and every error message says what to do.
+``"auto"`` and ``"cluster"`` select the first that exists: the Ray that this process is connected
+to, RAY_ADDRESS, a live cluster that this user started here. Every wait has a timeout, and every
+error message says what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dpex import tuning
 from dpex.cluster import versions
 from dpex.cluster.client import SCHEME, check_server, join_through_client
-from dpex.cluster.exclusive_init import ConnectedMeanwhile, wait_for_program
 from dpex.cluster.forked_exit import leave_ray_to_parent
-from dpex.cluster.interrupted_exit import die_at_once, die_by_interrupt
-from dpex.cluster.limits import free_cores, usable_cores
-from dpex.cluster.local import forkserver, launch, shared_by_ranks
+from dpex.cluster.interrupted_exit import die_by_interrupt
+from dpex.cluster.limits import ranks_here, usable_cores
+from dpex.cluster.local import launch
 from dpex.cluster.nodes_here import (
     HOST_PORT,
     Raylet,
@@ -41,16 +39,9 @@ from dpex.cluster.own_process import FORKED, ray_job
 from dpex.cluster.raylet_end import log_end_of_raylet
 from dpex.cluster.standard_streams import open_missing_streams
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
-from dpex.compat.job_ids import JOB_IDS, chosen_job_id, new_job_id
 from dpex.compat.late_calls import prepare
 from dpex.errors import ClusterError
 from dpex.log import announce
-from dpex.worker import environment
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection as FirstWorkerConnection
-
-    from dpex.worker.inherited_job import Bequest
 
 __all__ = [
     "Connection",
@@ -59,7 +50,7 @@ __all__ = [
     "cluster_size",
     "connect",
     "cpu_users",
-    "fork_first_workers",
+    "finds_ray",
     "parse_address",
 ]
 
@@ -81,7 +72,7 @@ class Connection:
     Attributes:
         kind: ``"existing"`` is a connection that dpex did not make. ``"cluster"`` is a cluster
             that dpex connected to. ``"local"`` is a local Ray that dpex started for this
-            process or for the ranks on this machine. ``"client"`` goes through Ray Client.
+            process. ``"client"`` goes through Ray Client.
         address: Address of the cluster's head, ``"ip:port"``.
         single_host: Whether all live nodes are on this machine and at least one of them has CPUs.
             Always false for Ray Client.
@@ -112,14 +103,12 @@ class Connection:
         return f"Ray at {scheme}{self.address}{origin}: {size}"
 
 
-def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) -> Connection:
+def connect(head_address: str) -> Connection:
     """Connect this process to the Ray that ``head_address`` names, unless it is connected already.
 
     Args:
         head_address: ``"auto"``, ``"cluster"``, ``"local"``, ``"host:port"`` or
             ``"ray://host:port"``; see ``DpexDataLoader``.
-        bequest: Function that returns the job that forked workers of a local Ray inherit. None
-            if the workers must not be forks of this process.
 
     Raises:
         ClusterError: This Ray does not exist or does not start, this process is connected to
@@ -135,16 +124,8 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
             raise ClusterError(FORKED)
         die_by_interrupt()
         open_missing_streams()
-        # Do not import Ray here: dpex may still have to fork the fork server from this process.
-        connected = "ray" in sys.modules and _is_connected()
-        try:
-            connection = _existing(request) if connected else _new(request, bequest)
-        except ConnectedMeanwhile:
-            hide_token()
-            connection = _existing(request)
+        connection = _existing(request) if _is_connected() else _new(request)
         prepare()
-        if connection.kind != "local":
-            environment.forget()  # the processes of a cluster keep their node's
         if _current is None or connection is not _current[1]:
             _announce(connection)
             if connection.kind != "client":
@@ -153,61 +134,17 @@ def connect(head_address: str, *, bequest: Callable[[], Bequest] | None = None) 
         return connection
 
 
-def fork_first_workers(
-    head_address: str, bequest: Callable[[], Bequest] | None, most: Callable[[], int]
-) -> list[FirstWorkerConnection]:
-    """Fork the fork server and first workers, if ``connect`` will start or join a local Ray.
+def finds_ray(head_address: str) -> bool:
+    """Return whether there is a Ray for ``head_address`` that dpex need not start.
 
     Args:
         head_address: As for ``connect``.
-        bequest: As for ``connect``.
-        most: Function that returns the maximum number of first workers.
-
-    Returns:
-        Connections to the first workers. Empty if there are none: another Ray will be used, or
-        this process cannot fork them.
 
     Raises:
-        ClusterError: As ``connect``, but only what shows at once.
-        ValueError: ``head_address`` has none of the forms.
+        ClusterError: ``head_address`` is ``"cluster"``, and there is none.
+        ValueError: ``head_address``, or RAY_ADDRESS, has none of the forms.
     """
-    parse_address(head_address, "head_address")
-    versions.check_programs()
-    if not forkserver.can_fork_now():  # another thread may hold the lock, and start Ray
-        return []
-    with _lock, _undivided():
-        if (
-            _forked_from_driver
-            or not forkserver.can_fork_now()
-            or choose(head_address)[0] != "local"
-        ):
-            return []
-        launch.check_settings()
-        open_missing_streams()
-        die_by_interrupt()
-        die_at_once()
-        environment.remember(ray_follows=True)
-        shared = shared_by_ranks.shared_job() is not None
-        with _uncollected():
-            forkserver.address(
-                bequest,
-                new_job_id() if shared else forkserver.FIRST_JOB,
-                first_workers=min(most(), tuning.MOST_FIRST_WORKERS),
-                at_once=free_cores(),
-            )
-        return forkserver.take_first_workers()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Put off garbage collections: after the imports of torch, one takes 0.15 s."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return _forked_from_driver or _is_connected() or choose(head_address)[0] != PROCESSES
 
 
 def _announce(connection: Connection) -> None:
@@ -268,9 +205,10 @@ def parse_address(value: str, name: str) -> str:
 
 
 def _is_connected() -> bool:
+    if "ray" not in sys.modules:
+        return False
     import ray  # another thread may still be importing it
 
-    wait_for_program()
     return bool(ray.is_initialized())
 
 
@@ -314,8 +252,9 @@ def choose(head_address: str) -> tuple[str, str]:
         head_address: As for ``connect``.
 
     Returns:
-        ``"local"``, ``"host:port"`` or ``"ray://host:port"``; and why: ``"head_address"``,
-        ``"RAY_ADDRESS"``, ``"found on this machine"``, or ``"no cluster found"``.
+        ``"local"``, ``"host:port"``, ``"ray://host:port"`` or ``"processes"``; and why:
+        ``"head_address"``, ``"RAY_ADDRESS"``, ``"found on this machine"``, or
+        ``"no cluster found"``.
 
     Raises:
         ClusterError: ``head_address`` is ``"cluster"``, and there is none.
@@ -340,13 +279,18 @@ def choose(head_address: str) -> tuple[str, str]:
             "RAY_ADDRESS, pass the head's 'host:port', set RAY_TMPDIR as for `ray start`, or start "
             "a node here: `ray start --address=HOST:PORT --num-cpus=0`"
         )
-    return "local", "no cluster found"
+    return PROCESSES, "no cluster found"
 
 
-def _new(head_address: str, bequest: Callable[[], Bequest] | None) -> Connection:
+def _new(head_address: str) -> Connection:
     request, why = choose(head_address)
     if request == "local":
-        return _local(bequest)
+        return _local()
+    if request == PROCESSES:
+        raise ClusterError(
+            f"head_address={head_address!r} names no Ray to connect to ({why}). Start a cluster, "
+            "or pass head_address='local'"
+        )
     given = why in {"head_address", "RAY_ADDRESS"}
     where = f"{why}={request!r}" if given else f"{request} ({why})"
     origin = "" if why == "head_address" else why
@@ -397,54 +341,15 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
     return Connection("client", ray_job()[0], False, runtime_env, origin)
 
 
-def _local(bequest: Callable[[], Bequest] | None) -> Connection:
-    job = shared_by_ranks.shared_job()
-    environment.remember()
-    with environment.while_ray_starts():
-        if job is None:
-            launch.start(forkserver.address(bequest, forkserver.FIRST_JOB))
-        else:
-            _join_ranks(job, bequest)
-    return Connection(
-        "local",
-        ray_job()[0],
-        single_host=True,
-        runtime_env=None,
-        origin="shared by the ranks of this machine" if job else "",
-    )
-
-
-def _join_ranks(job: str, bequest: Callable[[], Bequest] | None) -> None:
-    """Join the Ray that this machine's ranks share.
-
-    The worker processes of this rank are forks of it, or get at least its environment variables.
-    """
-    job_id = forkserver.unused_job_id() or new_job_id()
-    server = forkserver.address(bequest, job_id)
-    shared = shared_by_ranks.join_keeper(job)
-    where = f"{shared.address} (the Ray that this machine's ranks share)"
-    require_token(shared.token)
-    try:
-        launch.load_ray()  # after require_token: the import reads the token's variables
-        if shared.jobs is not None and JOB_IDS.find() is not None:
-            shared.register(job_id, server)
-            with chosen_job_id(job_id):
-                _join(shared.address, where, {})
-            found = ray_job()[1]
-            forkserver.record_job(found)
-            if found == job_id:
-                return
-            JOB_IDS.fail(ValueError(f"the job has the id {found}, not {job_id}"))
-            launch.disconnect()
-            require_token(shared.token)
-        own = {n: v for n, v in environment.differences(shared.environment) if v is not None}
-        launch.settled.set()  # a node's agent makes the runtime_env
-        _join(shared.address, where, {}, runtime_env={"env_vars": own} if own else None)
-    except ConnectedMeanwhile:  # the program's Ray may have the token
-        raise
-    except BaseException:
-        forget_token()
-        raise
+def _local() -> Connection:
+    if (ranks := ranks_here()) > 1:
+        raise ClusterError(
+            f"a local Ray serves one process, and this is one of {ranks} ranks. Start one Ray for "
+            "the ranks of this machine with `ray start --head`, or run the workers without Ray: "
+            f"head_address={PROCESSES!r}"
+        )
+    launch.start()
+    return Connection("local", ray_job()[0], single_host=True, runtime_env=None)
 
 
 def _temporary_directory() -> str:
@@ -618,7 +523,7 @@ def cpu_users() -> str:
 def _note_fork() -> None:
     global _forked_from_driver, _lock
     # Another thread may have held the lock at the fork, to import and start Ray.
-    starts = _lock.locked() and not forkserver.forks_server
+    starts = _lock.locked()
     _lock = threading.Lock()
     ray = sys.modules.get("ray")
     initialized = getattr(ray, "is_initialized", None)  # absent while Ray is being imported

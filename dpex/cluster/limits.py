@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = [
     "free_cores",
     "free_memory",
     "local_ranks",
+    "ranks_here",
     "usable_cores",
     "usable_memory",
 ]
@@ -63,6 +65,19 @@ def local_ranks() -> int | None:
     if not number and "LOCAL_RANK" in os.environ:
         number = os.environ.get("LOCAL_SIZE", "")  # set by DeepSpeed's launcher
     return int(number) if number.isdecimal() else None
+
+
+def ranks_here() -> int:
+    """Return the number of ranks on this machine, or in all if the launcher does not say more."""
+    ranks = local_ranks()
+    if ranks is not None:
+        return ranks
+    if world := os.environ.get("WORLD_SIZE"):
+        return int(world) if world.isdecimal() else 1
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return 1
 
 
 def usable_memory() -> int:

@@ -21,7 +21,7 @@ def all_shortcuts() -> list[Shortcut]:
     modules = [
         importlib.import_module(f"dpex.compat.{module.name}")
         for module in pkgutil.iter_modules(dpex.compat.__path__)
-        if module.name not in {"__main__", "late_agent"}
+        if module.name != "__main__"
     ]
     named = [value for module in modules for value in vars(module).values()]
     return [value for value in named if isinstance(value, Shortcut)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import threading
 import time
@@ -27,7 +26,7 @@ from dpex.cluster.limits import IdleCores
 from dpex.cluster.own_process import ray_job
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.copy_holders import CopyHolders
-from dpex.pipeline.dataset import PipelineSpec, build, store_job
+from dpex.pipeline.dataset import PipelineSpec, build
 from dpex.pipeline.execution import Execution
 from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
 from dpex.pipeline.task_requests import TaskRequests
@@ -38,7 +37,6 @@ from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.recent import Recent
 from dpex.wire.packing import pack_answer, packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, loss_of
-from dpex.worker.inherited_job import inheritance
 from dpex.worker.process_identity import process_of, runs_here
 
 __all__ = ["PipelineActor", "get_pipeline_actor"]
@@ -376,19 +374,12 @@ class _PipelineActor:
     def _opened(self) -> list[_Pipeline]:
         return [o.result() for o in self._pipelines.values() if o.done() and not o.exception()]
 
-    async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> bool:
-        """Start a pipeline that serves ``run`` first.
-
-        Returns:
-            False if worker processes should inherit the job but do not: this process has not.
-        """
+    async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> None:
+        """Start a pipeline that serves ``run`` first."""
         if pipeline_key in self._closed and pipeline_key not in self._pipelines:
-            return True  # closed before this call arrived, and no call waits for it
+            return  # closed before this call arrived, and no call waits for it
         loop = asyncio.get_running_loop()
         opening = self._opening(pipeline_key)
-        if not spec.job and spec.job_key not in inheritance:
-            opening.set_exception(LookupError("the pipeline actor has not inherited the job"))
-            return False
         try:
             earlier = tuple(self._at_work)
             pipeline = _Pipeline(
@@ -405,7 +396,6 @@ class _PipelineActor:
                 self._sharing = asyncio.ensure_future(self._share_cpus())
         except Exception as error:
             opening.set_exception(error)
-        return True
 
     async def begin(self, pipeline_key: str, run: str) -> bool:
         """Switch a pipeline to another run.
@@ -560,28 +550,6 @@ class _PipelineActor:
         """Return how many tasks make batches of a run; 0 if the run is over."""
         pipeline = await self._serving(pipeline_key, run)
         return pipeline.scheduler.tasks_at_work if pipeline is not None else 0
-
-    async def stored_job(self, job_key: str) -> list[ray.ObjectRef]:
-        """Store an inherited job, for a worker process that needs a further copy.
-
-        Raises:
-            LookupError: All pipelines of the job are closed.
-            RayError: The object store is full. A later call tries again.
-        """
-        if job_key not in {pipeline.job_key for pipeline in self._opened()}:
-            raise LookupError("the pipeline is closed")  # nothing would release the stored job
-        if job_key not in self._stored_jobs:
-            # Only a local Ray's worker processes inherit a job.
-            store = functools.partial(store_job, inheritance[job_key].pickled, same_host=True)
-            loop = asyncio.get_running_loop()
-            self._stored_jobs[job_key] = loop.run_in_executor(None, store)
-        storing = self._stored_jobs[job_key]
-        try:
-            return [await storing]
-        except Exception:
-            if self._stored_jobs.get(job_key) is storing:
-                del self._stored_jobs[job_key]
-            raise
 
     async def cancel(self, pipeline_key: str, run: str) -> None:
         """Cancel a run: drop the chunks that wait; tasks soon stop making the others."""

@@ -65,8 +65,7 @@ class PipelineSpec:
 
     Attributes:
         job: Reference to what ``store_job`` has stored: the pickled ``Job``, and what it needs.
-            A list holds it, so that Ray does not resolve it. The list is empty if worker processes
-            should inherit the job.
+            A list holds it, so that Ray does not resolve it.
         job_key: Digest of the job's bytes.
         actor_name: Name of the pipeline actor that the tasks call.
         pipeline_key: Key of the pipeline that the tasks belong to.

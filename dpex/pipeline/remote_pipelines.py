@@ -18,7 +18,7 @@ from dpex import tuning
 from dpex.cluster.releasing import release_later
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.node_health import ACTOR_STARTS, Nodes
+from dpex.pipeline.node_health import Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
 from dpex.worker.process_identity import place_of
 
@@ -97,14 +97,11 @@ class PipelineStart:
 
     Attributes:
         pipeline: The pipeline.
-        answer: The pipeline actor's answer; None for a new pipeline with a stored job, which needs
-            no confirmation.
-        opens: Whether the pipeline is new.
+        answer: The pipeline actor's answer; None for a new pipeline, which needs no confirmation.
     """
 
     pipeline: _RemotePipeline
     answer: ray.ObjectRef | None
-    opens: bool
 
 
 class RemotePipelines:
@@ -133,7 +130,7 @@ class RemotePipelines:
                 pipeline.ready = False
                 token.attach(self._actor, pipeline, run)
                 answer = self._actor.handle.begin.remote(pipeline.key, run)
-                begins = PipelineStart(pipeline, answer, opens=False)
+                begins = PipelineStart(pipeline, answer)
             else:
                 self._drop(pipeline)
         return begins or self.new(run, spec, token)
@@ -142,12 +139,11 @@ class RemotePipelines:
         """Wait for a pipeline to begin; return whether it has, and drop it if not."""
         if begins.answer is None:
             return True
-        reason = ACTOR_STARTS if begins.opens else _SAMPLES_OF_THE_LAST_EPOCH
         with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            begins.pipeline.ready = bool(self._nodes.wait_for_answer(begins.answer, reason))
+            answer = self._nodes.wait_for_answer(begins.answer, _SAMPLES_OF_THE_LAST_EPOCH)
+            begins.pipeline.ready = bool(answer)
         if not begins.pipeline.ready:
-            if not begins.opens:
-                self._warn_of_lost_state(begins.pipeline)
+            self._warn_of_lost_state(begins.pipeline)
             self._drop(begins.pipeline)
         return begins.pipeline.ready
 
@@ -167,19 +163,13 @@ class RemotePipelines:
             )
 
     def new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
-        """Start a pipeline that first serves the run with this key.
-
-        It does not begin if it has no stored job and the actor has not inherited the job.
-        """
-        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(token))
+        """Start a pipeline that first serves the run with this key."""
+        pipeline = _RemotePipeline(uuid.uuid4().hex, spec.key, weakref.ref(token), ready=True)
         with self._lock:
             self._pipelines.append(pipeline)
         token.attach(self._actor, pipeline, run)
-        answer = self._actor.handle.open.remote(
-            pipeline.key, replace(spec, pipeline_key=pipeline.key), run
-        )
-        pipeline.ready = bool(spec.job)
-        return PipelineStart(pipeline, None if pipeline.ready else answer, opens=True)
+        self._actor.handle.open.remote(pipeline.key, replace(spec, pipeline_key=pipeline.key), run)
+        return PipelineStart(pipeline, None)
 
     def _drop(self, pipeline: _RemotePipeline) -> None:
         """Close a pipeline."""

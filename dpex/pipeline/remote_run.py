@@ -64,10 +64,7 @@ class RemoteRun:
 
     Attributes:
         arrivals: The blocks and losses that have arrived.
-        waits_for_ray: False; see ``FirstRun``.
     """
-
-    waits_for_ray = False
 
     def __init__(
         self,
@@ -77,17 +74,15 @@ class RemoteRun:
         nodes: Nodes,
         token: RunToken,
         pool: MemoryPool,
-        arrivals: Arrivals,
         *,
         pin_device: int | None,
         through_client: bool,
         persistent: bool,
     ) -> None:
         self._persistent = persistent
-        self.arrivals = arrivals
+        self.arrivals = Arrivals()
         self._fed = 0
-        self._tasks_asked_for = 0
-        self._tasks_here: ray.ObjectRef | None = None
+        self._first_task: ray.ObjectRef | None = None
         self._actor = actor
         self._pipeline_key = pipeline_key
         self._run = run
@@ -153,23 +148,18 @@ class RemoteRun:
         # Not earlier: the receiver starts while the first chunk is on its way.
         _ = self.receiver
 
-    def start_tasks_and_wait(self, tasks: int, timeout_s: float) -> bool:
-        """Start tasks before the first chunk is sent, and wait until they wait for chunks.
-
-        Args:
-            tasks: Number of tasks.
-            timeout_s: Maximum wait in seconds.
+    def start_task(self, timeout_s: float) -> bool:
+        """Start a task before the first chunk is sent, and wait until it waits for chunks.
 
         Returns:
-            False after the timeout. If the pipeline is lost, True: the reader of ``arrivals`` gets
-            the error.
+            False after the timeout. If the pipeline is lost, True: the next iteration gets the
+            error.
         """
-        if tasks != self._tasks_asked_for:
-            self._tasks_asked_for = tasks
-            self._tasks_here = self._actor.handle.start_tasks_and_wait.remote(
-                self._pipeline_key, self._run, tasks
+        if self._first_task is None:
+            self._first_task = self._actor.handle.start_tasks_and_wait.remote(
+                self._pipeline_key, self._run, 1
             )
-        done, _ = ray.wait([self._tasks_here], timeout=timeout_s)
+        done, _ = ray.wait([self._first_task], timeout=timeout_s)
         return bool(done)
 
     def lost_with_node(self, batch_s: float) -> bool:

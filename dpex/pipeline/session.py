@@ -8,8 +8,9 @@ import importlib
 import itertools
 import logging
 import sys
+import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,7 @@ from dpex.background_thread import BackgroundThread
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.interrupted_exit import importing
 from dpex.cluster.limits import free_cores
-from dpex.cluster.local import forked_worker, forkserver
-from dpex.cluster.local.launch import make_no_errors_of_rays_warnings, settled, within
+from dpex.cluster.local.launch import make_no_errors_of_rays_warnings, within
 from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
@@ -37,15 +37,15 @@ from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.pipeline.worker_pool import wants_actors
 from dpex.protocol.binding import Binding
-from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
-from dpex.worker import module_settings
+from dpex.worker.training_settings import Settings
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
+    from dpex.training.carriers import LoaderJobs
     from dpex.transforms.stage import Stage
 
 __all__ = ["Session", "StoredJob"]
@@ -63,16 +63,12 @@ class StoredJob:
 
     Attributes:
         key: Digest of the job's bytes.
-        refs: Reference to the bytes in the object store; empty if worker processes should inherit
-            them.
-        inherited: The bytes, as views of the user's own memory, if worker processes should
-            inherit them.
+        refs: Reference to the bytes in the object store; empty once the session is closed.
         later: The later stages, with their stored jobs.
     """
 
     key: str
     refs: list[ray.ObjectRef]
-    inherited: Pickled | None
     later: tuple[LaterStage, ...] = ()
 
 
@@ -85,7 +81,6 @@ class Session(OwnProcess):
             stage sets ``max_workers``.
         persistent: Whether logical workers outlive an iteration.
         worker_options: Ray options of one worker process.
-        fork_workers: Whether worker processes may be forked, if there is a fork server.
     """
 
     warned_of_size = False
@@ -98,7 +93,6 @@ class Session(OwnProcess):
         num_workers: int,
         persistent: bool,
         worker_options: WorkerOptions | None,
-        fork_workers: bool,
     ) -> None:
         super().__init__()
         make_no_errors_of_rays_warnings()
@@ -110,10 +104,6 @@ class Session(OwnProcess):
             own = dict(self._options.get("runtime_env") or {})
             modules = [*self._connection.runtime_env["py_modules"], *own.get("py_modules", [])]
             self._options["runtime_env"] = {**own, "py_modules": modules}
-        if forkserver.forked_from_here() and not fork_workers:
-            self._options["runtime_env"] = _without_fork(self._options.get("runtime_env"))
-        if self._options.get("runtime_env"):
-            settled.set()  # the node's agent, whose start was put off, makes the environment
         self._check_resources()
         self._number = str(next(_numbers))
         self._nodes = Nodes()
@@ -122,6 +112,8 @@ class Session(OwnProcess):
         self._stored: StoredJob | None = None
         # All jobs that an iteration may still use.
         self._jobs: weakref.WeakSet[StoredJob] = weakref.WeakSet()
+        # The run of ``warm_up``, until an iteration takes over its pipeline.
+        self._warming: RemoteRun | None = None
         self._start()
 
     def _check_resources(self) -> None:
@@ -190,21 +182,8 @@ class Session(OwnProcess):
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 
-    def store(
-        self,
-        pickle_job: Callable[[bool], Pickled],
-        later: Sequence[tuple[Stage, Callable[[bool], Pickled]]] = (),
-        *,
-        inherited_key: str | None = None,
-    ) -> StoredJob:
+    def store(self, jobs: LoaderJobs) -> StoredJob:
         """Store a loader's jobs for the worker processes, unless the same bytes are stored.
-
-        Args:
-            pickle_job: Pickles a ``Job``. Its argument: whether all worker processes run on this
-                machine.
-            later: The later stages, each with a function that pickles its ``StageJob``.
-            inherited_key: Digest of the job when the fork server was forked with it, if it was.
-                The user's memory, which the pickled job refers to, may have changed meanwhile.
 
         Returns:
             The stored jobs, for ``open``.
@@ -215,16 +194,13 @@ class Session(OwnProcess):
             SerializationError: An object in the job cannot be pickled.
         """
         here_only = self._connection.single_host
-
-        def pickle_all() -> tuple[Pickled, list[Pickled]]:
-            return pickle_job(here_only), [pickle_stage(here_only) for _, pickle_stage in later]
-
         # Other machines lack the files beside the user's script, and a worker process on this
         # machine may have imported another version of them.
-        differ = changed(self._inherited_modules([stage for stage, _ in later]))
+        differ = changed()
         try:
             with by_value() if differ or not here_only else contextlib.nullcontext():
-                pickled, pickled_stages = pickle_all()
+                pickled = jobs.pickle(jobs.job, here_only)
+                pickled_stages = [jobs.pickle(job, here_only) for _, job in jobs.later]
         except SerializationError as error:
             if differ:
                 error.add_note(
@@ -232,15 +208,14 @@ class Session(OwnProcess):
                     f"import: {', '.join(differ)}. After a restart, worker processes import them"
                 )
             raise
-        key = inherited_key or pickled.digest
         known = self._stored
-        if known is None or known.key != key:
-            known = self._place(key, pickled)
+        if known is None or known.key != pickled.digest:
+            known = StoredJob(pickled.digest, [self._put(pickled)])
         if [stage.job_key for stage in known.later] != [job.digest for job in pickled_stages]:
             stages = [
                 self._later(number, stage, job)
                 for number, ((stage, _), job) in enumerate(
-                    zip(later, pickled_stages, strict=True), 1
+                    zip(jobs.later, pickled_stages, strict=True), 1
                 )
             ]
             known = replace(known, later=tuple(stages))
@@ -248,23 +223,25 @@ class Session(OwnProcess):
         self._jobs.add(known)
         return known
 
-    def _inherited_modules(self, later: Sequence[Stage]) -> frozenset[str]:
-        """Return the names of the modules that all worker processes inherit from this process."""
-        if (
-            forkserver.forked_from_here()
-            and self._connection.kind == "local"
-            and not self._options.get("runtime_env")
-            and not any(stage.num_gpus for stage in later)
-        ):
-            return module_settings.inherited()
-        return frozenset()
+    def settings(self) -> Settings:
+        """Return the settings of this process, which worker processes apply."""
+        return Settings.now()
 
-    def _place(self, key: str, pickled: Pickled) -> StoredJob:
-        _, job_id = self._actor.ray_job
-        job = StoredJob(key, [], pickled)
-        if self._connection.kind != "local" or not forkserver.is_inherited(key, job_id):
-            self._store_inherited(job)
-        return job
+    def warm_up(self, job: StoredJob, *, binding: Binding, wait: bool) -> None:
+        """Start a pipeline and its first task, which wait for the next iteration.
+
+        Args:
+            job: The jobs that ``store`` returned.
+            binding: As for ``open``.
+            wait: Whether to return only when a worker process waits for work.
+
+        Raises:
+            ClusterError: As the function that ``open`` returns.
+        """
+        opening = self.open(uuid.uuid4().hex, job, binding=binding, pin_device=None)
+        self._warming = opening()
+        while not self._warming.start_task(tuning.LOOK_S if wait else 0) and wait:
+            self._nodes.look()
 
     def _put(self, pickled: Pickled) -> ray.ObjectRef:
         capacity = _store_capacity()
@@ -291,10 +268,7 @@ class Session(OwnProcess):
         return store_job(pickled, same_host=self._connection.single_host)
 
     def _later(self, number: int, stage: Stage, pickled: Pickled) -> LaterStage:
-        environment = dict(self._options.get("runtime_env") or {})
-        if stage.num_gpus and forkserver.forked_from_here():
-            # A fork cannot use CUDA once the training process has used it.
-            environment = _without_fork(environment)
+        environment = self._options.get("runtime_env")
         options: dict[str, Any] = {"num_cpus": stage.num_cpus}
         if stage.num_gpus:
             options["num_gpus"] = stage.num_gpus
@@ -304,11 +278,9 @@ class Session(OwnProcess):
             options["label_selector"] = dict(stage.label_selector)
         _check_stage(number, stage, options)
         if environment:
-            settled.set()  # as for the first stage
             options["runtime_env"] = environment
         most = stage.max_workers or self._num_workers
         if stage.num_gpus:
-            # A pool of actors waits until all of them have started.
             free = ray.available_resources().get("GPU", 0.0)
             most = min(most, max(1, int(free / stage.num_gpus)))
         return LaterStage(
@@ -327,7 +299,6 @@ class Session(OwnProcess):
         *,
         binding: Binding,
         pin_device: int | None,
-        arrivals: Arrivals | None = None,
     ) -> Callable[[], RemoteRun]:
         """Start an iteration without waiting for it.
 
@@ -336,7 +307,6 @@ class Session(OwnProcess):
             job: The jobs that ``store`` returned.
             binding: Initial binding of logical workers to processes.
             pin_device: As for ``Decoder``.
-            arrivals: Gets what arrives of the iteration; a new object if None.
 
         Returns:
             A function that waits until the iteration has started, and returns its ``RemoteRun``.
@@ -344,6 +314,9 @@ class Session(OwnProcess):
             ``ClusterError`` or ``DatasetTooLargeError`` if worker processes cannot get the job.
         """
         make_no_errors_of_rays_warnings()
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            warming.end(wait=False)
         if self._actor.lost:
             self._replace_actor()
         spec = PipelineSpec(
@@ -371,9 +344,7 @@ class Session(OwnProcess):
             loading = BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True)
             loading.start()
             importing.add(loading)
-        return functools.partial(
-            self._opened, run, job, token, new, begins, arrivals or Arrivals(), pin_device
-        )
+        return functools.partial(self._opened, run, token, new, begins, pin_device)
 
     def _new(self, run: str, job: StoredJob, spec: PipelineSpec, token: RunToken) -> PipelineStart:
         """Start a new pipeline on the present actor, with the job as it is stored now."""
@@ -388,17 +359,15 @@ class Session(OwnProcess):
     def _opened(
         self,
         run: str,
-        job: StoredJob,
         token: RunToken,
         new: Callable[[], PipelineStart],
         begins: PipelineStart,
-        arrivals: Arrivals,
         pin_device: int | None,
     ) -> RemoteRun:
         try:
-            begins = self._begun(job, new, begins)
+            begins = self._begun(new, begins)
         except ACTOR_LOST:
-            begins = self._begun(job, new, self._on_new_actor(new))
+            begins = self._begun(new, self._on_new_actor(new))
         self._served = True
         return RemoteRun(
             self._actor,
@@ -407,39 +376,14 @@ class Session(OwnProcess):
             self._nodes,
             token,
             self._pool,
-            arrivals,
             pin_device=pin_device,
             through_client=self._connection.kind == "client",
             persistent=self._persistent,
         )
 
-    def _begun(
-        self, job: StoredJob, new: Callable[[], PipelineStart], begins: PipelineStart
-    ) -> PipelineStart:
-        """Wait for a pipeline to begin; if it does not, begin on a new pipeline."""
-        # The first may work for a cancelled run, and the second may be one of an inherited job.
-        for _ in range(2):
-            if self._pipelines.begun(begins):
-                break
-            if begins.opens:  # the fork server has died, or Ray started the actor itself
-                self._store_inherited(job)
-            begins = new()
-        return begins
-
-    def _store_inherited(self, job: StoredJob) -> None:
-        """Store a job that worker processes do not inherit.
-
-        Raises:
-            ClusterError: The user's memory, which the job refers to, has changed meanwhile.
-        """
-        if job.inherited is None:
-            return
-        if job.inherited.digest != job.key:
-            raise ClusterError(
-                "Ray could not fork a process, and the dataset has changed since iter() pickled "
-                "it. Call iter(loader) again"
-            )
-        job.refs, job.inherited = [self._put(job.inherited)], None
+    def _begun(self, new: Callable[[], PipelineStart], begins: PipelineStart) -> PipelineStart:
+        """Wait for a pipeline to begin; if it still works for a cancelled run, open a new one."""
+        return begins if self._pipelines.begun(begins) else new()
 
     def _replace_actor(self) -> None:
         self._actor.lost = True
@@ -517,12 +461,6 @@ class Session(OwnProcess):
         if self._release.alive:
             self._pipelines.close(wait=True)
             self._release.detach()
-
-
-def _without_fork(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a runtime environment in which Ray starts worker processes itself."""
-    own = dict(runtime_env or {})
-    return {**own, "env_vars": {**own.get("env_vars", {}), forked_worker.SERVER: ""}}
 
 
 def _load_ray_data() -> None:

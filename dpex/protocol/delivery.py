@@ -116,10 +116,6 @@ class Carrier(Protocol[ArrivedT]):
     def ended(self) -> bool:
         """Whether ``take`` can return nothing more of the run."""
 
-    @property
-    def starts(self) -> bool:
-        """Whether batches do not come because their workers have not started yet."""
-
     def lost_with_node(self) -> bool:
         """Return whether the run waits in vain because a node died; true once for each death."""
 
@@ -382,8 +378,6 @@ class Delivery(Generic[ArrivedT]):
             self._order.finish()
             return False
         now = self._clock()
-        if self._timeout_s and self._carrier.starts:
-            patience.deadline = now + self._timeout_s  # as if iter() had waited for the start
         if now >= patience.deadline:
             raise RuntimeError(f"{self._timeout_text()}. {self._carrier.waiting_text()}")
         wait_s = min(tuning.SLOW_WAIT_S, patience.deadline - now)

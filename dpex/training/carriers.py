@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
+    from dpex.transforms.stage import Stage
     from dpex.wire.arrivals import Arrivals
+    from dpex.wire.pickling import Pickled
+    from dpex.worker.later_stage import StageJob
+    from dpex.worker.map_style import Job
 
-__all__ = ["CarrierRun", "CarrierSession"]
+__all__ = ["CarrierRun", "CarrierSession", "LoaderJobs"]
+
+
+@dataclass(frozen=True)
+class LoaderJobs:
+    """What an iteration asks of the worker processes.
+
+    Attributes:
+        job: The job of the first stage.
+        later: The later stages, each with its job.
+        stream: Whether the dataset is an ``IterableDataset``.
+        context: The loader's ``multiprocessing_context``.
+        pickle: Pickles one of the jobs. Its second argument: whether all worker processes run on
+            this machine.
+    """
+
+    job: Job
+    later: Sequence[tuple[Stage, StageJob]]
+    stream: bool
+    context: BaseContext
+    pickle: Callable[[Job | StageJob, bool], Pickled]
 
 
 class CarrierRun(Protocol):
@@ -20,10 +47,6 @@ class CarrierRun(Protocol):
     @property
     def arrivals(self) -> Arrivals:
         """The blocks and losses that have arrived."""
-
-    @property
-    def waits_for_ray(self) -> bool:
-        """Whether batches do not come because Ray is starting."""
 
     @property
     def lost(self) -> bool:
@@ -74,6 +97,25 @@ class CarrierSession(Protocol):
 
     def check_process(self) -> None:
         """Raise ``ClusterError`` in a fork of the process that created the session."""
+
+    def store(self, jobs: LoaderJobs) -> Any:
+        """Return what ``open`` needs of a loader's jobs.
+
+        Raises:
+            DpexError: The worker processes cannot get or do the jobs.
+        """
+
+    def settings(self) -> Any:
+        """Return the settings that worker processes take over from this process."""
+
+    def warm_up(self, job: Any, *, binding: Binding, wait: bool) -> None:
+        """Prepare the next iteration, as far as that is possible before ``open``.
+
+        Args:
+            job: What ``store`` has returned.
+            binding: As for ``open``.
+            wait: Whether to return only when a worker process waits for work.
+        """
 
     def open(
         self, run: str, job: Any, *, binding: Binding, pin_device: int | None

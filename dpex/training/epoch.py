@@ -186,11 +186,6 @@ class _RunCarrier:
         """Whether nothing more comes."""
         return self._run.arrivals.ended
 
-    @property
-    def starts(self) -> bool:
-        """Whether batches do not come because Ray is starting."""
-        return self._run.waits_for_ray
-
     def lost_with_node(self) -> bool:
         """Return whether the run waits in vain because a node died."""
         return self._run.lost_with_node(self._planner.batch_s)

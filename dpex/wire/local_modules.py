@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -70,21 +70,18 @@ def remember() -> None:
         _first_version(name, module)
 
 
-def changed(inherited: Set[str] = frozenset()) -> list[str]:
+def changed() -> list[str]:
     """Return the modules whose code in this process a worker process cannot get by an import.
 
     The user may have reloaded a module, edited it in a notebook, or assigned another function or
     class to a name in it. Or the user edited its file between its import and the first ``iter()``.
     A rewritten file alone is no change: worker processes import the recorded source.
-
-    Args:
-        inherited: Names of the modules that all worker processes inherit from this process.
     """
     found = []
     for name, module in users_modules():
         then = _first_version(name, module)
         if (
-            (then.differs and name not in inherited)
+            then.differs
             or module.__spec__ is not then.spec
             or _code_in(vars(module), f"{module.__name__}.") != then.code
         ):

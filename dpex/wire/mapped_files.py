@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dpex.errors import NodeDataError
-from dpex.wire.memory_map import address_of, spans
+from dpex.wire.memory_map import address_of
 
 __all__ = [
     "MappedFile",
@@ -37,11 +37,7 @@ __all__ = [
     "set_attributes",
 ]
 
-# From mman.h of Linux.
-_MREMAP_MAYMOVE = 1
-
 _semaphores: dict[tuple[str, int], MappedFile] = {}
-_inherited: dict[tuple[str, int], tuple[Any, int, int]] = {}
 
 
 @functools.cache
@@ -83,8 +79,8 @@ class MappedFile:
     shared: bool
     writable: bool
     host: str
-    # The mapping, its start address, and its offset in the file.
-    _mapped: tuple[Any, int, int] | None = field(default=None, init=False, repr=False)
+    # The mapping, and its start address.
+    _mapped: tuple[Any, int] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mapped": None}
@@ -137,16 +133,10 @@ class MappedFile:
             "(numpy.array(...), tensor.clone()), which sends its content"
         )
 
-    def _map(self) -> tuple[Any, int, int]:
+    def _map(self) -> tuple[Any, int]:
         if self._mapped is None:
-            try:
-                memory = self.map_part(0, 0)
-                self._mapped = memory, address_of(np.frombuffer(memory, np.uint8)), 0
-            except NodeDataError:
-                inherited = self._map_inherited()
-                if inherited is None:
-                    raise
-                self._mapped = inherited
+            memory = self.map_part(0, 0)
+            self._mapped = memory, address_of(np.frombuffer(memory, np.uint8))
         return self._mapped
 
     def map_part(self, offset: int, size: int) -> mmap.mmap:
@@ -170,41 +160,14 @@ class MappedFile:
         with self.opened() as descriptor:
             return mmap.mmap(descriptor, size, **options)
 
-    def _map_inherited(self) -> tuple[Any, int, int] | None:
-        """Return a second mapping of memory that this process inherited at its fork, or None."""
-        if not self.shared:
-            return None
-        if self.file in _inherited:
-            return _inherited[self.file]
-        span = next((s for s in spans() if s.file == self.file and s.shared), None)
-        if span is None:
-            return None
-        size = span.end - span.start
-        remap = ctypes.CDLL(None, use_errno=True).mremap
-        remap.restype = ctypes.c_void_p
-        remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-        # With an old length of 0, mremap() creates a second mapping of the same pages.
-        address = remap(span.start, 0, size, _MREMAP_MAYMOVE)
-        if address in {None, ctypes.c_void_p(-1).value}:
-            return None
-        # The mapping stays until the process ends.
-        memory = (ctypes.c_uint8 * size).from_address(address)
-        _inherited[self.file] = memory, address, span.offset
-        return _inherited[self.file]
-
-    def buffer(self) -> tuple[Any, int]:
-        """Map the file, unless it is mapped already.
-
-        Returns:
-            The mapping, as an object that supports the buffer protocol, and its offset in the file.
-        """
-        memory, _, begin = self._map()
-        return memory, begin
+    @property
+    def buffer(self) -> Any:
+        """The mapping of the whole file, as an object that supports the buffer protocol."""
+        return self._map()[0]
 
     def address(self, offset: int) -> int:
         """Return the address of the byte at an offset in the file."""
-        _, start, begin = self._map()
-        return start + offset - begin
+        return self._map()[1] + offset
 
     def memory(self, offset: int, size: int) -> Any:
         """Return a part of the file as a buffer that keeps the mapping alive.
@@ -213,7 +176,7 @@ class MappedFile:
         read-only tensors.
         """
         part: Any = (ctypes.c_uint8 * size).from_address(self.address(offset))
-        part.mapping = self._map()[0]
+        part.mapping = self.buffer
         return part
 
 
@@ -291,10 +254,10 @@ def rebuild_array(
         strides: Its strides.
         writeable: Whether it is writeable.
     """
-    memory, begin = file.buffer()
+    memory = file.buffer
     # ``kind`` is a name because cloudpickle pickles the class numpy.recarray by value.
     array: Any = np.ndarray.__new__(
-        getattr(np, kind), shape, dtype, memory, offset - begin, strides
+        getattr(np, kind), shape, dtype, memory, offset, strides
     )
     if not writeable:
         array.flags.writeable = False
@@ -327,8 +290,7 @@ def rebuild_ctypes(element: type, lengths: tuple[int, ...], file: MappedFile, of
     kind: Any = element
     for length in lengths:
         kind = kind * length
-    memory, begin = file.buffer()
-    return kind.from_buffer(memory, offset - begin)
+    return kind.from_buffer(file.buffer, offset)
 
 
 def rebuild_mmap(file: MappedFile, offset: int, size: int, position: int) -> mmap.mmap:

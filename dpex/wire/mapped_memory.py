@@ -47,7 +47,6 @@ from dpex.wire.mapped_files import (
     set_attributes,
 )
 from dpex.wire.memory_map import SEGMENT_NAME, Span, address_of, spans
-from dpex.wire.semaphores import move_to_memory_file
 from dpex.wire.shared_views import bounds_of
 
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
@@ -73,12 +72,10 @@ class Readers:
 
     Attributes:
         same_host: Whether all of them run on this node.
-        fork_parent: ID of the process that they may be forks of; None if they are not forks.
         read_once: Whether they unpickle again for every iteration.
     """
 
     same_host: bool
-    fork_parent: int | None = None
     read_once: bool = True
 
 
@@ -91,19 +88,17 @@ class _Place:
         descriptor: A descriptor of the file in this process; None if it has none.
         status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
         size: The file's size in bytes.
-        inherited: Whether the readers' fork parent has mapped the file.
     """
 
     path: str | None
     descriptor: int | None
     status: tuple[int, int] | None
     size: int
-    inherited: bool = False
 
     @property
     def reachable(self) -> bool:
         """Whether readers on this node can map the file."""
-        return self.path is not None or self.descriptor is not None or self.inherited
+        return self.path is not None or self.descriptor is not None
 
 
 class Mappings:
@@ -222,7 +217,7 @@ class Mappings:
             if not writes and not large:
                 return None
         offset = address - span.start + span.offset
-        if not reachable or (not place.inherited and offset + size > place.size):
+        if not reachable or offset + size > place.size:
             if writes:
                 self._refuse(obj, writeable=writeable)
             return None
@@ -243,14 +238,14 @@ class Mappings:
         elif self._readers.same_host:
             raise UnsharedMemoryError(
                 "its shared memory has no name and no descriptor, so workers cannot map it. Create "
-                "it with multiprocessing.get_context('spawn'), or use workers that are forks and "
-                "create it before this process's first iteration over a DpexDataLoader"
+                "it with multiprocessing.get_context('spawn'), or use workers that are forks of "
+                "this process (head_address='processes')"
             )
         else:
             raise UnsharedMemoryError(
                 "its memory is shared between processes of this machine, but workers may run on "
                 "other nodes and would write to copies. Use a memory-mapped file that every node "
-                "has (numpy.memmap), or a Ray on this machine alone (head_address='local')"
+                "has (numpy.memmap), or workers on this machine (head_address='processes')"
             )
 
     def _file(self, span: Span, place: _Place) -> MappedFile:
@@ -296,11 +291,7 @@ class Mappings:
         if descriptor is not None:
             found = os.fstat(descriptor)
             return _Place(None, descriptor, (found.st_dev, found.st_ino), found.st_size)
-        inherited = False
-        if span.shared and self._readers.fork_parent is not None:
-            with contextlib.suppress(OSError):
-                inherited = any(s.file == span.file for s in spans(self._readers.fork_parent))
-        return _Place(None, None, None, 0, inherited)
+        return _Place(None, None, None, 0)
 
     @functools.cached_property
     def _open_files(self) -> dict[tuple[int, int], int]:
@@ -426,16 +417,6 @@ class Mappings:
 
     def _reduce_semaphore(self, lock: Any) -> Any:
         handle = lock._semlock.handle
-        span = self._span(handle, _SEMAPHORE_BYTES)
-        if span is None:
-            return None
-        if self._readers.same_host and not self._place(span).reachable:
-            descriptor = move_to_memory_file(span)
-            if descriptor is not None:
-                self._forget_spans()
-                span = self._span(handle, _SEMAPHORE_BYTES)
-                assert span is not None
-                _opened[span.file] = descriptor
         found = self._find(lock, handle, _SEMAPHORE_BYTES, writeable=True)
         if found is None:
             return None

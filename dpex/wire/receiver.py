@@ -18,7 +18,6 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
-from dpex.cluster.local.launch import settled
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
 from dpex.protocol.chunks import Part
 from dpex.protocol.loss_causes import Loss, lost_block
@@ -250,7 +249,6 @@ class Receiver:
 
     def _take_in(self, news: Arrival | Loss) -> None:
         """Add a decoded block, or its loss, to the queue of the training loop."""
-        settled.set()
         now = time.perf_counter()
         if isinstance(news, Arrival):
             transfer_s = now - max(self._last_at, self._known_at) - news.decode_s

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,7 @@ from dpex import tuning
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.objects import private_mappings
 from dpex.protocol.chunks import ALL_ITERATIONS
-from dpex.worker.actor_calls import ACTOR_DIED, ask_actor, pipeline_actor
-from dpex.worker.inherited_job import inherited_job, with_size
+from dpex.worker.actor_calls import ACTOR_DIED, pipeline_actor
 from dpex.worker.module_sources import import_from
 from dpex.worker.process_identity import process_name
 
@@ -43,17 +43,12 @@ _after_work: dict[str, Callable[[], None]] = {}
 _keeping = threading.Lock()
 
 
-def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
-    """Return a new copy of a job; what this process inherited is copied on write where possible."""
+def read_job(job: list[ray.ObjectRef], job_key: str) -> Any:
+    """Return a new copy of a job; its large arrays are copied on write where possible."""
     from dpex.wire.pickling import Pickled, load, own_copy
 
-    copy = inherited_job(job_key)
-    if copy is not None:
-        return copy
     pickled = _stored_jobs.get(job_key)
     if pickled is None:
-        if not job:  # this process has inherited the job, and needs a second copy
-            job = ask_actor(actor_name, "stored_job", job_key)
         search_path, sources, authkey, *content = ray.get(job[0])
         if authkey is not None:
             multiprocessing.current_process().authkey = authkey
@@ -69,7 +64,10 @@ def read_job(job: list[ray.ObjectRef], job_key: str, actor_name: str) -> Any:
         own = mapped[id(view)]
         return own_copy(view) if own is None else own
 
-    return with_size(load(pickled, take), pickled)
+    copy = load(pickled, take)
+    if hasattr(copy, "pickled_bytes"):  # a ``Job``, and no ``StageJob``
+        return replace(copy, pickled_bytes=(len(pickled.head), pickled.size_bytes))
+    return copy
 
 
 def release_when_closed(actor_name: str, pipeline_key: str, job_key: str) -> None:

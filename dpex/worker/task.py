@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import ray
 
-from dpex.cluster.local.forkserver import show_script_arguments
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import ALL_ITERATIONS, AssignedChunk, Replaced
 from dpex.protocol.worker_loop import (
@@ -99,7 +98,7 @@ def make_batches(
     This is the function of the first stage's ``map_batches``.
 
     Args:
-        job: Reference to the pickled ``Job``, if it is in the object store.
+        job: Reference to the pickled ``Job`` in the object store.
         job_key: Digest of the job's bytes.
         actor_name: Name of the pipeline actor.
         pipeline_key: The pipeline that has the chunks.
@@ -114,10 +113,9 @@ def make_batches(
     from dpex.wire.segments import OWN_SEGMENTS
     from dpex.worker.chunk_work import ChunkWork  # loads torch, which the actor does not need
 
-    show_script_arguments()
     loop = WorkerLoop()
     actor = _Actor(actor_name, pipeline_key)
-    make_copy = functools.partial(read_job, job, job_key, actor_name)
+    make_copy = functools.partial(read_job, job, job_key)
     release_when_closed(actor_name, pipeline_key, job_key)
     chunks = ChunkWork(loop, _here(), make_copy, actor.ask, actor.note_change)
     steps = loop.run()
@@ -225,11 +223,10 @@ def transform_batches(
     from dpex.wire.segments import OWN_SEGMENTS
     from dpex.worker.later_stage import apply_stage
 
-    show_script_arguments()
     frame = read_block(table)
     if not frame.run:  # an empty block, in place of a block that Ray has already
         return
-    make_copy = functools.partial(read_job, job, job_key, actor_name)
+    make_copy = functools.partial(read_job, job, job_key)
     release_when_closed(actor_name, pipeline_key, job_key)
     task = ray.get_runtime_context().get_task_id()
     begun = "may_begin", pipeline_key, task, frame.part, process_name()

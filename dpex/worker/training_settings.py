@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-from dpex.worker import environment, module_settings
-
 __all__ = ["InheritedSettings", "Settings"]
 
 
@@ -28,31 +26,21 @@ class Settings:
         default_dtype: torch's default dtype.
         grad_enabled: Whether autograd records operations.
         inference_mode: Whether ``torch.inference_mode()`` is enabled.
-        changes: Changes of its environment since Ray was started, and its cores.
-        modules: Values in modules that have changed since worker processes were forked from it.
     """
 
     working_directory: str
     default_dtype: torch.dtype
     grad_enabled: bool = True
     inference_mode: bool = False
-    changes: environment.Changes = ((), None, frozenset())
-    modules: module_settings.Changes = ()
 
     @classmethod
-    def now(cls, *, forks: bool) -> Settings:
-        """Return the settings of this thread and this process.
-
-        Args:
-            forks: Whether torch's workers would be forks of this process.
-        """
+    def now(cls) -> Settings:
+        """Return the settings of this thread and this process."""
         return cls(
             working_directory=str(Path.cwd()),
             default_dtype=torch.get_default_dtype(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
-            changes=environment.changes(),
-            modules=module_settings.changes() if forks else (),
         )
 
     def take_over(self) -> None:
@@ -61,8 +49,6 @@ class Settings:
             torch.set_default_dtype(self.default_dtype)
         with contextlib.suppress(OSError):  # this node does not have the directory
             os.chdir(self.working_directory)
-        environment.take_over(self.changes)
-        module_settings.take_over(self.modules)
 
     def gradients(self) -> AbstractContextManager[None]:
         """Apply autograd's settings to this thread inside the block."""

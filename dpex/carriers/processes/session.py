@@ -16,6 +16,7 @@ from dpex.errors import ClusterError
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.worker.map_style import pickled_chunks
+from dpex.worker.training_settings import InheritedSettings
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
+    from dpex.training.carriers import LoaderJobs
     from dpex.worker.later_stage import StageJob
     from dpex.worker.map_style import Job
 
@@ -100,6 +102,18 @@ class ProcessSession:
         """Whether iterations can begin."""
         return not (self.forked or self._closed)
 
+    def store(self, jobs: LoaderJobs) -> ProcessJob:
+        """Return what the worker processes start with."""
+        later = [job for _, job in jobs.later]
+        return ProcessJob(jobs.context, jobs.job, later, jobs.stream)
+
+    def settings(self) -> InheritedSettings:
+        """Return no settings: the worker processes inherit them."""
+        return InheritedSettings()
+
+    def warm_up(self, job: ProcessJob, *, binding: Binding, wait: bool) -> None:
+        """Do nothing: the worker processes start at ``iter()``, as torch's do."""
+
     def open(
         self, run: str, job: ProcessJob, *, binding: Binding, pin_device: int | None
     ) -> Callable[[], ProcessRun]:
@@ -175,7 +189,6 @@ class ProcessSession:
 class ProcessRun:
     """One iteration on worker processes; see ``CarrierRun``."""
 
-    waits_for_ray = False
     lost = False
 
     def __init__(self, processes: WorkerProcesses, *, persistent: bool) -> None:

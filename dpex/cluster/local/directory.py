@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpex.cluster.local.process_end import hold
 from dpex.errors import ClusterError
 from dpex.private_directory import NotPrivate, check_way, make_private
 
@@ -90,8 +89,7 @@ def make_directory() -> Path:
         directory.mkdir(mode=0o700)
         descriptor = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        hold(descriptor)
-        return directory
+        return directory  # nothing closes the descriptor but the end of this process
 
 
 def delete_ended() -> None:
