@@ -5,9 +5,7 @@ The suffix of a name is its unit: ``_S`` seconds, ``_PER_S`` a rate per second, 
 names the ``make`` target that shows the effect of the constants below it. A time limit has no
 benchmark: it must exceed what happens on a busy machine, and be short enough for a user who waits.
 
-Some constants stay where dpex uses them: in ``datasets/``, ``doctor/``, ``forkserver.py`` and
-``semaphores.py``. Programs that start without dpex, ``forked_worker.py`` and ``late_agent.py``,
-keep theirs too.
+Some constants stay where dpex uses them: in ``datasets/`` and ``doctor/``.
 """
 
 from __future__ import annotations
@@ -297,40 +295,11 @@ VERSIONS_S = 10.0
 """How long the nodes of a cluster have to tell their versions; later answers are not checked."""
 START_S = 120.0
 """How long a local Ray may take to start."""
-NODE_START_S = 10.0
-"""How long the node of a local Ray may take to register, which takes about a second."""
-NODE_POLL_S = 0.01
-"""How often dpex looks for it."""
-FIRST_TASKS_S = 30.0
-"""How long first workers continue an iteration at most whose pipeline lacks tasks."""
-INTERRUPT_AGAIN_S = 0.05
-"""When dpex repeats a Ctrl-C that came while a fork waited for Ray's start."""
-HEAD_START_S = 0.5
-"""Lead of the first workers over the start of the local Ray, which needs the same cores. Without
-it, the first batch of photographs came 0.2 s later (`make bench-cold`)."""
-CLEARLY_MORE = 4
-"""Tasks per core from which more first workers than cores make chunks. Without it, `null` was 0.79
-of the rate before, because its samples seemed to wait while Ray started."""
 EARLY_CHUNK_BYTES = 64 << 10
 """The largest chunk that a process gets while it makes another one: a socket holds more bytes."""
 MOST_FAILED_STARTS = 3
 """Processes of a logical worker in a row that may end before their first sample."""
-MOST_FIRST_WORKERS = 128
-"""First workers of a loader; each needs a fork and a descriptor."""
-MORE_FORKS_S = 1.0
-"""Time for the forks of the first workers that follow, which delay the start of the local Ray."""
-FORK_REQUEST_S = 5.0
-"""How long the request for a forked worker process may take to arrive."""
-FIRST_RANK_S = 30.0
-"""How long the local Ray that ranks share waits for its first rank."""
-LAST_RANK_S = 2.0
-"""How long it waits for another rank after the last one has left."""
 
-# --- start of a local Ray -------------------------------------------------------------------------
-# Benchmark: `bench-cold`.
-
-SETTLE_S = 5.0
-"""Deferred processes of a local Ray start after this time, or when the first batch has arrived."""
 CORES_SPAN_S = 0.3
 """Span over which idle cores are measured: the kernel counts in hundredths of a second."""
 
