@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -227,6 +228,22 @@ def test_a_worker_runs_if_the_system_refuses_the_process_that_forks_replacements
     loader = DpexDataLoader(Deadly(17, None), batch_size=4, num_workers=2, **OURS)
     with pytest.raises(BatchLostError, match=r"cannot be replaced: .*no more processes"):
         list(loader)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_start_that_fails_leaves_nothing(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, fork, forks = os.getpid(), os.fork, itertools.count()
+
+    def refused() -> int:
+        if os.getpid() == training and next(forks) == number:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    loader = DpexDataLoader(Squares(), batch_size=4, num_workers=3, **OURS)
+    monkeypatch.setattr(os, "fork", refused)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        iter(loader)
+    assert values(loader) == EXPECTED
 
 
 def test_a_batch_that_kills_each_process_is_named() -> None:
