@@ -386,15 +386,12 @@ def _running_cluster() -> str | None:
     return address
 
 
-def _join(address: str, where: str, token: dict[str, str] | None = None, **options: Any) -> Any:
+def _join(address: str, where: str) -> Any:
     """Connect to a running cluster.
 
     Args:
         address: ``"host:port"``.
         where: The address and its source, for error messages.
-        token: Environment variables that lead Ray to the cluster's token, if they are not set yet.
-            None if Ray uses the user's own token.
-        **options: Further arguments of ``ray.init``.
 
     Returns:
         Result of ``ray.init``.
@@ -419,14 +416,10 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
             + (f" (it runs nodes of {others})" if others else "")
             + f", and a Ray driver needs one on its own machine. Start it without CPUs: {command}"
         )
-    if token is None and node is not None:
-        token = _auth_mode_of(node.pid)
-    if token:
-        require_token(token)
+    if node is not None and (mode := _auth_mode_of(node.pid)):
+        require_token(mode)
     try:
-        context = launch.init_ray(
-            tuning.JOIN_S, address=node.address if node else address, **options
-        )
+        context = launch.init_ray(tuning.JOIN_S, address=node.address if node else address)
     except Exception as error:
         launch.disconnect()
         forget_token()

@@ -45,9 +45,9 @@ def spawn_by_multiprocessing(end):
 
 atexit.register(lambda: Path(f"exit-of-{os.getpid()}").touch())
 if __name__ == "__main__":
-    loader = DataLoader(Slow(), batch_size=10, num_workers=2)
+    loader = DataLoader(Slow(), batch_size=10, num_workers=2, head_address=sys.argv[1])
     ends = {
-        0: lambda: sys.exit(3),  # while Ray starts
+        0: lambda: sys.exit(3),
         20: lambda: sys.exit(4),
         40: fail,
         60: lambda: os._exit(5),
@@ -89,17 +89,18 @@ print(arrays.exists(), Path("forgotten").exists(), flush=True)
 """
 
 
-def test_a_fork_in_the_loop_ends_with_its_status() -> None:
+@pytest.mark.parametrize("carrier", ["local", "processes"])
+def test_a_fork_in_the_loop_ends_with_its_status(carrier: str) -> None:
     with workplace() as place:
         program = place / "program.py"
         program.write_text(LOOP)
-        done = run_program(program, place=place, seconds=160)
+        done = run_program(program, carrier, place=place, seconds=160)
         assert done.returncode == 0, done.stdout + done.stderr
         statuses, exits = json.loads(done.stdout.splitlines()[-1])
         assert statuses == [3, 4, 1, 5, 0, 0], done.stderr
         assert exits == 4, "the program's exit handlers run in forks, except after os._exit"
         assert done.stderr.count("ValueError: an error of the fork") == 1
-        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+        wait_until(lambda: not processes_in(place), 20, "end of all processes")
 
 
 def test_a_fork_removes_no_memory_that_its_parent_shares() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import shutil
 import sys
 import threading
@@ -91,6 +92,8 @@ def start() -> None:
     try:
         require_token(token)
         load_ray()  # after require_token: the import reads the token's variables
+        import ray
+
         with _environment(variables, private):
             try:
                 init_ray(
@@ -102,7 +105,9 @@ def start() -> None:
                     include_dashboard=False,
                 )
             except Exception as error:
-                disconnect()
+                # Connected all the same: another thread of the program has started a Ray.
+                if not ray.is_initialized():
+                    disconnect()
                 raise _not_started(error, directory) from error
     except BaseException:
         forget_token()
@@ -167,20 +172,19 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
     load_ray()
     import ray
 
-    from dpex.compat.local_ray import on_loopback
-    from dpex.compat.random_draws import draw_elsewhere
+    from dpex.compat.local_ray import in_own_groups, on_loopback
 
-    draw_elsewhere()
     # Ray would replace the program's print() when a worker process first prints.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
-    # Other machines must not reach a local Ray.
-    ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
+    # Other machines must not reach a local Ray, and Ray would replace a loopback address.
+    loopback = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
 
     def call() -> Any:
         with (
             quiet_ray(),
             stderr_for_ray(),
-            on_loopback() if ours else contextlib.nullcontext(),
+            on_loopback() if loopback else contextlib.nullcontext(),
+            in_own_groups(),
         ):
             breakpoint_hook = os.environ.get(_BREAKPOINT)
             context = ray.init(logging_level=logging.ERROR, **options)
@@ -191,7 +195,12 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
                 os.environ[_BREAKPOINT] = breakpoint_hook
             return context
 
-    return within(timeout_s, call, afterwards=threading.Event().wait if stays else None)
+    # Ray draws from Python's global generator, from which torch's loader draws nothing.
+    state = random.getstate()
+    try:
+        return within(timeout_s, call, afterwards=threading.Event().wait if stays else None)
+    finally:
+        random.setstate(state)
 
 
 def load_ray() -> None:
