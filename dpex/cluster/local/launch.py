@@ -27,6 +27,7 @@ from dpex.errors import ClusterError
 __all__ = [
     "OUR_MODULES",
     "disconnect",
+    "end_failed_init",
     "init_ray",
     "load_ray",
     "local_cpus",
@@ -92,8 +93,6 @@ def start() -> None:
     try:
         require_token(token)
         load_ray()  # after require_token: the import reads the token's variables
-        import ray
-
         with _environment(variables, private):
             try:
                 init_ray(
@@ -105,9 +104,7 @@ def start() -> None:
                     include_dashboard=False,
                 )
             except Exception as error:
-                # Connected all the same: another thread of the program has started a Ray.
-                if not ray.is_initialized():
-                    disconnect()
+                end_failed_init()
                 raise _not_started(error, directory) from error
     except BaseException:
         forget_token()
@@ -135,6 +132,17 @@ def disconnect() -> None:
 
     with contextlib.suppress(Exception):
         ray.shutdown()
+
+
+def end_failed_init() -> None:
+    """Shut down what a failed ``ray.init`` has left.
+
+    If the process is connected all the same, another thread of the program has started that Ray.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        disconnect()
 
 
 def _not_started(error: Exception, directory: Path) -> ClusterError:
