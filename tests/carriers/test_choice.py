@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 CORES = f"on {usable_cores()} core{'s' * (usable_cores() != 1)} of this machine"
-TWO_PROCESSES = f"dpex: no Ray cluster found: 2 worker processes {CORES}\n"
+TWO_PROCESSES = f"dpex: no Ray cluster found: 2 worker processes {CORES}"
 # No server listens there, because the system uses this port for its own purposes.
 NOBODY = "127.0.0.1:1"
 
@@ -65,6 +65,12 @@ def run(place: Path, code: str, **variables: str) -> CompletedProcess[str]:
     return done
 
 
+def said(done: CompletedProcess[str]) -> list[str]:
+    """Return dpex's lines, without those that a busy machine adds."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dpex: ")]
+    return [line for line in lines if not line.startswith("dpex: no batch for")]
+
+
 WITHOUT_CLUSTER = """
 loader = loader_of()
 loader.warm_up(wait=True)
@@ -78,7 +84,7 @@ assert "ray" not in sys.modules
 @pytest.mark.multiprocess
 def test_auto_without_a_cluster_is_processes_and_imports_no_ray(place: Path) -> None:
     done = run(place, WITHOUT_CLUSTER)
-    assert done.stderr == TWO_PROCESSES
+    assert said(done) == [TWO_PROCESSES]
     assert not (place / "ray").exists()
     wait_until(lambda: not processes_in(place), 20, "end of the worker processes")
 
@@ -140,9 +146,9 @@ assert on_processes(other), "a loader whose Ray is gone chooses again"
 @pytest.mark.multiprocess
 def test_a_ray_that_starts_later_is_for_later_loaders(place: Path) -> None:
     done = run(place, RAY_OF_THE_PROGRAM, RAY_AUTH_MODE="disabled")
-    lines = [line for line in done.stderr.splitlines(keepends=True) if line.startswith("dpex: ")]
+    lines = said(done)
     assert lines[0] == TWO_PROCESSES
-    assert lines[1] == f"dpex: 2 worker processes {CORES}\n"
+    assert lines[1] == f"dpex: 2 worker processes {CORES}"
     assert "(this process was connected to it): 1 node, 2 CPUs" in lines[2]
     assert len(lines) == 3, done.stderr
 
@@ -160,7 +166,7 @@ for _ in range(2):
 def test_options_that_need_ray_start_a_local_ray(place: Path) -> None:
     done = run(place, NEEDS_RAY)
     reason = "dpex: no Ray cluster found, and worker_options['runtime_env'] needs Ray: a local Ray"
-    lines = [line for line in done.stderr.splitlines() if line.startswith("dpex: ")]
+    lines = said(done)
     assert lines[0] == f"{reason} starts"
     assert lines[1:] == [f"dpex: local Ray on {usable_cores()} cores"] * 2, done.stderr
 

@@ -25,11 +25,9 @@ from dpex.cluster.tokens import forget_token, hide_token, require_token, token_v
 from dpex.errors import ClusterError
 
 __all__ = [
-    "OUR_MODULES",
     "disconnect",
     "end_failed_init",
     "init_ray",
-    "load_ray",
     "local_cpus",
     "make_no_errors_of_rays_warnings",
     "quiet_ray",
@@ -47,8 +45,8 @@ _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
 _BREAKPOINT = "PYTHONBREAKPOINT"
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray|tqdm)(\.|$)"
-OUR_MODULES = r"dpex(\.|$)"
-"""Modules whose warnings the user must see, as a pattern for warning filters."""
+# Modules whose warnings the user must see.
+_OUR_MODULES = r"dpex(\.|$)"
 
 
 def local_cpus() -> int:
@@ -92,7 +90,7 @@ def start() -> None:
     private = {"RAY_TMPDIR": str(directory)}
     try:
         require_token(token)
-        load_ray()  # after require_token: the import reads the token's variables
+        _load_ray()  # after require_token: the import reads the token's variables
         with _environment(variables, private):
             try:
                 init_ray(
@@ -177,7 +175,7 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
         TimeoutError: ``ray.init`` has not returned after ``timeout_s``.
         Exception: Any exception of ``ray.init``.
     """
-    load_ray()
+    _load_ray()
     import ray
 
     from dpex.compat.local_ray import in_own_groups, on_loopback
@@ -211,7 +209,7 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
         random.setstate(state)
 
 
-def load_ray() -> None:
+def _load_ray() -> None:
     """Import Ray without its notebook message that ipywidgets is missing; dpex has no widgets."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     make_no_errors_of_rays_warnings()
@@ -236,7 +234,7 @@ def make_no_errors_of_rays_warnings() -> None:
     """
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
-        warnings.filterwarnings("default", module=OUR_MODULES)
+        warnings.filterwarnings("default", module=_OUR_MODULES)
 
 
 @contextlib.contextmanager
