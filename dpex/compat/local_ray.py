@@ -24,7 +24,7 @@ LOOPBACK = Shortcut(
 _POPEN = PrivateName(
     "ray._private.services:ConsolePopen",
     "gives Ray's processes process groups of their own",
-    check="it can be called, and a test ends a kernel of Jupyter",
+    check="it can be called, and a test looks at the groups",
 )
 OWN_GROUPS = Shortcut(
     "keep Jupyter from ending a local Ray before the program",

@@ -130,6 +130,9 @@ def test_sigkill_of_the_owner_ends_ray(place: Path) -> None:
     assert cluster["object_store_bytes"] <= shm.f_frsize * shm.f_blocks
     assert not titles(place, "ray::IDLE"), "workers are started before there is a task"
     assert not (place / "ray" / "ray_current_cluster").exists()
+    # A kernel of Jupyter first ends the processes of its own group.
+    group = os.getpgid(owner.process.pid)
+    assert [pid for pid in processes_in(place) if os.getpgid(pid) == group] == [owner.process.pid]
     owner.ask("hog", num_cpus=1)
     wait_until(lambda: titles(place, "ray::hog"), 60, "busy worker")
     # A fork of the owner may outlive it, but must not keep Ray alive.
