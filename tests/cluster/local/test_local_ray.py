@@ -74,9 +74,11 @@ def titles(place: Path, title: str) -> list[int]:
 
 
 QUIET_PROGRAM = """
-import ray, sys
+import random, ray, sys
 from dpex.cluster.connect import connect
+state = random.getstate()
 connection = connect("local")
+assert random.getstate() == state, "torch's loader draws nothing from this generator"
 assert (connection.kind, connection.single_host, connection.runtime_env) == ("local", True, None)
 assert ray.get(ray.remote(lambda: 1).remote()) == 1
 """
