@@ -54,7 +54,7 @@ if __name__ == "__main__":
     }
     alone = sys.argv[1] == "processes"
     if alone:
-        # multiprocessing ends the workers at the exit of a fork, as it ends those of torch's loader.
+        # multiprocessing ends the workers when a fork exits, and those of torch's loader too.
         ends = {60: ends[60]}
     indices, statuses = [], []
     for number, batch in enumerate(loader):
