@@ -11,6 +11,7 @@ import time
 from output import take_stdout
 
 from dpex.cluster.connect import choose, connect, cpu_users
+from dpex.cluster.local import launch
 
 replies = take_stdout()
 logged: list[str] = []
@@ -55,6 +56,11 @@ def do_init(**options):
 
     ray.init(logging_level=logging.ERROR, **options)
     return ray.get_runtime_context().gcs_address
+
+
+def do_start_local():
+    """Start a local Ray, as ``connect`` does if this process was not connected a moment ago."""
+    launch.start()
 
 
 def do_is_connected():
