@@ -198,7 +198,7 @@ def test_a_ray_that_cannot_start_is_an_error_with_its_reason(place: Path) -> Non
 def test_a_ray_that_another_thread_starts_at_the_same_time_stays(place: Path) -> None:
     driver = Driver(place)
     address = driver.ask("init", num_cpus=1, include_dashboard=False)
-    with pytest.raises(DriverError, match="ClusterError: a local Ray did not start: .*twice"):
+    with pytest.raises(DriverError, match=r"ClusterError: a local Ray did not start: .*twice"):
         driver.ask("start_local")
     assert driver.ask("is_connected")
     driver.ask("task")
