@@ -500,3 +500,41 @@ def test_a_late_batch_says_who_makes_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert values([next(iterator), next(iterator)]) == EXPECTED[:2]
     with pytest.raises(RuntimeError, match="2 of 2 worker processes of this machine"):
         next(iterator)
+
+
+END_WHILE_UNPICKLING = """
+import threading
+import time
+from dpex import DpexDataLoader
+
+unpickles = threading.Event()
+
+
+class Slow:
+    def __setstate__(self, state):
+        unpickles.set()
+        time.sleep(4)  # longer than an end waits for anything else
+        print("unpickled", flush=True)
+
+    def __getstate__(self):
+        return {"state": 1}
+
+
+def collate(samples):
+    return Slow() if samples[0] else samples
+
+
+if __name__ == "__main__":
+    loader = DpexDataLoader(range(6), num_workers=1, collate_fn=collate, distribute_mode=True)
+    batches = iter(loader)
+    next(batches)
+    unpickles.wait()
+"""
+
+
+@pytest.mark.multiprocess
+def test_an_exit_waits_for_the_batch_that_is_being_unpickled_and_for_no_other() -> None:
+    with workplace() as place:
+        (place / "program.py").write_text(END_WHILE_UNPICKLING)
+        said = run_program(place / "program.py", place=place, seconds=60)
+    assert (said.returncode, said.stdout) == (0, "unpickled\n"), said.stderr
