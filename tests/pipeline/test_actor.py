@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -162,36 +161,6 @@ def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
         await actor.close("pipeline")
         assert await last is None
         assert (await taking).ended
-
-    play(scenario)
-
-
-def test_a_job_that_could_not_be_stored_is_stored_at_the_next_call(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inherited = SPEC.job_key, SimpleNamespace(pickled=b"job")
-    monkeypatch.setitem(actor_module.inheritance, *inherited)
-    stored: list[bytes] = []
-
-    def store(pickled: bytes, *, same_host: bool) -> bytes:
-        assert same_host
-        stored.append(pickled)
-        if len(stored) == 1:
-            raise OSError("full")
-        return pickled
-
-    monkeypatch.setattr(actor_module, "store_job", store)
-
-    async def scenario(actor: _PipelineActor, _: Any) -> None:
-        await actor.open("pipeline", SPEC, "first")
-        with pytest.raises(OSError, match="full"):
-            await actor.stored_job(SPEC.job_key)
-        for _ in range(2):
-            assert await actor.stored_job(SPEC.job_key) == [b"job"]
-        assert len(stored) == 2
-        await actor.close("pipeline")
-        with pytest.raises(LookupError, match="closed"):
-            await actor.stored_job(SPEC.job_key)
 
     play(scenario)
 
@@ -591,25 +560,6 @@ def test_a_pipeline_that_cannot_open_raises_in_every_call(
             with pytest.raises(OSError, match="no thread"):
                 await call
         await actor.close("pipeline")
-
-    play(scenario)
-
-
-def test_a_pipeline_of_an_inherited_job_opens_only_if_the_actor_inherited_it(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
-        inherited = replace(SPEC, job=[])
-        taking = await started(actor.take("one", "first"))
-        assert not await actor.open("one", inherited, "first")
-        with pytest.raises(LookupError, match="has not inherited"):
-            await taking
-        assert executions == []
-        monkeypatch.setitem(actor_module.inheritance, "job", JOB)
-        assert await actor.open("two", inherited, "first")
-        assert len(executions) == 1
-        for key in ("one", "two"):
-            await actor.close(key)
 
     play(scenario)
 
