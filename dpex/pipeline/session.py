@@ -333,7 +333,7 @@ class Session(OwnProcess):
             in_actors=wants_actors(),
         )
         token = RunToken()
-        new = functools.partial(self._new, run, job, spec, token)
+        new = functools.partial(self._new, run, spec, token)
         try:
             begins = self._pipelines.begin(run, spec, token)
         except ACTOR_LOST:
@@ -346,10 +346,9 @@ class Session(OwnProcess):
             importing.add(loading)
         return functools.partial(self._opened, run, token, new, begins, pin_device)
 
-    def _new(self, run: str, job: StoredJob, spec: PipelineSpec, token: RunToken) -> PipelineStart:
-        """Start a new pipeline on the present actor, with the job as it is stored now."""
-        spec = replace(spec, job=job.refs, actor_name=self._actor.name)
-        return self._pipelines.new(run, spec, token)
+    def _new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
+        """Start a new pipeline on the present actor."""
+        return self._pipelines.new(run, replace(spec, actor_name=self._actor.name), token)
 
     def _on_new_actor(self, new: Callable[[], PipelineStart]) -> PipelineStart:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""

@@ -53,7 +53,14 @@ class CarrierRun(Protocol):
         """Whether a new run can continue, after this one has failed."""
 
     def feed(
-        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        alone: bool,
+        resent: bool,
+        one_by_one: bool,
+        parallel: int,
+        starting: int,
     ) -> None:
         """Pickle chunks and send them.
 
@@ -61,7 +68,9 @@ class CarrierRun(Protocol):
             chunks: The chunks.
             alone: Whether a process died while it made one of them.
             resent: Whether their batches were lost.
-            **limits: How many processes may work at once.
+            one_by_one: Whether only one task may run at a time.
+            parallel: Number of tasks that may run at once, if logical workers are not bound.
+            starting: Number of tasks that may start at once, if logical workers are bound.
 
         Raises:
             SerializationError: A chunk's indices cannot be pickled.

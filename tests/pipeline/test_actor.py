@@ -199,7 +199,7 @@ def test_what_comes_of_an_earlier_run_is_dropped(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         await actor.cancel("pipeline", "first")
-        assert await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (True, False)
         await deliver(actor, 0, b"late")
         await deliver(actor, 1, loss=LOST)
         assert not (taking := await started(take(actor, "second"))).done()
@@ -219,7 +219,7 @@ def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
         assert await over == 1
         assert await take(actor) == Reply(ended=True)
 
-        assert await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (True, False)
         await feed(actor, 0, b"late")
         await actor.cancel("pipeline", "first")  # late too
         asking = await started(ask(actor))
@@ -241,13 +241,30 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
         begins = await started(actor.begin("pipeline", "second"))
         assert not begins.done()
         asking = await started(ask(actor, 1, 1))  # the task has made its chunk
-        assert await begins
+        assert await begins == (True, False)
         await feed(actor, 0, b"2", run="second")
         assert await asking == b"2"
-        assert not await actor.keeps_state("pipeline")
         monkeypatch.setattr(tuning, "QUIET_S", 0.0)
         await actor.cancel("pipeline", "second")
-        assert not await actor.begin("pipeline", "third")
+        assert await actor.begin("pipeline", "third") == (False, False)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
+    persistent: bool, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "QUIET_S", 0.0)
+    monkeypatch.setattr(tuning, "STATE_QUIET_S", 0.0)
+    spec = replace(SPEC, persistent=persistent, binding=Binding.ALWAYS)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", spec, "first")
+        await feed(actor, 0, b"0")
+        assert await ask(actor) == b"0"
+        await actor.cancel("pipeline", "first")
+        assert await actor.begin("pipeline", "second") == (False, persistent)
 
     play(scenario)
 
@@ -290,7 +307,7 @@ def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
         assert (reply.ended, reply.replaceable) == (True, False)
         [loss] = reply.losses
         assert "no disk" in loss.text
-        assert not await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (False, False)
 
     play(scenario)
 
@@ -499,7 +516,7 @@ def test_close_ends_every_call(play: Any) -> None:
         assert await ask(actor) is None
         assert await take(actor) == Reply(ended=True)
         assert await actor.more_tasks("pipeline", 0) is None
-        assert not await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (False, False)
         assert await actor.next_end("pipeline", PROCESS, 0) is None
         assert await actor.released("pipeline") == []
 

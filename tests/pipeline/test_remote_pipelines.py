@@ -98,7 +98,7 @@ def test_one_of_two_idle_pipelines_is_closed() -> None:
 
 def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     """It is broken, or still works for a cancelled run."""
-    actor = FakePipelineActor(begin=False)
+    actor = FakePipelineActor(begin=(False, False))
     pipelines = pipelines_of(actor)
     token = RunToken()
     first = pipelines.begin(RUN, SPEC, token)
@@ -109,7 +109,6 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     assert names(actor, first, second) == [
         ("open", 0),
         ("begin", 0),
-        ("keeps_state", 0),
         ("close", 0),
         ("open", 1),
     ]
@@ -121,17 +120,13 @@ class FailedToOpen(RayTaskError):
 
 
 @pytest.mark.parametrize(
-    ("answers", "lost"),
-    [
-        ({"begin": False, "keeps_state": True}, True),
-        ({"begin": False, "keeps_state": False}, False),
-        ({"begin": FailedToOpen, "keeps_state": FailedToOpen}, False),
-    ],
+    ("answer", "lost"),
+    [((False, True), True), ((False, False), False), (FailedToOpen, False)],
 )
 def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
-    answers: dict[str, Any], lost: bool, caplog: pytest.LogCaptureFixture
+    answer: Any, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipelines = pipelines_of(FakePipelineActor(**answers))
+    pipelines = pipelines_of(FakePipelineActor(begin=answer))
     token = RunToken()
     pipelines.begin(RUN, SPEC, token)
     del token

@@ -561,19 +561,19 @@ def test_a_warm_pipeline_serves_the_next_iteration(
     session = ray.session()
     job = store(session, Job())
     session.warm_up(job, binding=Binding.ALWAYS, wait=wait)
-    assert calls(ray.actors[0]) == ["open", "start_tasks_and_wait"]
+    assert calls(ray.actors[0]) == ["open", "start_task"]
     assert timeouts == [tuning.LOOK_S if wait else 0] * (3 if wait else 1)
     run = open_run(session, job)
-    assert calls(ray.actors[0]) == ["open", "start_tasks_and_wait", "begin"]
+    assert calls(ray.actors[0]) == ["open", "start_task", "begin"]
     assert run._pipeline_key == ray.actors[0].calls[0][1]
 
 
 def test_a_pipeline_that_does_not_begin_is_replaced(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
     idle_pipeline(session)
-    ray.actors[0].answers["begin"] = False
+    ray.actors[0].answers["begin"] = False, False
     run = open_run(session)
-    assert calls(ray.actors[0]) == ["open", "begin", "keeps_state", "close", "open"]
+    assert calls(ray.actors[0]) == ["open", "begin", "close", "open"]
     assert run._pipeline_key == ray.actors[0].calls[-1][1] != ray.actors[0].calls[0][1]
     assert len(ray.actors) == 1
 
@@ -605,7 +605,7 @@ def lose_after_begin(actor: FakePipelineActor) -> None:
 
 
 def lose_while_a_pipeline_is_replaced(actor: FakePipelineActor) -> None:
-    actor.answers["begin"] = False
+    actor.answers["begin"] = False, False
 
     def fail_at_open(method: str, *arguments: Any) -> Any:
         if method == "open":

@@ -28,7 +28,7 @@ class FakePipelineActor:
         self.lost = False
         self.connected = True
         self.ray_job = ("10.0.0.5:6379", "01000000")
-        self.answers: dict[str, Any] = {"begin": True, "keeps_state": False, **answers}
+        self.answers: dict[str, Any] = {"begin": (True, False), **answers}
         self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.handle = _Handle(self)
@@ -72,7 +72,7 @@ class FakeNodes:
         self.waits = 0
         self.error: Exception | None = None
 
-    def wait_for_answer(self, ref: Callable[[], Any], reason: str = "") -> Any:
+    def wait_for_answer(self, ref: Callable[[], Any], reason: str) -> Any:
         self.waits += 1
         return ref()
 
