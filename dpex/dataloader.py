@@ -22,7 +22,6 @@ from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.stats import LoaderStats, Meter
-from dpex.training.carriers import LoaderJobs
 from dpex.training.checkpoint import Progress
 from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
@@ -34,13 +33,14 @@ from dpex.training.stage_plan import divide
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
+from dpex.worker.loader_jobs import LoaderJobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch.utils.data import Dataset, Sampler
 
-    from dpex.training.carriers import CarrierSession
+    from dpex.carriers.interface import CarrierSession
 
 __all__ = ["DEFAULT_MAX_SKIPPED", "DEFAULT_PREFETCH_BYTES", "DataLoader", "DpexDataLoader"]
 

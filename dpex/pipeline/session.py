@@ -45,8 +45,8 @@ from dpex.worker.training_settings import Settings
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
-    from dpex.training.carriers import LoaderJobs
     from dpex.transforms.stage import Stage
+    from dpex.worker.loader_jobs import LoaderJobs
 
 __all__ = ["Session", "StoredJob"]
 

@@ -21,8 +21,8 @@ from dpex.worker.seeding import generators_kept
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from dpex.carriers.interface import CarrierSession
     from dpex.protocol.chunk_sizes import ChunkPlanner
-    from dpex.training.carriers import CarrierSession
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs

@@ -19,12 +19,12 @@ from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 
 if TYPE_CHECKING:
+    from dpex.carriers.interface import CarrierRun, CarrierSession
     from dpex.protocol.batch_order import BatchOrder
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunk_sizes import ChunkPlanner
     from dpex.protocol.chunks import Chunk, Entry, Run
     from dpex.protocol.recovery import Recovery
-    from dpex.training.carriers import CarrierRun, CarrierSession
     from dpex.wire.arrivals import Arrival
 
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]

@@ -280,8 +280,9 @@ class Mappings:
             self._places[span.file] = self._look_for(span)
         return self._places[span.file]
 
-    def _look_for(self, span: Span) -> _Place:
-        path = None if span.path.endswith(_DELETED) else span.path
+    def _look_for(self, span: Span, path: str | None = None) -> _Place:
+        if path is None and not span.path.endswith(_DELETED):
+            path = span.path
         found = _status_of(path, span) if path else None
         if found is not None:
             status = found.st_dev, found.st_ino
@@ -417,6 +418,11 @@ class Mappings:
 
     def _reduce_semaphore(self, lock: Any) -> Any:
         handle = lock._semlock.handle
+        span, name = self._span(handle, _SEMAPHORE_BYTES), lock._semlock.name
+        if span is not None and name is not None:
+            # The mapping has the name that the C library gave the file at first, and has removed.
+            path = f"/dev/shm/sem.{name.removeprefix('/')}"
+            self._places.setdefault(span.file, self._look_for(span, path))
         found = self._find(lock, handle, _SEMAPHORE_BYTES, writeable=True)
         if found is None:
             return None

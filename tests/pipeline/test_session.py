@@ -27,10 +27,10 @@ from dpex.pipeline.remote_run import RemoteRun
 from dpex.pipeline.session import Session, StoredJob
 from dpex.pipeline.worker_pool import IN_ACTORS
 from dpex.protocol.binding import Binding
-from dpex.training.carriers import LoaderJobs
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
+from dpex.worker.loader_jobs import LoaderJobs
 
 RUN = "first"
 LOCAL = Connection("local", "10.0.0.5:6379", single_host=True, runtime_env=None)

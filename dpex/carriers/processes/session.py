@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
-    from dpex.training.carriers import LoaderJobs
     from dpex.worker.later_stage import StageJob
+    from dpex.worker.loader_jobs import LoaderJobs
     from dpex.worker.map_style import Job
 
 __all__ = ["ProcessJob", "ProcessRun", "ProcessSession", "check_system"]

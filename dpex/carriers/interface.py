@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from multiprocessing.context import BaseContext
-
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
-    from dpex.transforms.stage import Stage
     from dpex.wire.arrivals import Arrivals
-    from dpex.wire.pickling import Pickled
-    from dpex.worker.later_stage import StageJob
-    from dpex.worker.map_style import Job
+    from dpex.worker.loader_jobs import LoaderJobs
 
-__all__ = ["CarrierRun", "CarrierSession", "LoaderJobs"]
-
-
-@dataclass(frozen=True)
-class LoaderJobs:
-    """What an iteration asks of the worker processes.
-
-    Attributes:
-        job: The job of the first stage.
-        later: The later stages, each with its job.
-        stream: Whether the dataset is an ``IterableDataset``.
-        context: The loader's ``multiprocessing_context``.
-        pickle: Pickles one of the jobs. Its second argument: whether all worker processes run on
-            this machine.
-    """
-
-    job: Job
-    later: Sequence[tuple[Stage, StageJob]]
-    stream: bool
-    context: BaseContext
-    pickle: Callable[[Job | StageJob, bool], Pickled]
+__all__ = ["CarrierRun", "CarrierSession"]
 
 
 class CarrierRun(Protocol):
