@@ -272,14 +272,17 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self._cluster = _ClusterState(self, self._new_session(jobs))
         return self._cluster
 
-    def _new_session(self, jobs: LoaderJobs) -> CarrierSession:
-        demand = Demand(
+    def _demand(self, jobs: LoaderJobs) -> Demand:
+        return Demand(
             self.head_address,
             self.worker_options or {},
             [stage for stage, _ in jobs.later],
             self.num_workers,
             self.persistent_workers,
         )
+
+    def _new_session(self, jobs: LoaderJobs) -> CarrierSession:
+        demand = self._demand(jobs)
         # A Ray that starts later changes nothing for a loader that has found none.
         wanted = demand.head_address, demand.only_ray
         if self._chosen is None or self._chosen[0] != wanted or self._chosen[1] == "auto":

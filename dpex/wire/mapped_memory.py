@@ -109,13 +109,11 @@ class Mappings:
 
     Attributes:
         copied: Objects in shared memory that the readers get as copies.
-        met_segment: Whether an object is a batch in a segment.
     """
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self.copied: list[Any] = []
-        self.met_segment = False
         self._used: set[Span] = set()
         self._places: dict[tuple[str, int], _Place] = {}
         self._files: dict[tuple[Any, ...], MappedFile] = {}
@@ -203,7 +201,6 @@ class Mappings:
             UnsharedMemoryError: The readers can neither map the memory nor use a copy.
         """
         span = self._span(address, size)
-        self.met_segment |= span is not None and _is_segment(span)
         if span is None or not size or _is_foreign(span):
             return None
         writes = span.shared and span.writable
@@ -471,7 +468,7 @@ def _is_foreign(span: Span) -> bool:
 
     A segment is shared memory only for dpex. For the user, it is a batch's own memory.
     """
-    if _is_segment(span):
+    if span.path.startswith(f"/memfd:{SEGMENT_NAME}"):
         return True
     if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
         # CUDA's pinned memory and anonymous shared memory have the same path, /dev/zero.
@@ -479,10 +476,6 @@ def _is_foreign(span: Span) -> bool:
     return Path(span.path).name.startswith(_OBJECT_STORE) and (
         span.path.startswith("/dev/shm/") or span.path.endswith(_DELETED)
     )
-
-
-def _is_segment(span: Span) -> bool:
-    return span.path.startswith(f"/memfd:{SEGMENT_NAME}")
 
 
 def _merged(found: list[Span]) -> list[Span]:
