@@ -17,7 +17,7 @@ from dpex.cluster.connect import parse_address
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
-from dpex.log import announce_once, warn_once
+from dpex.log import announce_once, has_warned, warn_once
 from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.chunk_sizes import ChunkPlanner
@@ -335,8 +335,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
-        told = self._cluster is not None and self._cluster.session.warned_of_size
-        if self._pickled_slowly and not told:
+        if self._pickled_slowly and not has_warned("dataset size"):
             warn_once(
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "

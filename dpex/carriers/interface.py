@@ -74,10 +74,6 @@ class CarrierSession(Protocol):
     def alive(self) -> bool:
         """Whether iterations can begin."""
 
-    @property
-    def warned_of_size(self) -> bool:
-        """Whether the user has been warned that the dataset is large."""
-
     def check_process(self) -> None:
         """Raise ``ClusterError`` in a fork of the process that created the session."""
 

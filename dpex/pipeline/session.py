@@ -26,7 +26,7 @@ from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
-from dpex.log import warn
+from dpex.log import warn_once
 from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
@@ -82,9 +82,6 @@ class Session(OwnProcess):
         persistent: Whether logical workers outlive an iteration.
         worker_options: Ray options of one worker process.
     """
-
-    warned_of_size = False
-    """Whether any session has warned that its dataset is large."""
 
     def __init__(
         self,
@@ -258,12 +255,12 @@ class Session(OwnProcess):
                 f"{larger}"
             )
         large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
-        if large and not (self._connection.single_host or Session.warned_of_size):
-            Session.warned_of_size = True
-            warn(
+        if large and not self._connection.single_host:
+            warn_once(
                 f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
+                key="dataset size",
             )
         return store_job(pickled, same_host=self._connection.single_host)
 

@@ -1,4 +1,4 @@
-"""Iterator of a loader whose workers are Ray tasks, as torch's loader sees it."""
+"""Iterator of a loader with dpex's workers, as torch's loader sees it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def initial_binding(loader: DataLoader[Any]) -> Binding:
 
 
 class ClusterIter(BaseDataLoaderIter):
-    """Iterator of a loader whose workers are Ray tasks.
+    """Iterator of a loader with dpex's workers.
 
     Each epoch is one ``Epoch``. The iterator outlives its epochs if workers are persistent.
 

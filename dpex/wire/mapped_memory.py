@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from dpex import tuning
+from dpex.wire.machine import mounts
 from dpex.wire.mapped_files import (
     MappedFile,
     MappedStorage,
-    host_identity,
     rebuild_arena,
     rebuild_array,
     rebuild_arrow_buffer,
@@ -257,7 +257,7 @@ class Mappings:
                 size=place.size,
                 shared=span.shared,
                 writable=span.writable,
-                host=host_identity(),
+                host=mounts(),
             )
         return self._files[key]
 

@@ -114,7 +114,7 @@ class FakeRay:
         for module in (remote_pipelines, remote_run):
             patch.setattr(module, "wait_for_release", lambda _, keys: self.waited_for.extend(keys))
         patch.setattr(connect, "cluster_size", self.size)
-        patch.setattr(Session, "warned_of_size", False)
+        patch.setattr("dpex.log._warned", set())
 
     def actor(self, runtime_env: Any) -> FakePipelineActor:
         self.environments.append(runtime_env)

@@ -69,8 +69,6 @@ class ProcessSession:
         persistent: Whether the processes outlive an iteration.
     """
 
-    warned_of_size = False
-
     def __init__(self, num_workers: int, *, persistent: bool) -> None:
         self._pid = os.getpid()
         self._num_workers = num_workers
