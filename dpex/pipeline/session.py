@@ -335,8 +335,7 @@ class Session(OwnProcess):
             begins = self._pipelines.begin(run, spec, token)
         except ACTOR_LOST:
             begins = self._on_new_actor(new)
-        # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
-        # start. An earlier load would keep the GIL from the thread that starts the actor.
+        # The first chunk needs Ray Data, which takes about as long to load as the actor to start.
         if _RECEIVER not in sys.modules:
             loading = BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True)
             loading.start()
@@ -361,9 +360,10 @@ class Session(OwnProcess):
         pin_device: int | None,
     ) -> RemoteRun:
         try:
-            begins = self._begun(new, begins)
+            if not self._pipelines.begun(begins):  # it still works for a cancelled run
+                begins = new()
         except ACTOR_LOST:
-            begins = self._begun(new, self._on_new_actor(new))
+            begins = self._on_new_actor(new)
         self._served = True
         return RemoteRun(
             self._actor,
@@ -376,10 +376,6 @@ class Session(OwnProcess):
             through_client=self._connection.kind == "client",
             persistent=self._persistent,
         )
-
-    def _begun(self, new: Callable[[], PipelineStart], begins: PipelineStart) -> PipelineStart:
-        """Wait for a pipeline to begin; if it still works for a cancelled run, open a new one."""
-        return begins if self._pipelines.begun(begins) else new()
 
     def _replace_actor(self) -> None:
         self._actor.lost = True

@@ -30,7 +30,6 @@ __all__ = [
     "by_value",
     "changed",
     "installed_roots",
-    "remember",
     "sources",
     "users_modules",
 ]
@@ -38,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Version:
-    """Version of a module, as this process had it when ``remember`` first saw it.
+    """Version of a module, as this process had it when ``changed`` first saw it.
 
     Attributes:
         spec: The module's spec. A reload gives the module a new spec.
@@ -62,12 +61,6 @@ _OF_TORCH_COMPILE = ("__compiled_fn_", "__resume_at_")
 _seen: dict[str, _Version] = {}
 # Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
-
-
-def remember() -> None:
-    """Record the version of each module that this process has imported since the last call."""
-    for name, module in users_modules():
-        _first_version(name, module)
 
 
 def changed() -> list[str]:
