@@ -17,12 +17,11 @@ from dpex.cluster.connect import parse_address
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
-from dpex.log import announce_once, warn_once
+from dpex.log import announce_once, has_warned, warn_once
 from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.stats import LoaderStats, Meter
-from dpex.training.carriers import LoaderJobs
 from dpex.training.checkpoint import Progress
 from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
@@ -34,13 +33,14 @@ from dpex.training.stage_plan import divide
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
+from dpex.worker.loader_jobs import LoaderJobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch.utils.data import Dataset, Sampler
 
-    from dpex.training.carriers import CarrierSession
+    from dpex.carriers.interface import CarrierSession
 
 __all__ = ["DEFAULT_MAX_SKIPPED", "DEFAULT_PREFETCH_BYTES", "DataLoader", "DpexDataLoader"]
 
@@ -272,14 +272,17 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self._cluster = _ClusterState(self, self._new_session(jobs))
         return self._cluster
 
-    def _new_session(self, jobs: LoaderJobs) -> CarrierSession:
-        demand = Demand(
+    def _demand(self, jobs: LoaderJobs) -> Demand:
+        return Demand(
             self.head_address,
             self.worker_options or {},
             [stage for stage, _ in jobs.later],
             self.num_workers,
             self.persistent_workers,
         )
+
+    def _new_session(self, jobs: LoaderJobs) -> CarrierSession:
+        demand = self._demand(jobs)
         # A Ray that starts later changes nothing for a loader that has found none.
         wanted = demand.head_address, demand.only_ray
         if self._chosen is None or self._chosen[0] != wanted or self._chosen[1] == "auto":
@@ -332,8 +335,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
-        told = self._cluster is not None and self._cluster.session.warned_of_size
-        if self._pickled_slowly and not told:
+        if self._pickled_slowly and not has_warned("dataset size"):
             warn_once(
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "

@@ -163,7 +163,7 @@ The pipeline actor answers within some milliseconds if all tasks ask at once. A 
 longer than this for a task that is still making another chunk.
 """
 CANCEL_CHECK_S = 0.1
-"""How often a first worker looks whether its run is cancelled."""
+"""How often a worker process of this machine looks whether its run is cancelled."""
 KEEP_CPU_S = 1.0
 """How long a task that waits for an answer keeps its CPU.
 

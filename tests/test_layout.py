@@ -1,6 +1,7 @@
 """Tests of the package's structure: the direction of imports, and when Ray is loaded."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -28,12 +29,10 @@ WITH_RAY = {
     "dpex.worker.task",
 }
 # Other modules that may import a module which imports Ray.
-DOORS_TO_RAY = {
-    "dpex.dataloader",
-    "dpex.doctor.report",
-    "dpex.training.first_workers",
-    "dpex.training.starting_session",
-}
+DOORS_TO_RAY = {"dpex.carriers.choice", "dpex.dataloader", "dpex.doctor.report"}
+# The sessions of the carriers, and the one module that may import them.
+SESSIONS = {"dpex.carriers.processes.session", "dpex.pipeline.session"}
+CHOICE = "dpex.carriers.choice"
 # Modules that the protocol must not import.
 IMPURE = {"asyncio", "multiprocessing", "os", "ray", "threading", "time", "torch"}
 # Only the module of the same name in dpex.integrations may import a framework.
@@ -66,6 +65,7 @@ def targets(module: str, node: ast.AST) -> set[str]:
     return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
 
 
+@functools.cache
 def imports(module: str) -> set[str]:
     """Return the modules that a module imports, also in functions and for annotations."""
     return {
@@ -84,6 +84,7 @@ def reaches_ray(module: str) -> bool:
     return (inside and module not in {*RAY_FOLDERS, *WITHOUT_RAY}) or module in WITH_RAY
 
 
+@functools.cache
 def assigned_all(path: Path) -> list[str] | None:
     for node in ast.parse(path.read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -104,6 +105,17 @@ def test_only_some_modules_import_ray(module: str) -> None:
 def test_only_its_doors_reach_ray(module: str) -> None:
     if not reaches_ray(module) and module not in DOORS_TO_RAY:
         assert not {name for name in imports(module) if reaches_ray(name)}
+
+
+def test_one_module_imports_the_carriers_and_the_loader_imports_it() -> None:
+    assert {module for module in MODULES if imports(module) & SESSIONS} == {CHOICE}
+    assert {module for module in MODULES if CHOICE in imports(module)} == {"dpex.dataloader"}
+    assert imports(CHOICE) >= SESSIONS
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if is_within(m, "dpex.carriers.processes")])
+def test_worker_processes_of_this_machine_need_no_ray(module: str) -> None:
+    assert not {name for name in imports(module) if reaches_ray(name) or is_within(name, "ray")}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if is_within(m, "dpex.protocol")])
@@ -278,13 +290,6 @@ assert not {"ray", "torch"} & set(sys.modules), "a mistyped command imports torc
     )
 
 
-# Exceptions: the fork server, programs that start without dpex, and a thread switch interval.
-OWN_CONSTANTS = {
-    "dpex.cluster.local.forked_worker",
-    "dpex.cluster.local.forkserver",
-    "dpex.compat.late_agent",
-    "dpex.wire.semaphores",
-}
 TUNING = re.compile(
     r"^_?[A-Z][A-Z0-9_]*_(S|SECONDS|BYTES|SHARE|TRIES)(: \S+)? = [0-9.]", re.MULTILINE
 )
@@ -297,7 +302,7 @@ def test_every_time_and_size_that_tunes_dpex_is_in_one_module() -> None:
         if not module.startswith(("dpex.datasets", "dpex.doctor"))
     }
     found = {module for module, names in elsewhere.items() if names}
-    assert found - {"dpex.tuning", "dpex.dataloader"} == OWN_CONSTANTS, elsewhere
+    assert found == {"dpex.tuning", "dpex.dataloader"}, elsewhere
     public = [n for n in elsewhere["dpex.dataloader"] if not n.startswith("DEFAULT_")]
     assert public == [], "only defaults of public arguments stay with the arguments"
 

@@ -13,7 +13,7 @@ from dpex.log import announce_once, warn_once
 from dpex.pipeline.worker_options import WorkerOptions, needs_ray
 
 if TYPE_CHECKING:
-    from dpex.training.carriers import CarrierSession
+    from dpex.carriers.interface import CarrierSession
     from dpex.transforms.stage import Stage
 
 __all__ = ["Demand", "choose_address", "new_session"]

@@ -16,7 +16,8 @@ from types import FunctionType, ModuleType
 
 import xxhash
 
-from dpex.wire.local_modules import installed_roots, process_start
+from dpex.wire.local_modules import installed_roots
+from dpex.wire.machine import process_start
 
 __all__ = ["code_behind", "imports_in"]
 

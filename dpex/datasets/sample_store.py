@@ -25,6 +25,7 @@ import xxhash
 from dpex.datasets.locks import lock_for
 from dpex.datasets.node_memory import claim, forget, memory, one_at_a_time
 from dpex.private_directory import check_way, make_private
+from dpex.wire.machine import boot_id
 from dpex.wire.pickling import Pickled, dump_in_band, load
 
 __all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
@@ -145,7 +146,7 @@ class SampleStore:
 
     def _may_be_damaged(self) -> bool:
         """Return whether the machine may have failed before all samples were on its disk."""
-        boot, last = _boot_id(), str(self._environment.info()["last_txnid"])
+        boot, last = boot_id() or "unknown", str(self._environment.info()["last_txnid"])
         try:
             noted_boot, noted = self._note.read_text().split()
         except (OSError, ValueError):
@@ -161,7 +162,7 @@ class SampleStore:
         if self._lasting:
             last = self._environment.info()["last_txnid"]
             self._environment.sync(True)
-            self._write_note(_boot_id(), str(last))
+            self._write_note(boot_id() or "unknown", str(last))
 
     @property
     def _note(self) -> Path:
@@ -324,10 +325,3 @@ def _decoded(value: memoryview) -> Any:
         buffers.append(np.frombuffer(value, np.uint8, size, start))
         start += size
     return load(Pickled(head, buffers, *slots))
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"

@@ -72,15 +72,14 @@ class Speed:
 
 
 def loaders_like(
-    given: DataLoader[Any], *, num_workers: int, with_ray: bool, head_address: str | None
+    given: DataLoader[Any], *, num_workers: int, head_address: str | None
 ) -> dict[str, DpexDataLoader[Any]]:
     """Make the loaders to compare, with the arguments of the user's loader.
 
     Args:
         given: The user's loader.
         num_workers: Number of workers. If it is not the user's, the user's is compared as well.
-        with_ray: Whether to compare dpex.
-        head_address: The Ray to use; if None, the user's loader gives it.
+        head_address: What runs dpex's workers; if None, the user's loader gives it.
 
     Returns:
         ``"torch"`` with torch's own workers, ``"dpex"``, and ``"given"`` with ``num_workers=0``.
@@ -91,9 +90,8 @@ def loaders_like(
     plain = {"distribute_mode": False}
     loaders = {} if given.num_workers == num_workers else {"given": remake(given, plain)}
     loaders["torch"] = remake(given, {**plain, "num_workers": num_workers})
-    if with_ray:
-        options = {**own, "distribute_mode": True, "num_workers": num_workers}
-        loaders["dpex"] = remake(given, options)
+    options = {**own, "distribute_mode": True, "num_workers": num_workers}
+    loaders["dpex"] = remake(given, options)
     return loaders
 
 
@@ -104,8 +102,9 @@ def take_turns(
 
     Args:
         loaders: The loaders. Each reads whole epochs until its turn ends.
-        total_s: Length of all turns, but for a second part of dpex's first turn, in which Ray's
-            workers start. A turn begins with its first batch, and its last epoch is cut off.
+        total_s: Length of all turns, but for a second part of dpex's first turn, in which Ray may
+            start further worker processes. A turn begins with its first batch, and its last epoch
+            is cut off.
 
     Returns:
         The epochs of each turn of each loader. The errors of loaders that raised one, and had no
@@ -121,8 +120,7 @@ def take_turns(
             try:
                 turns[name].append(_turn(loader, turn_s))
                 if turn == 0 and loader.distribute_mode:
-                    # The later turns are to meet neither Ray's start nor that of its workers.
-                    loader.warm_up(wait=True)
+                    # Ray starts worker processes after the first batch, but not in later turns.
                     turns[name][0] += _turn(loader, turn_s)
             except Exception as error:
                 errors[name] = error

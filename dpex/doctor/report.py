@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
@@ -36,7 +36,7 @@ _SAMPLE_SHARE = 0.25
 _PACKAGES = ("torch", "torchvision", "ray", "pyarrow", "numpy")
 # Warnings about a user's loader that the report shows.
 _MOST_WARNINGS = 10
-# Packages without which dpex makes no batch, and how to install them.
+# How to install the packages that the report may require.
 _INSTALLED_BY = {"torch": 'pip install "torch"', "ray": 'pip install "ray[data]"'}
 
 
@@ -53,7 +53,7 @@ def examine(
     """Write the report, each line as soon as it is known.
 
     Args:
-        head_address: The Ray to test; see ``DpexDataLoader``. If None, the loader's own, or
+        head_address: What runs the workers; see ``DpexDataLoader``. If None, the loader's own, or
             ``"auto"``.
         timeout_s: Seconds after which this process exits with status 1, whatever it waits for.
         out: The file to write to.
@@ -186,10 +186,7 @@ def _version(package: str) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it.
-
-    Ray must not be loaded before dpex has forked the workers of a local Ray.
-    """
+    """Return whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -199,7 +196,7 @@ def _is_installed(package: str) -> bool:
 def _require(package: str) -> None:
     if not _is_installed(package):
         raise Problem(
-            f"{package} is not installed, and dpex makes no batch without it. Install it: "
+            f"{package} is not installed, and dpex makes no batch here without it. Install it: "
             f"{_INSTALLED_BY[package]}"
         )
 
@@ -218,18 +215,20 @@ def _gpus() -> str:
 
 
 def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
-    """Yield which Ray is used, its size, and the speed of two epochs of torch and of dpex.
+    """Yield what runs the workers, its size, and the speed of two epochs of torch and of dpex.
 
     Raises:
         ClusterError: There is no such Ray.
         Problem: Ray is missing, the cluster has no CPU, a loader does not deliver its batches, or
             the batches differ.
     """
-    _require("ray")
     from dpex.doctor.self_test import difference, make_loader, read
 
     chosen = _chosen(head_address)
     yield chosen
+    address = chosen.value["address"]
+    if address != PROCESSES:
+        _require("ray")
     loader = make_loader(distribute_mode=False, head_address=head_address, timeout_s=timeout_s)
     try:
         expected = [read(loader, iter(loader)) for _ in range(2)]
@@ -241,18 +240,16 @@ def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
 
     loader = make_loader(distribute_mode=True, head_address=head_address, timeout_s=timeout_s)
     try:
-        local = chosen.value["address"] == "local"
-        if local:  # else first workers would make the batches
-            loader.warm_up(wait=True)
         batches = iter(loader)  # connects to Ray
-        cluster = _cluster(local=local)
-        yield cluster
-        if not cluster.value["cpus"]:
-            raise Problem(
-                "the cluster has no CPU to make batches with. Start a node that has some: "
-                "`ray start --address=HEAD:PORT` on another machine, without --num-cpus=0. "
-                "A training waits where an autoscaler is to start one; this does not"
-            )
+        if address != PROCESSES:
+            cluster = _cluster(local=address == "local")
+            yield cluster
+            if not cluster.value["cpus"]:
+                raise Problem(
+                    "the cluster has no CPU to make batches with. Start a node that has some: "
+                    "`ray start --address=HEAD:PORT` on another machine, without --num-cpus=0. "
+                    "A training waits where an autoscaler is to start one; this does not"
+                )
         try:
             got = [read(loader, batches), read(loader, iter(loader))]
         except RuntimeError as error:  # a timeout, or dead workers
@@ -266,22 +263,25 @@ def _self_test(head_address: str, timeout_s: float) -> Iterator[Fact]:
             raise Problem(f"dpex gives other batches: {where}. Please report this")
 
 
-def _chosen(head_address: str) -> Fact:
-    """Return the line that names the Ray, and the reason for the choice.
+def _chosen(head_address: str, only_ray: Sequence[str] = ()) -> Fact:
+    """Return the line that names what runs the workers, and the reason for the choice.
+
+    Args:
+        head_address: As for ``DpexDataLoader``.
+        only_ray: The options and stages of the loader that only Ray can meet.
 
     Raises:
-        Problem: ``head_address`` names no Ray.
+        ClusterError: There is no cluster, although ``head_address`` is ``"cluster"``.
+        Problem: ``head_address`` has none of the forms of an address.
     """
-    if head_address == PROCESSES:
-        raise Problem(
-            f"head_address={PROCESSES!r} uses no Ray, and this report is about Ray. Pass another "
-            "one: --head-address=local"
-        )
     try:
         address, why = choose(head_address)
     except ValueError as error:
         raise Problem(str(error)) from error
-    text = f"{'a local Ray' if address == 'local' else address} ({why})"
+    if head_address == "auto" and address == PROCESSES and only_ray:
+        address, why = "local", f"{why}, and {', '.join(only_ray)} needs Ray"
+    names = {"local": "a local Ray", PROCESSES: "none: worker processes of this machine"}
+    text = f"{names.get(address, address)} ({why})"
     return Fact("Ray", text, "ray_address", {"address": address, "reason": why})
 
 
@@ -325,7 +325,7 @@ def _trial(
 
     Raises:
         Problem: Ray is missing, or the loader does not deliver its batches. The lines before that
-            are about what does work.
+            describe the parts that work.
     """
     _require("torch")
     from dpex.doctor.findings import Measurements, conclude, describe_sample, describe_speed
@@ -338,26 +338,25 @@ def _trial(
     costs = measure(given, budget_s=_SAMPLE_SHARE * trial_s)
     yield describe_sample(costs)
 
-    with_ray = _is_installed("ray")
     num_workers = given.num_workers or usable_cores()
-    loaders = loaders_like(
-        given, num_workers=num_workers, with_ray=with_ray, head_address=head_address
-    )
-    no_ray: dict[str, Exception] = {}
-    local = False
-    if with_ray:
-        try:
-            chosen = _chosen(loaders["dpex"].head_address)
-            yield chosen
-            local = chosen.value["address"] == "local"
-        except (ClusterError, Problem) as error:
-            no_ray["dpex"] = error
-            del loaders["dpex"]
+    loaders = loaders_like(given, num_workers=num_workers, head_address=head_address)
+    no_dpex: dict[str, Exception] = {}
+    address = PROCESSES
+    try:
+        ours = loaders["dpex"]
+        chosen = _chosen(ours.head_address, ours._demand(ours._jobs()).only_ray)
+        yield chosen
+        address = chosen.value["address"]
+        if address != PROCESSES:
+            _require("ray")
+    except (ClusterError, Problem) as error:
+        no_dpex["dpex"] = error
+        del loaders["dpex"]
     cluster: Fact | None = None
     try:
         turns, errors = take_turns(loaders, total_s=(1 - _SAMPLE_SHARE) * trial_s)
-        if turns.get("dpex"):
-            cluster = _cluster(local=local)
+        if turns.get("dpex") and address != PROCESSES:
+            cluster = _cluster(local=address == "local")
             yield cluster
     finally:
         for loader in loaders.values():
@@ -382,9 +381,8 @@ def _trial(
     )
     if getattr(given, "on_error", "raise") == "skip":
         errors.pop("torch", None)  # torch's loader leaves no sample out
-    for name, raised in {**errors, **no_ray}.items():
+    for name, raised in {**errors, **no_dpex}.items():
         raise _failure(name, raised)
-    _require("ray")
 
 
 def _failure(name: str, error: Exception) -> Problem:

@@ -59,7 +59,7 @@ def make_loader(
 
     Args:
         distribute_mode: Whether dpex makes the batches; torch does if False.
-        head_address: The Ray to use.
+        head_address: What runs dpex's workers.
         timeout_s: Seconds to wait for a batch.
     """
     return DpexDataLoader(
@@ -71,7 +71,7 @@ def make_loader(
         generator=torch.Generator().manual_seed(0),
         persistent_workers=True,
         distribute_mode=distribute_mode,
-        head_address=head_address,
+        head_address=head_address if distribute_mode else "auto",
     )
 
 

@@ -73,7 +73,6 @@ class _Pipeline:
     """A pipeline, as the pipeline actor keeps it.
 
     Attributes:
-        job_key: Digest of the job that the worker processes read.
         until_idle: Whether an execution of the pipeline ends when its tasks have ended.
         arrived: The latest messages from worker processes, to recognise resent messages.
         earlier: Closed pipelines whose tasks may still make samples, each as a future of the end.
@@ -97,7 +96,6 @@ class _Pipeline:
         self.until_idle = self._in_actors and not kept
         # Unlike a task, an actor does not release its CPU while it waits.
         held = not _HELD_WHILE_WAITING.isdisjoint(spec.options)
-        self.job_key = spec.job_key
         self.run: str | None = None
         self.holders = CopyHolders(self._may_hold)
         self._persistent = spec.persistent
@@ -331,11 +329,10 @@ class _Pipeline:
 class _PipelineActor:
     """The class of the pipeline actor.
 
-    ``take``, ``next_end``, ``start_tasks_and_wait``, ``more_tasks`` and ``next_chunk``
-    wait without a time limit. ``begin``, ``feed``, ``close`` and ``released`` wait for a limited
-    time until no task works for an earlier run. A call that names a pipeline may arrive before
-    ``open``, and waits for it. ``stored_job`` and ``others`` wait for Ray in a thread. The other
-    methods do not wait.
+    ``take``, ``next_end``, ``start_task``, ``more_tasks`` and ``next_chunk`` wait without a time
+    limit. ``begin``, ``feed``, ``close`` and ``released`` wait for a limited time until no task
+    works for an earlier run. A call that names a pipeline may arrive before ``open``, and waits for
+    it. ``others`` waits for Ray in a thread. The other methods do not wait.
     """
 
     def __init__(self) -> None:
@@ -344,7 +341,6 @@ class _PipelineActor:
         self._closed: Recent[str, CopyHolders | None] = Recent(tuning.MAX_CLOSED_PIPELINES)
         # The closed pipelines whose tasks may still make samples.
         self._at_work: set[asyncio.Future[None]] = set()
-        self._stored_jobs: dict[str, asyncio.Future[ray.ObjectRef]] = {}
         # See ``Scheduler``. The processes of a closed pipeline may still run.
         self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
         self._task_pools = TaskPools()
@@ -378,16 +374,14 @@ class _PipelineActor:
         """Start a pipeline that serves ``run`` first."""
         if pipeline_key in self._closed and pipeline_key not in self._pipelines:
             return  # closed before this call arrived, and no call waits for it
-        loop = asyncio.get_running_loop()
         opening = self._opening(pipeline_key)
         try:
-            earlier = tuple(self._at_work)
             pipeline = _Pipeline(
                 spec,
                 run,
-                loop,
+                asyncio.get_running_loop(),
                 self._somebody_waits,
-                earlier,
+                tuple(self._at_work),
                 self._replaced,
                 self._task_pools,
             )
@@ -397,30 +391,26 @@ class _PipelineActor:
         except Exception as error:
             opening.set_exception(error)
 
-    async def begin(self, pipeline_key: str, run: str) -> bool:
+    async def begin(self, pipeline_key: str, run: str) -> tuple[bool, bool]:
         """Switch a pipeline to another run.
 
         Returns:
-            False if the pipeline is broken or closed, or still works for a cancelled run.
+            Whether the pipeline has begun the run. It has not if it is broken or closed, or still
+            works for a cancelled run. Then the second item is whether logical workers lose state.
         """
         if pipeline_key in self._closed:
-            return False
+            return False, False
         pipeline = await self._opening(pipeline_key)
         patience_s = tuning.STATE_QUIET_S if pipeline.scheduler.keeps_state else tuning.QUIET_S
         deadline = time.monotonic() + patience_s
         while pipeline.scheduler.has_work and not pipeline.broken and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         if pipeline.broken or pipeline.scheduler.has_work or pipeline_key in self._closed:
-            return False
+            closed = pipeline_key in self._closed
+            return False, pipeline.scheduler.keeps_state and not closed
         pipeline.begin(run)
         pipeline.earlier = tuple(self._at_work)
-        return True
-
-    async def keeps_state(self, pipeline_key: str) -> bool:
-        """Return whether the logical workers of an open pipeline outlive an iteration."""
-        if pipeline_key in self._closed:
-            return False
-        return (await self._opening(pipeline_key)).scheduler.keeps_state
+        return True, False
 
     @packed
     async def feed(
@@ -457,11 +447,11 @@ class _PipelineActor:
             pipeline.scheduler.one_by_one = one_by_one
             pipeline.feed(number, chunks)
 
-    async def start_tasks_and_wait(self, pipeline_key: str, run: str, tasks: int) -> None:
-        """Start tasks for a run, and wait for them; see ``TaskRequests``."""
+    async def start_task(self, pipeline_key: str, run: str) -> None:
+        """Start a task for a run, and wait for it; see ``TaskRequests``."""
         pipeline = await self._serving(pipeline_key, run)
         if pipeline is not None and not pipeline.broken:
-            await pipeline.requests.start_tasks_and_wait(tasks)
+            await pipeline.requests.start_task()
 
     async def more_tasks(self, pipeline_key: str, started: int) -> int | None:
         """Wait until a pipeline wants tasks; see ``TaskRequests``."""
@@ -601,9 +591,6 @@ class _PipelineActor:
         left = asyncio.get_running_loop().create_future()
         if pipeline.scheduler.has_work:
             self._at_work.add(left)
-        still_read = {other.job_key for other in self._opened()}
-        if pipeline.job_key not in still_read:
-            self._stored_jobs.pop(pipeline.job_key, None)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, pipeline.join)

@@ -18,15 +18,9 @@ from dpex.cluster.raylet_end import RAYLET_ENDED, raylet_ended
 from dpex.errors import ClusterError
 from dpex.log import waits
 
-__all__ = ["ACTOR_STARTS", "Nodes"]
+__all__ = ["Nodes"]
 
 logger = logging.getLogger("dpex")
-
-ACTOR_STARTS = (
-    "waiting for the process that runs the pipeline, which Ray starts on this node: %.0f s by now. "
-    "If it does not start, Ray's logs say why: raylet.out, and python-core-worker-*.log"
-)
-"""Reason why a first answer is late; the number is the wait in seconds."""
 
 
 class Nodes:
@@ -78,7 +72,7 @@ class Nodes:
                 dead[number]["NodeManagerHostname"],
             )
 
-    def wait_for_answer(self, ref: ray.ObjectRef, reason: str = ACTOR_STARTS) -> Any:
+    def wait_for_answer(self, ref: ray.ObjectRef, reason: str) -> Any:
         """Return the pipeline actor's answer, however late, while this process's node is alive.
 
         dpex logs the wait after 10 s, 20 s, 40 s and so on.

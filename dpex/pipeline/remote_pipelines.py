@@ -139,28 +139,21 @@ class RemotePipelines:
         """Wait for a pipeline to begin; return whether it has, and drop it if not."""
         if begins.answer is None:
             return True
+        loses_state = False
         with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            answer = self._nodes.wait_for_answer(begins.answer, _SAMPLES_OF_THE_LAST_EPOCH)
-            begins.pipeline.ready = bool(answer)
-        if not begins.pipeline.ready:
-            self._warn_of_lost_state(begins.pipeline)
-            self._drop(begins.pipeline)
-        return begins.pipeline.ready
-
-    def _warn_of_lost_state(self, pipeline: _RemotePipeline) -> None:
-        """Warn if a pipeline that does not begin has persistent workers with a state."""
-        keeps_state = False
-        with contextlib.suppress(ray.exceptions.RayTaskError):  # the pipeline failed to open
-            keeps_state = self._nodes.wait_for_answer(
-                self._actor.handle.keeps_state.remote(pipeline.key)
+            begins.pipeline.ready, loses_state = self._nodes.wait_for_answer(
+                begins.answer, _SAMPLES_OF_THE_LAST_EPOCH
             )
-        if keeps_state:
+        if not begins.pipeline.ready:
+            self._drop(begins.pipeline)
+        if loses_state:
             logger.warning(
                 "the persistent workers of the last epoch are lost, or a worker has needed more "
                 "than %.0f s for the sample that it was making. State that the workers kept "
                 "(generators, counters, the result of worker_init_fn) starts again",
                 tuning.STATE_QUIET_S,
             )
+        return begins.pipeline.ready
 
     def new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
         """Start a pipeline that first serves the run with this key."""

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -17,7 +17,7 @@ from dpex.errors import ClusterError
 from dpex.pipeline.actor import PipelineActor
 from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
-from dpex.protocol.chunks import Chunk, PickledChunk
+from dpex.protocol.chunks import Chunk
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.packing import pack
@@ -116,29 +116,21 @@ class RemoteRun:
         return self._receiver
 
     def feed(
-        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
-    ) -> None:
-        """Pickle chunks and send them; see ``send``.
-
-        Raises:
-            SerializationError: A chunk's indices cannot be pickled.
-        """
-        self.send(pickled_chunks(chunks, alone=alone, resent=resent), **limits)
-
-    def send(
         self,
-        chunks: list[PickledChunk],
+        chunks: Sequence[Chunk],
         *,
+        alone: bool,
+        resent: bool,
         one_by_one: bool,
         parallel: int,
         starting: int,
     ) -> None:
-        """Send pickled chunks; see ``_PipelineActor.feed``."""
+        """Pickle chunks and send them; see ``CarrierRun``."""
         fed = pack(
             self._pipeline_key,
             self._run,
             self._fed,
-            chunks,
+            pickled_chunks(chunks, alone=alone, resent=resent),
             one_by_one=one_by_one,
             parallel=parallel,
             starting=starting,
@@ -156,9 +148,7 @@ class RemoteRun:
             error.
         """
         if self._first_task is None:
-            self._first_task = self._actor.handle.start_tasks_and_wait.remote(
-                self._pipeline_key, self._run, 1
-            )
+            self._first_task = self._actor.handle.start_task.remote(self._pipeline_key, self._run)
         done, _ = ray.wait([self._first_task], timeout=timeout_s)
         return bool(done)
 

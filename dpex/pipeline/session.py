@@ -26,7 +26,7 @@ from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
-from dpex.log import warn
+from dpex.log import warn_once
 from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
 from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
 from dpex.pipeline.metrics import publish
@@ -45,8 +45,8 @@ from dpex.worker.training_settings import Settings
 
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
-    from dpex.training.carriers import LoaderJobs
     from dpex.transforms.stage import Stage
+    from dpex.worker.loader_jobs import LoaderJobs
 
 __all__ = ["Session", "StoredJob"]
 
@@ -82,9 +82,6 @@ class Session(OwnProcess):
         persistent: Whether logical workers outlive an iteration.
         worker_options: Ray options of one worker process.
     """
-
-    warned_of_size = False
-    """Whether any session has warned that its dataset is large."""
 
     def __init__(
         self,
@@ -258,12 +255,12 @@ class Session(OwnProcess):
                 f"{larger}"
             )
         large = pickled.size_bytes > tuning.LARGE_DATASET_BYTES
-        if large and not (self._connection.single_host or Session.warned_of_size):
-            Session.warned_of_size = True
-            warn(
+        if large and not self._connection.single_host:
+            warn_once(
                 f"the pickled dataset has {pickled.size_bytes >> 20:,} MB, which travel to every "
                 "node that reads from it. dpex.datasets.on_node(YourDataset, ...) builds it there "
                 "instead, from its arguments",
+                key="dataset size",
             )
         return store_job(pickled, same_host=self._connection.single_host)
 
@@ -333,23 +330,21 @@ class Session(OwnProcess):
             in_actors=wants_actors(),
         )
         token = RunToken()
-        new = functools.partial(self._new, run, job, spec, token)
+        new = functools.partial(self._new, run, spec, token)
         try:
             begins = self._pipelines.begin(run, spec, token)
         except ACTOR_LOST:
             begins = self._on_new_actor(new)
-        # The first chunk needs Ray Data, which takes at least as long to load as the actor takes to
-        # start. An earlier load would keep the GIL from the thread that starts the actor.
+        # The first chunk needs Ray Data, which takes about as long to load as the actor to start.
         if _RECEIVER not in sys.modules:
             loading = BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True)
             loading.start()
             importing.add(loading)
         return functools.partial(self._opened, run, token, new, begins, pin_device)
 
-    def _new(self, run: str, job: StoredJob, spec: PipelineSpec, token: RunToken) -> PipelineStart:
-        """Start a new pipeline on the present actor, with the job as it is stored now."""
-        spec = replace(spec, job=job.refs, actor_name=self._actor.name)
-        return self._pipelines.new(run, spec, token)
+    def _new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
+        """Start a new pipeline on the present actor."""
+        return self._pipelines.new(run, replace(spec, actor_name=self._actor.name), token)
 
     def _on_new_actor(self, new: Callable[[], PipelineStart]) -> PipelineStart:
         """Start a pipeline on a new pipeline actor, because the old actor has died."""
@@ -365,9 +360,10 @@ class Session(OwnProcess):
         pin_device: int | None,
     ) -> RemoteRun:
         try:
-            begins = self._begun(new, begins)
+            if not self._pipelines.begun(begins):  # it still works for a cancelled run
+                begins = new()
         except ACTOR_LOST:
-            begins = self._begun(new, self._on_new_actor(new))
+            begins = self._on_new_actor(new)
         self._served = True
         return RemoteRun(
             self._actor,
@@ -380,10 +376,6 @@ class Session(OwnProcess):
             through_client=self._connection.kind == "client",
             persistent=self._persistent,
         )
-
-    def _begun(self, new: Callable[[], PipelineStart], begins: PipelineStart) -> PipelineStart:
-        """Wait for a pipeline to begin; if it still works for a cancelled run, open a new one."""
-        return begins if self._pipelines.begun(begins) else new()
 
     def _replace_actor(self) -> None:
         self._actor.lost = True

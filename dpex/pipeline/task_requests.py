@@ -112,16 +112,13 @@ class TaskRequests:
             await self._counted.wait()
         return None
 
-    async def start_tasks_and_wait(self, tasks: int) -> None:
-        """Start tasks before there are chunks, and wait until so many have asked for a chunk.
+    async def start_task(self) -> None:
+        """Start a task before there are chunks, and wait until a task has asked for a chunk.
 
         The call also returns after the first chunk, at the end of the iteration, and if the
         pipeline is broken.
-
-        Args:
-            tasks: Number of tasks, without those that have ended.
         """
-        self.note(self._scheduler.prepare, tasks)
-        while self._scheduler.running < tasks <= self._scheduler.prepared:
+        self.note(self._scheduler.prepare)
+        while self._scheduler.prepared and not self._scheduler.running:
             self._counted.clear()
             await self._counted.wait()

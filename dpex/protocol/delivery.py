@@ -512,7 +512,7 @@ class Delivery(Generic[ArrivedT]):
         )
         if self._carrier.alive:
             reason = self._reason or str(cause or "no reason known")
-            text = f"the pipeline on the cluster ended {where}. Ray says: {reason}"
+            text = f"the workers ended {where}. The reason: {reason}"
         else:
             text = (
                 f"the loader was closed, or Ray was shut down or lost, {where}. A new iter(loader) "

@@ -87,7 +87,7 @@ class Scheduler:
         starting: Number of tasks that may be starting at once, if logical workers are bound.
         one_by_one: Whether only one task at a time may work.
         in_run: Whether the pipeline serves an iteration.
-        prepared: How many tasks must wait before the first chunks of an iteration come.
+        prepared: Whether a task must wait before the first chunks of an iteration come.
         run: Number of the iteration that the pipeline serves or served last, from 1.
         closed: Whether all leases end.
     """
@@ -148,7 +148,7 @@ class Scheduler:
         # Whether a further task may be needed.
         self._changed = False
         self._replaced = deque(maxlen=tuning.MAX_REPLACED) if replaced is None else replaced
-        self.prepared = 0
+        self.prepared = False
         # When a task last asked for a chunk or got one.
         self._asked_at = math.inf
         # Whether any task has asked for a second chunk.
@@ -166,7 +166,7 @@ class Scheduler:
         self._now = now
         self.run += in_run
         self._stuck = False
-        self.prepared = 0
+        self.prepared = False
         self._asked_at = math.inf
         self._bindings.begin(in_run=in_run)
         self.in_run = in_run
@@ -175,7 +175,7 @@ class Scheduler:
     def feed(self, now: float, chunk: PickledChunk) -> list[Answer | Loss]:
         """Add a chunk to those that wait: after the others, or if it is resent, before new ones."""
         self._now = now
-        self.prepared = 0
+        self.prepared = False
         insert_in_turn(self._chunks, chunk)
         self._changed = True
         return self._decided()
@@ -281,25 +281,20 @@ class Scheduler:
         self._changed = True
         return self._decided()
 
-    def prepare(self, now: float, tasks: int) -> list[Answer | Loss]:
-        """Start tasks before there are chunks.
+    def prepare(self, now: float) -> list[Answer | Loss]:
+        """Start a task before there are chunks, unless one waits.
 
         Until the first chunk or the end of the iteration, a task replaces each that ends.
-
-        Args:
-            now: The time.
-            tasks: Number of tasks, without those that have ended.
         """
         self._now = now
-        self.prepared = 0 if self.closed else max(tasks, self.prepared)
-        self.parallel = max(tasks, self.parallel)
+        self.prepared = not self.closed
         self._changed = True
         return self._decided()
 
     def stop_preparing(self, now: float) -> list[Answer | Loss]:
-        """Start no more tasks than there are chunks."""
+        """Start no task without a chunk."""
         self._now = now
-        self.prepared = 0
+        self.prepared = False
         return self._decided()
 
     def tick(self, now: float) -> list[Answer | Loss]:
@@ -334,7 +329,7 @@ class Scheduler:
         self.drop()
         for lease in list(self._waiting.values()):
             self._end(lease)
-        self.prepared = 0
+        self.prepared = False
         return self._decided()
 
     def _decided(self) -> list[Answer | Loss]:
@@ -599,7 +594,7 @@ class Scheduler:
         if self._bindings.bound:
             # Batches are needed in order, and fewer processes that start at once are ready sooner.
             wanted = min(wanted, self.starting)
-        wanted = max(wanted, self.prepared - self.running)
+        wanted = max(wanted, int(self.prepared and not self.running))
         if self._bindings.binding is not Binding.ALWAYS and self._others is not None:
             # One task can make all batches. A second task would have to start another process, and
             # tasks of the other jobs would wait for that.

@@ -1,4 +1,4 @@
-"""Iterator of a loader whose workers are Ray tasks, as torch's loader sees it."""
+"""Iterator of a loader with dpex's workers, as torch's loader sees it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dpex.worker.seeding import generators_kept
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from dpex.carriers.interface import CarrierSession
     from dpex.protocol.chunk_sizes import ChunkPlanner
-    from dpex.training.carriers import CarrierSession
     from dpex.training.checkpoint import EpochProgress
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs
@@ -37,7 +37,7 @@ def initial_binding(loader: DataLoader[Any]) -> Binding:
 
 
 class ClusterIter(BaseDataLoaderIter):
-    """Iterator of a loader whose workers are Ray tasks.
+    """Iterator of a loader with dpex's workers.
 
     Each epoch is one ``Epoch``. The iterator outlives its epochs if workers are persistent.
 

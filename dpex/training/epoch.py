@@ -1,4 +1,4 @@
-"""One epoch of a loader whose workers are Ray tasks: chunks out, blocks in, batches in order."""
+"""One epoch of a loader with dpex's workers: chunks out, blocks in, batches in order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 
 if TYPE_CHECKING:
+    from dpex.carriers.interface import CarrierRun, CarrierSession
     from dpex.protocol.batch_order import BatchOrder
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunk_sizes import ChunkPlanner
     from dpex.protocol.chunks import Chunk, Entry, Run
     from dpex.protocol.recovery import Recovery
-    from dpex.training.carriers import CarrierRun, CarrierSession
     from dpex.wire.arrivals import Arrival
 
 __all__ = ["Epoch", "EpochOptions", "StateNotes"]
@@ -90,7 +90,7 @@ class StateNotes:
 
 
 class _RunCarrier:
-    """Carries the chunks of an epoch on the pipelines of a session; see ``Carrier``.
+    """Carries the chunks of an epoch to the worker processes of a session; see ``Carrier``.
 
     Args:
         order: Requests for the batches, for messages.
@@ -128,7 +128,7 @@ class _RunCarrier:
 
     @property
     def alive(self) -> bool:
-        """Whether the session is open and its Ray is still this process's Ray."""
+        """Whether runs can be opened."""
         return self._session.alive
 
     def open(self, run: Run) -> None:
@@ -276,7 +276,7 @@ class _RunCarrier:
 
 
 class Epoch:
-    """One epoch: a ``Delivery`` that waits on the clock and on the session's pipelines.
+    """One epoch: a ``Delivery`` that waits on the clock and on the session's worker processes.
 
     Args:
         run: The run that the batches belong to.

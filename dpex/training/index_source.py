@@ -32,7 +32,7 @@ class IndexSource:
         generator: The loader's ``generator``.
         dataset: The loader's ``dataset``.
         num_workers: The loader's ``num_workers``.
-        distribute_mode: Whether Ray tasks make the batches.
+        distribute_mode: Whether dpex's workers make the batches.
     """
 
     index_sampler: Any

@@ -15,7 +15,6 @@ import re
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,13 @@ from typing import Any
 
 import cloudpickle
 
+from dpex.wire.machine import process_start
+
 __all__ = [
     "SCRIPTS",
     "by_value",
     "changed",
     "installed_roots",
-    "process_start",
-    "remember",
     "sources",
     "users_modules",
 ]
@@ -38,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Version:
-    """Version of a module, as this process had it when ``remember`` first saw it.
+    """Version of a module, as this process had it when ``changed`` first saw it.
 
     Attributes:
         spec: The module's spec. A reload gives the module a new spec.
@@ -62,12 +61,6 @@ _OF_TORCH_COMPILE = ("__compiled_fn_", "__resume_at_")
 _seen: dict[str, _Version] = {}
 # Modules that are known not to be the user's own.
 _others: dict[str, ModuleType] = {}
-
-
-def remember() -> None:
-    """Record the version of each module that this process has imported since the last call."""
-    for name, module in users_modules():
-        _first_version(name, module)
 
 
 def changed() -> list[str]:
@@ -150,18 +143,6 @@ def _code_objects(code: Any) -> Iterator[CodeType]:
     elif isinstance(code, dict | tuple):
         for part in code.values() if isinstance(code, dict) else code:
             yield from _code_objects(part)
-
-
-@functools.cache
-def process_start() -> float:
-    """Return the start time of this process, in seconds since the epoch."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
-        assert boot is not None
-        return int(boot[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AssertionError):  # not Linux: use the time of the first call
-        return time.time()
 
 
 def users_modules() -> Iterator[tuple[str, ModuleType]]:

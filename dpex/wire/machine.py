@@ -1,12 +1,25 @@
-"""The name of this machine, by which two processes can find each other, and starts of processes."""
+"""Names of this machine, by which two processes can find each other, and starts of processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
+import socket
+import time
 from pathlib import Path
 
-__all__ = ["machine", "started"]
+__all__ = ["boot_id", "machine", "mounts", "process_start", "started"]
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return the identifier of the running kernel, which each boot changes; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox, or a system without /proc
+        return ""
 
 
 @functools.cache
@@ -16,14 +29,36 @@ def machine() -> str:
     Two processes with the same name can map each other's segments, and see each other's ids.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "user")]
         shown_as = str(Path("/proc/self").readlink())
+        name = " ".join([boot_id(), *spaces, str(os.getuid())])
     except OSError:
         return ""
     # In a container, /proc may show the processes of the namespace around it.
-    usable = hasattr(os, "memfd_create") and shown_as == str(os.getpid())
-    return " ".join([boot, *spaces, str(os.getuid())]) if usable else ""
+    usable = boot_id() and hasattr(os, "memfd_create") and shown_as == str(os.getpid())
+    return hashlib.blake2s(name.encode(), digest_size=8).hexdigest() if usable else ""
+
+
+@functools.cache
+def mounts() -> str:
+    """Return a name of this machine and its mounts; processes with the same name see equal paths.
+
+    If this process cannot know it, no other process has the name.
+    """
+    with contextlib.suppress(OSError):
+        if boot_id():
+            return f"{boot_id()}/{Path('/proc/self/ns/mnt').stat().st_ino}"
+    return f"{socket.gethostname()}/{os.getpid()}"
+
+
+@functools.cache
+def process_start() -> float:
+    """Return the start time of this process, in seconds since the epoch."""
+    ticks = started(os.getpid())
+    if not ticks:  # not Linux: use the time of the first call
+        return time.time()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def started(pid: int) -> str:

@@ -12,19 +12,18 @@ import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from dpex.errors import NodeDataError
+from dpex.wire.machine import mounts
 from dpex.wire.memory_map import address_of
 
 __all__ = [
     "MappedFile",
     "MappedStorage",
-    "host_identity",
     "rebuild_arena",
     "rebuild_array",
     "rebuild_arrow_buffer",
@@ -38,17 +37,6 @@ __all__ = [
 ]
 
 _semaphores: dict[tuple[str, int], MappedFile] = {}
-
-
-@functools.cache
-def host_identity() -> str:
-    """Return an identifier of the running kernel and of this process's mount namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    mounts = Path("/proc/self/ns/mnt")
-    try:
-        return f"{boot.read_text().strip()}/{mounts.stat().st_ino}"
-    except OSError:  # a sandbox: treat other processes as processes of other machines
-        return f"{socket.gethostname()}/{os.getpid()}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +55,7 @@ class MappedFile:
         size: The file's size in bytes.
         shared: Whether other processes see writes to the mapping.
         writable: Whether the process may write to the mapping.
-        host: ``host_identity()`` of that process.
+        host: ``mounts()`` of that process.
     """
 
     path: str | None
@@ -102,7 +90,7 @@ class MappedFile:
             os.close(descriptor)
 
     def _open(self) -> int:
-        same_host = self.host == host_identity()
+        same_host = self.host == mounts()
         candidates = [self.path] if self.path is not None else []
         if same_host and self.descriptor is not None:
             candidates.append(f"/proc/{self.pid}/fd/{self.descriptor}")

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from dpex import tuning
+from dpex.wire.machine import mounts
 from dpex.wire.mapped_files import (
     MappedFile,
     MappedStorage,
-    host_identity,
     rebuild_arena,
     rebuild_array,
     rebuild_arrow_buffer,
@@ -109,13 +109,11 @@ class Mappings:
 
     Attributes:
         copied: Objects in shared memory that the readers get as copies.
-        met_segment: Whether an object is a batch in a segment.
     """
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self.copied: list[Any] = []
-        self.met_segment = False
         self._used: set[Span] = set()
         self._places: dict[tuple[str, int], _Place] = {}
         self._files: dict[tuple[Any, ...], MappedFile] = {}
@@ -203,7 +201,6 @@ class Mappings:
             UnsharedMemoryError: The readers can neither map the memory nor use a copy.
         """
         span = self._span(address, size)
-        self.met_segment |= span is not None and _is_segment(span)
         if span is None or not size or _is_foreign(span):
             return None
         writes = span.shared and span.writable
@@ -260,7 +257,7 @@ class Mappings:
                 size=place.size,
                 shared=span.shared,
                 writable=span.writable,
-                host=host_identity(),
+                host=mounts(),
             )
         return self._files[key]
 
@@ -280,8 +277,9 @@ class Mappings:
             self._places[span.file] = self._look_for(span)
         return self._places[span.file]
 
-    def _look_for(self, span: Span) -> _Place:
-        path = None if span.path.endswith(_DELETED) else span.path
+    def _look_for(self, span: Span, path: str | None = None) -> _Place:
+        if path is None and not span.path.endswith(_DELETED):
+            path = span.path
         found = _status_of(path, span) if path else None
         if found is not None:
             status = found.st_dev, found.st_ino
@@ -417,6 +415,11 @@ class Mappings:
 
     def _reduce_semaphore(self, lock: Any) -> Any:
         handle = lock._semlock.handle
+        span, name = self._span(handle, _SEMAPHORE_BYTES), lock._semlock.name
+        if span is not None and name is not None:
+            # The mapping has the name that the C library gave the file at first, and has removed.
+            path = f"/dev/shm/sem.{name.removeprefix('/')}"
+            self._places.setdefault(span.file, self._look_for(span, path))
         found = self._find(lock, handle, _SEMAPHORE_BYTES, writeable=True)
         if found is None:
             return None
@@ -465,7 +468,7 @@ def _is_foreign(span: Span) -> bool:
 
     A segment is shared memory only for dpex. For the user, it is a batch's own memory.
     """
-    if _is_segment(span):
+    if span.path.startswith(f"/memfd:{SEGMENT_NAME}"):
         return True
     if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
         # CUDA's pinned memory and anonymous shared memory have the same path, /dev/zero.
@@ -473,10 +476,6 @@ def _is_foreign(span: Span) -> bool:
     return Path(span.path).name.startswith(_OBJECT_STORE) and (
         span.path.startswith("/dev/shm/") or span.path.endswith(_DELETED)
     )
-
-
-def _is_segment(span: Span) -> bool:
-    return span.path.startswith(f"/memfd:{SEGMENT_NAME}")
 
 
 def _merged(found: list[Span]) -> list[Span]:

@@ -18,7 +18,7 @@ _LINE = re.compile(r"^(\w+)-(\w+) .(.).(.) (\w+) ([\w:]+) (\d+) *(.*)$", re.ASCI
 
 
 class Span(NamedTuple):
-    """One mapping: a line of ``/proc/<pid>/maps``.
+    """One mapping: a line of ``/proc/self/maps``.
 
     Attributes:
         start: Its first address.
@@ -46,17 +46,13 @@ class Span(NamedTuple):
         return self.device, self.inode
 
 
-def spans(pid: int | None = None) -> list[Span]:
-    """Return the mappings of a process, in the order of their addresses.
-
-    Args:
-        pid: ID of the process; by default of this process.
+def spans() -> list[Span]:
+    """Return the mappings of this process, in the order of their addresses.
 
     Raises:
-        OSError: The system has no ``/proc``, or the process does not exist, or it belongs to
-            another user.
+        OSError: The system has no ``/proc``.
     """
-    text = os.fsdecode(Path("/proc", str(pid or "self"), "maps").read_bytes())
+    text = os.fsdecode(Path("/proc/self/maps").read_bytes())
     return [
         Span(
             int(start, 16),

@@ -8,7 +8,6 @@ dataset to worker processes, and to send batches back.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import functools
 import importlib
@@ -54,16 +53,6 @@ _ADVICE_ELSE = (
     "Create it where it is used (a dataset: at the first __getitem__), or leave it out of "
     "__getstate__"
 )
-# Methods with which a class decides about its pickle.
-_HOOKS = (
-    "__reduce__",
-    "__reduce_ex__",
-    "__getstate__",
-    "__setstate__",
-    "__getnewargs__",
-    "__getnewargs_ex__",
-)
-_PLAIN_PACKAGES = {*sys.stdlib_module_names, "numpy", "torch", "torchvision"}
 _TENSOR_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -80,9 +69,6 @@ class Pickled:
         image_slots: The positions of PIL images in ``buffers``. PIL keeps pixels in another form,
             so these buffers need no copy.
         object_refs: The Ray object references in the object, in the stream's order.
-        plain: Whether no reduction but those of Python, torch and numpy made the stream, and no
-            object is in memory that forks share. If so, a fork's own object is as good as a copy.
-            Determined only if there are ``readers``.
     """
 
     head: bytes
@@ -90,7 +76,6 @@ class Pickled:
     tensor_slots: frozenset[int] = frozenset()
     image_slots: frozenset[int] = frozenset()
     object_refs: list[Any] = field(default_factory=list)
-    plain: bool = False
 
     @property
     def slots(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -217,9 +202,6 @@ class _Buffers:
         self.kept: list[np.ndarray[Any, Any]] = []
         self.slots: dict[str, set[int]] = {"tensor": set(), "image": set()}
         self.object_refs: list[Any] = []
-        # Types of the objects that pickle or cloudpickle reduces itself.
-        self.kinds: set[type] = set()
-        self.reduced_by_us = False
         # Kind and buffer of the last tensor or image, until the pickler passes the buffer on.
         self.expected: tuple[str, pickle.PickleBuffer] | None = None
         self.views = SharedViews()
@@ -261,7 +243,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self._mappings is not None:
             reduced = self._mappings.reduce(obj) or reduce(obj)
             if reduced is not None:
-                self._buffers.reduced_by_us = True
                 return _with_attributes(obj, reduced) if type(obj) is torch.Tensor else reduced
         kind = type(obj)
         if kind is CodeType:
@@ -282,7 +263,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return obj.copy(order="K").__reduce_ex__(5)
         if self._mappings is not None and kind.__name__ == "ObjectRef" and _is_rays(kind):
             # Ray counts a reference to an object only if Ray itself pickles the reference.
-            self._buffers.reduced_by_us = True
             self._buffers.object_refs.append(obj)
             return _object_ref, (len(self._buffers.object_refs) - 1, obj.hex())
         if kind.__module__ == "PIL.Image" and kind.__qualname__ == "Image":
@@ -297,8 +277,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name = next((n for n, module in list(sys.modules.items()) if module is obj), None)
             if name not in (None, "__main__", "__mp_main__"):
                 return importlib.import_module, (name,)
-        if self._mappings is not None:
-            self._buffers.kinds.add(kind)
         if kind is object and self._mappings is not None and id(obj) in self._sentinels:
             return _sentinel, self._sentinels[id(obj)][1:]
         reduced = super().reducer_override(obj)
@@ -467,27 +445,13 @@ def _dump(
     if file.tell() >= tuning.LARGE_PICKLE_BYTES:
         give_back_memory()
     slots = buffers.slots
-    plain = mappings is not None and not (buffers.reduced_by_us or mappings.met_segment)
-    plain = plain and all(map(_is_plain, buffers.kinds))
     return Pickled(
         file.getvalue(),
         buffers.kept,
         frozenset(slots["tensor"]),
         frozenset(slots["image"]),
         buffers.object_refs,
-        plain,
     )
-
-
-def _is_plain(kind: type) -> bool:
-    """Return whether no other package than Python, torch and numpy reduces objects of a type."""
-    owners = (
-        next(part for part in kind.__mro__ if part is object or hook in vars(part))
-        for hook in _HOOKS
-    )
-    reducers = [*owners, copyreg.dispatch_table.get(kind, object)]
-    packages = {str(reducer.__module__).partition(".")[0] for reducer in reducers}
-    return packages <= _PLAIN_PACKAGES
 
 
 Bytes = np.ndarray[Any, Any]

@@ -192,27 +192,22 @@ class SegmentPool:
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._owner = ("", "")
-        self._live_runs: frozenset[str] = frozenset()
         self._usable = False
         self._lock = threading.RLock()
 
-    def serve(
-        self, pipeline: str, run: str, reader: str, *, live_runs: frozenset[str] = frozenset()
-    ) -> SegmentPool | None:
+    def serve(self, pipeline: str, run: str, reader: str) -> SegmentPool | None:
         """Set the run that the next batches belong to.
 
         Args:
-            pipeline: The pipeline that serves the run.
+            pipeline: The pipeline that serves the run. The training process reads no more blocks of
+                its earlier runs.
             run: Key of the run.
             reader: The training process's ``machine()``; empty if it reads no segments.
-            live_runs: Other runs of the pipeline that have not ended. The training process reads
-                no more blocks of any further run of the pipeline.
 
         Returns:
             This pool, or None if the training process cannot read the segments.
         """
         self._owner = (pipeline, run)
-        self._live_runs = live_runs | {run}
         self._usable = bool(reader) and reader == machine()
         return self if self._usable else None
 
@@ -276,7 +271,7 @@ class SegmentPool:
     def _has_ended(self, owner: tuple[str, str]) -> bool:
         """Return whether the training process reads no more blocks of a pipeline's run."""
         pipeline, run = owner
-        return not pipeline or (pipeline == self._owner[0] and run not in self._live_runs)
+        return not pipeline or (pipeline == self._owner[0] and run != self._owner[1])
 
     def _drop(self, segments: list[_Segment]) -> None:
         """Use segments no more. Their memory keeps its content for as long as it is mapped."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import signal
 import time
@@ -25,7 +24,7 @@ __all__ = ["attempt_name", "place_of", "process_name", "process_of", "runs_here"
 def process_name() -> str:
     """Return a unique name of this process, by which a process of this machine can find it."""
     pid = os.getpid()
-    return f"{_machine()} {pid} {started(pid)} {os.uname().nodename} {uuid.uuid4().hex}"
+    return f"{machine()} {pid} {started(pid)} {os.uname().nodename} {uuid.uuid4().hex}"
 
 
 os.register_at_fork(after_in_child=process_name.cache_clear)
@@ -50,7 +49,7 @@ def place_of(process: str) -> tuple[str, int]:
 def runs_here(process: str) -> bool | None:
     """Return whether a process with this name runs; None if this machine may not be its machine."""
     of_machine, pid, start, *_ = process.split(" ")
-    if not of_machine or of_machine != _machine():
+    if not of_machine or of_machine != machine():
         return None
     return started(int(pid)) == start
 
@@ -88,10 +87,3 @@ def _kill(pid: int, start: str) -> None:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
-
-
-@functools.cache
-def _machine() -> str:
-
-    name = machine()
-    return hashlib.blake2s(name.encode(), digest_size=8).hexdigest() if name else ""

@@ -9,17 +9,7 @@ from dpex import tuning
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import dump
 
-__all__ = ["StateWatch", "is_watchable"]
-
-
-def is_watchable(stream_bytes: int, all_bytes: int) -> bool:
-    """Return whether dpex compares a dataset copy whose pickle has these sizes.
-
-    Args:
-        stream_bytes: Size of the pickle stream.
-        all_bytes: Size of that stream with its buffers.
-    """
-    return stream_bytes <= tuning.WATCHED_PICKLE_BYTES and all_bytes <= tuning.WATCHED_BYTES
+__all__ = ["StateWatch"]
 
 
 class StateWatch:
@@ -41,7 +31,8 @@ class StateWatch:
     def __init__(self, dataset: Any, collate_fn: Any, stream_bytes: int, all_bytes: int) -> None:
         self._state = (dataset, collate_fn)
         self._batches = 0
-        self._digest = self._take() if is_watchable(stream_bytes, all_bytes) else None
+        small = stream_bytes <= tuning.WATCHED_PICKLE_BYTES and all_bytes <= tuning.WATCHED_BYTES
+        self._digest = self._take() if small else None
         # The first comparison comes after the first batch.
         self._next_batches = 1
         self._next_look = 0.0

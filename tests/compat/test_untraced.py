@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 import dpex
 from dpex import DpexDataLoader
 from dpex.compat import untraced
-from dpex.wire.local_modules import changed, remember
+from dpex.wire.local_modules import changed
 
 pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
@@ -113,7 +113,7 @@ def with_a_graph_break(batches: Iterator[torch.Tensor]) -> torch.Tensor:
 
 def test_a_module_with_compiled_functions_counts_as_unchanged() -> None:
     """Otherwise worker processes would get all of the user's modules by value."""
-    remember()
+    changed()  # records the modules
     traced(lambda compiled: compiled(with_a_graph_break)(iter([torch.ones(2)])))
     assert any(name.startswith("__resume_at_") for name in globals())
     assert __name__ not in changed()

@@ -254,9 +254,8 @@ class Large:
 def test_a_large_dataset_that_travels_is_told_of_on_node_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dpex.pipeline.session import Session
 
-    monkeypatch.setattr(Session, "warned_of_size", False)
+    monkeypatch.setattr("dpex.log._warned", set())
     dataset = Large()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

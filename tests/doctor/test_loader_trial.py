@@ -51,7 +51,8 @@ class Stream(IterableDataset[Any]):
 
 
 def turns_of(given: DataLoader[Any], total_s: float = 0.3) -> tuple[Any, Any]:
-    loaders = loaders_like(given, num_workers=2, with_ray=False, head_address=None)
+    loaders = loaders_like(given, num_workers=2, head_address=None)
+    del loaders["dpex"]
     return take_turns(loaders, total_s=total_s)
 
 
@@ -119,9 +120,6 @@ class InGroups:
     def stats(self) -> LoaderStats:
         return LoaderStats(samples=4 * self.delivered)
 
-    def warm_up(self, *, wait: bool) -> None:
-        pass
-
 
 def test_a_turn_that_ends_within_a_group_of_batches_counts_whole_groups() -> None:
     turns, _ = take_turns({"dpex": cast("Any", InGroups())}, total_s=1.0)
@@ -166,7 +164,8 @@ def test_a_loader_that_raises_has_no_further_turn() -> None:
 
 def test_persistent_workers_of_a_cut_epoch_end() -> None:
     given = DataLoader(Slow(100_000), batch_size=4, num_workers=2, persistent_workers=True)
-    loaders = loaders_like(given, num_workers=2, with_ray=False, head_address=None)
+    loaders = loaders_like(given, num_workers=2, head_address=None)
+    del loaders["dpex"]
     before = set(multiprocessing.active_children())  # of loaders that are still to be collected
     take_turns(loaders, total_s=0.2)
     assert loaders["torch"]._iterator is None
@@ -186,7 +185,7 @@ def test_the_loaders_have_the_user_s_arguments() -> None:
         head_address="local",
         prefetch_bytes=1000,
     )
-    loaders = loaders_like(given, num_workers=3, with_ray=True, head_address=None)
+    loaders = loaders_like(given, num_workers=3, head_address=None)
     assert set(loaders) == {"torch", "dpex"}
     for loader in loaders.values():
         assert loader.dataset is given.dataset
@@ -197,5 +196,5 @@ def test_the_loaders_have_the_user_s_arguments() -> None:
     dpex = loaders["dpex"]
     assert dpex.distribute_mode
     assert (dpex.on_error, dpex.prefetch_bytes, dpex.head_address) == ("skip", 1000, "local")
-    other = loaders_like(given, num_workers=3, with_ray=True, head_address="10.0.0.5:6379")
+    other = loaders_like(given, num_workers=3, head_address="10.0.0.5:6379")
     assert other["dpex"].head_address == "10.0.0.5:6379"

@@ -63,8 +63,9 @@ def place() -> Iterator[Path]:
         yield directory
 
 
-def test_all_is_well_where_nothing_is_wrong(place: Path) -> None:
-    status, lines, output = doctor(place)
+@pytest.mark.parametrize("given", ["auto", "processes", "local"])
+def test_all_is_well_where_nothing_is_wrong(place: Path, given: str) -> None:
+    status, lines, output = doctor(place, *([] if given == "auto" else ["--head-address", given]))
     assert status == 0, output
     assert lines["verdict"].startswith("ok")
     assert lines["dpex"] == dpex.__version__
@@ -72,8 +73,14 @@ def test_all_is_well_where_nothing_is_wrong(place: Path) -> None:
         assert lines[package] == importlib.metadata.version(package)
     assert lines["cores"].startswith(f"{len(os.sched_getaffinity(0))} for this process")
     assert lines["start method"] == "fork"
-    assert lines["Ray"] == "a local Ray (no cluster found)"
-    assert lines["cluster"].startswith(f"1 node(s), 0 GPUs, {len(os.sched_getaffinity(0))} cores")
+    if given == "local":
+        assert lines["Ray"] == "a local Ray (head_address)"
+        size = f"1 node(s), 0 GPUs, {len(os.sched_getaffinity(0))} cores"
+        assert lines["cluster"].startswith(size)
+    else:
+        why = "no cluster found" if given == "auto" else "head_address"
+        assert lines["Ray"] == f"none: worker processes of this machine ({why})"
+        assert "cluster" not in lines
     for loader in ("torch's loader", "dpex's loader"):
         assert socket.gethostname() in lines[loader]
     wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the doctor's Ray")
@@ -109,9 +116,10 @@ def test_no_ray_where_there_should_be_one(place: Path) -> None:
     status, lines, output = doctor(place, "--head-address", "nowhere")
     assert status == 1, output
     assert "head_address was 'nowhere'" in lines["verdict"]
-    status, lines, output = doctor(place, "--head-address", "processes")
+    status, lines, output = doctor(place, "--head-address", "cluster")
     assert status == 1, output
-    assert "uses no Ray" in lines["verdict"]
+    assert "Ray" not in lines
+    assert "head_address='cluster'" in lines["verdict"]
 
 
 def test_a_cluster_without_cpus(place: Path) -> None:
@@ -158,6 +166,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset
 from dpex import DpexDataLoader
+from dpex.transforms import MappedDataset, Stage
 
 class Remote(Dataset):
     def __len__(self):
@@ -177,6 +186,10 @@ class Broken(Remote):
 
 def remote():
     return DataLoader(Remote(), batch_size=4, num_workers=2)
+
+def with_a_stage():
+    dataset = MappedDataset(Remote(), [Stage(torch.neg, label_selector={"disk": "!none"})])
+    return DpexDataLoader(dataset, batch_size=4, num_workers=2)
 
 def in_the_loop():
     return DataLoader(Remote(), batch_size=4)
@@ -200,8 +213,8 @@ def test_a_loader_of_the_user_is_timed_beside_torch_s(place: Path) -> None:
     status, report = timed(place, "remote", "--step-ms", "1")
     assert status == 0, report
     assert report["ok"]
-    assert report["ray_address"]["address"] == "local"
-    assert report["cluster"]["nodes"] == 1
+    assert report["ray_address"]["address"] == "processes"
+    assert "cluster" not in report
     for name in ("torch_loader", "dpex_loader"):
         assert report[name]["counts"] == "steady"
         assert 0 < report[name]["samples_per_s"] <= 1.5 * 2 / 0.01
@@ -209,6 +222,16 @@ def test_a_loader_of_the_user_is_timed_beside_torch_s(place: Path) -> None:
     assert report["bound"]["by"] in {"num_workers", "neither"}
     assert report["step"]["needed_samples_per_s"] == 4000
     assert any("keep all cores busy" in line for line in report["advice"])
+    wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the doctor's Ray")
+
+
+def test_a_loader_that_needs_ray_is_timed_on_a_local_ray(place: Path) -> None:
+    status, report = timed(place, "with_a_stage")
+    assert status == 0, report
+    assert report["ray_address"]["address"] == "local"
+    assert report["ray_address"]["reason"].startswith("no cluster found, and Stage(")
+    assert report["cluster"]["nodes"] == 1
+    assert report["dpex_loader"]["samples_per_s"] > 0
     wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the doctor's Ray")
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -166,36 +165,6 @@ def test_news_are_told_once_and_end_with_the_last_block(play: Any) -> None:
     play(scenario)
 
 
-def test_a_job_that_could_not_be_stored_is_stored_at_the_next_call(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inherited = SPEC.job_key, SimpleNamespace(pickled=b"job")
-    monkeypatch.setitem(actor_module.inheritance, *inherited)
-    stored: list[bytes] = []
-
-    def store(pickled: bytes, *, same_host: bool) -> bytes:
-        assert same_host
-        stored.append(pickled)
-        if len(stored) == 1:
-            raise OSError("full")
-        return pickled
-
-    monkeypatch.setattr(actor_module, "store_job", store)
-
-    async def scenario(actor: _PipelineActor, _: Any) -> None:
-        await actor.open("pipeline", SPEC, "first")
-        with pytest.raises(OSError, match="full"):
-            await actor.stored_job(SPEC.job_key)
-        for _ in range(2):
-            assert await actor.stored_job(SPEC.job_key) == [b"job"]
-        assert len(stored) == 2
-        await actor.close("pipeline")
-        with pytest.raises(LookupError, match="closed"):
-            await actor.stored_job(SPEC.job_key)
-
-    play(scenario)
-
-
 def test_a_repeated_message_is_ignored(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
@@ -230,7 +199,7 @@ def test_what_comes_of_an_earlier_run_is_dropped(play: Any) -> None:
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
         await actor.cancel("pipeline", "first")
-        assert await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (True, False)
         await deliver(actor, 0, b"late")
         await deliver(actor, 1, loss=LOST)
         assert not (taking := await started(take(actor, "second"))).done()
@@ -250,7 +219,7 @@ def test_a_cancelled_run_ends_and_its_chunks_are_dropped(play: Any) -> None:
         assert await over == 1
         assert await take(actor) == Reply(ended=True)
 
-        assert await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (True, False)
         await feed(actor, 0, b"late")
         await actor.cancel("pipeline", "first")  # late too
         asking = await started(ask(actor))
@@ -272,13 +241,30 @@ def test_the_next_run_waits_for_the_tasks_of_a_cancelled_run(
         begins = await started(actor.begin("pipeline", "second"))
         assert not begins.done()
         asking = await started(ask(actor, 1, 1))  # the task has made its chunk
-        assert await begins
+        assert await begins == (True, False)
         await feed(actor, 0, b"2", run="second")
         assert await asking == b"2"
-        assert not await actor.keeps_state("pipeline")
         monkeypatch.setattr(tuning, "QUIET_S", 0.0)
         await actor.cancel("pipeline", "second")
-        assert not await actor.begin("pipeline", "third")
+        assert await actor.begin("pipeline", "third") == (False, False)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
+    persistent: bool, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "QUIET_S", 0.0)
+    monkeypatch.setattr(tuning, "STATE_QUIET_S", 0.0)
+    spec = replace(SPEC, persistent=persistent, binding=Binding.ALWAYS)
+
+    async def scenario(actor: _PipelineActor, _: Any) -> None:
+        await actor.open("pipeline", spec, "first")
+        await feed(actor, 0, b"0")
+        assert await ask(actor) == b"0"
+        await actor.cancel("pipeline", "first")
+        assert await actor.begin("pipeline", "second") == (False, persistent)
 
     play(scenario)
 
@@ -321,7 +307,7 @@ def test_an_execution_that_fails_breaks_its_pipeline(play: Any) -> None:
         assert (reply.ended, reply.replaceable) == (True, False)
         [loss] = reply.losses
         assert "no disk" in loss.text
-        assert not await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (False, False)
 
     play(scenario)
 
@@ -530,7 +516,7 @@ def test_close_ends_every_call(play: Any) -> None:
         assert await ask(actor) is None
         assert await take(actor) == Reply(ended=True)
         assert await actor.more_tasks("pipeline", 0) is None
-        assert not await actor.begin("pipeline", "second")
+        assert await actor.begin("pipeline", "second") == (False, False)
         assert await actor.next_end("pipeline", PROCESS, 0) is None
         assert await actor.released("pipeline") == []
 
@@ -591,25 +577,6 @@ def test_a_pipeline_that_cannot_open_raises_in_every_call(
             with pytest.raises(OSError, match="no thread"):
                 await call
         await actor.close("pipeline")
-
-    play(scenario)
-
-
-def test_a_pipeline_of_an_inherited_job_opens_only_if_the_actor_inherited_it(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(actor: _PipelineActor, executions: list[FakeExecution]) -> None:
-        inherited = replace(SPEC, job=[])
-        taking = await started(actor.take("one", "first"))
-        assert not await actor.open("one", inherited, "first")
-        with pytest.raises(LookupError, match="has not inherited"):
-            await taking
-        assert executions == []
-        monkeypatch.setitem(actor_module.inheritance, "job", JOB)
-        assert await actor.open("two", inherited, "first")
-        assert len(executions) == 1
-        for key in ("one", "two"):
-            await actor.close(key)
 
     play(scenario)
 

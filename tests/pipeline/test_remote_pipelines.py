@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayTaskError
 
@@ -19,13 +18,11 @@ from dpex.pipeline.remote_pipelines import (
     RunToken,
     warn_of_holders,
 )
-from dpex.protocol.chunks import Run
 from dpex.worker.process_identity import process_name
-from dpex.worker.training_settings import Settings
 
 JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor")
-RUN = Run("first", "loader", 7, 0, 2, 0, Settings(".", torch.float32))
+RUN = "first"
 
 
 def pipelines_of(actor: FakePipelineActor) -> RemotePipelines:
@@ -101,7 +98,7 @@ def test_one_of_two_idle_pipelines_is_closed() -> None:
 
 def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     """It is broken, or still works for a cancelled run."""
-    actor = FakePipelineActor(begin=False)
+    actor = FakePipelineActor(begin=(False, False))
     pipelines = pipelines_of(actor)
     token = RunToken()
     first = pipelines.begin(RUN, SPEC, token)
@@ -112,7 +109,6 @@ def test_a_pipeline_that_does_not_begin_is_closed() -> None:
     assert names(actor, first, second) == [
         ("open", 0),
         ("begin", 0),
-        ("keeps_state", 0),
         ("close", 0),
         ("open", 1),
     ]
@@ -124,38 +120,19 @@ class FailedToOpen(RayTaskError):
 
 
 @pytest.mark.parametrize(
-    ("answers", "lost"),
-    [
-        ({"begin": False, "keeps_state": True}, True),
-        ({"begin": False, "keeps_state": False}, False),
-        ({"begin": FailedToOpen, "keeps_state": FailedToOpen}, False),
-    ],
+    ("answer", "lost"),
+    [((False, True), True), ((False, False), False), (FailedToOpen, False)],
 )
 def test_a_pipeline_that_does_not_begin_says_if_state_is_lost(
-    answers: dict[str, Any], lost: bool, caplog: pytest.LogCaptureFixture
+    answer: Any, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipelines = pipelines_of(FakePipelineActor(**answers))
+    pipelines = pipelines_of(FakePipelineActor(begin=answer))
     token = RunToken()
     pipelines.begin(RUN, SPEC, token)
     del token
     token = RunToken()
     assert not pipelines.begun(pipelines.begin(RUN, SPEC, token))
     assert ("persistent workers of the last epoch are lost" in caplog.text) == lost
-
-
-def test_a_new_pipeline_of_an_inherited_job_is_used_if_it_opens() -> None:
-    for opens in (True, False):
-        actor = FakePipelineActor(open=opens)
-        pipelines = pipelines_of(actor)
-        token = RunToken()
-        first = pipelines.begin(RUN, replace(SPEC, job=[]), token)
-        assert pipelines.begun(first) is opens
-        del token
-        token = RunToken()
-        second = pipelines.begin(RUN, replace(SPEC, job=[]), token)
-        assert (second.pipeline is first.pipeline) is opens
-        expected = [("begin", 0)] if opens else [("close", 0), ("open", 1)]
-        assert names(actor, first, second) == [("open", 0), *expected]
 
 
 def test_a_pipeline_whose_answer_was_not_awaited_is_closed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import warnings
 import weakref
@@ -11,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pytest
 from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayActorError
@@ -19,8 +19,6 @@ from ray.exceptions import ActorDiedError, RayActorError
 from dpex import tuning
 from dpex.cluster import connect
 from dpex.cluster.connect import Connection
-from dpex.cluster.local import forkserver
-from dpex.cluster.local.forked_worker import SERVER
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
 from dpex.pipeline import remote_pipelines, remote_run
 from dpex.pipeline import session as session_module
@@ -32,7 +30,7 @@ from dpex.protocol.binding import Binding
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
-from dpex.worker import module_settings
+from dpex.worker.loader_jobs import LoaderJobs
 
 RUN = "first"
 LOCAL = Connection("local", "10.0.0.5:6379", single_host=True, runtime_env=None)
@@ -69,17 +67,12 @@ class FakeRay:
         free: As ``ray.available_resources()`` returns them.
         starts_nodes: Whether an autoscaler starts nodes.
         actors: The pipeline actors. Each starts when the one before it is lost.
-        is_inherited: Whether forks of the fork server inherit the job.
-        next_opens: For each actor, its answer to ``open``. True if there is no entry.
         environments: The runtime environment of each call for a pipeline actor.
         stored: Contents of the jobs in the object store, in order.
         kept: References to stored jobs that a session or a recorded call still has.
         health: What the sessions wait for answers with.
-        forks: Whether worker processes are forks of this process.
-        changed: The user's modules that have changed since the first ``iter()``.
-        differing: Those whose files had other code then.
+        changed: The user's modules whose code worker processes cannot import.
         released: Functions that finalizers have passed to the release thread.
-        settled: Set when the deferred processes of a local Ray may start.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -88,19 +81,14 @@ class FakeRay:
         self.starts_nodes = False
         self.actors: list[FakePipelineActor] = []
         self.environments: list[Any] = []
-        self.is_inherited = False
-        self.next_opens: list[Any] = []
         self.stored: list[bytes] = []
         self.same_hosts: list[bool] = []
         # The pipelines of which something has waited until worker processes drop their copies.
         self.waited_for: list[str] = []
         self.kept: weakref.WeakSet[Ref] = weakref.WeakSet()
         self.health = FakeNodes()
-        self.forks = False
         self.changed: list[str] = []
-        self.differing: set[str] = set()
         self.released: list[Callable[[], object]] = []
-        self.settled = threading.Event()
 
         context = SimpleNamespace(get_node_id=lambda: "here")
         ray = SimpleNamespace(
@@ -117,8 +105,7 @@ class FakeRay:
             "cpu_users": lambda: "3 x train",
             "starts_no_nodes": lambda: not self.starts_nodes,
             "free_cores": lambda: 6,
-            "changed": lambda inherited: [*self.changed, *sorted(self.differing - inherited)],
-            "settled": self.settled,
+            "changed": lambda: self.changed,
             "release_later": self.released.append,
             "be_ready": lambda: None,
             "_load_ray_data": lambda: None,
@@ -127,21 +114,13 @@ class FakeRay:
         for module in (remote_pipelines, remote_run):
             patch.setattr(module, "wait_for_release", lambda _, keys: self.waited_for.extend(keys))
         patch.setattr(connect, "cluster_size", self.size)
-        patch.setattr(forkserver, "is_inherited", self.inherits)
-        patch.setattr(forkserver, "forked_from_here", lambda: self.forks)
-        patch.setattr(module_settings, "inherited", lambda: frozenset({"mine", "torch"}))
-        patch.setattr(Session, "warned_of_size", False)
+        patch.setattr("dpex.log._warned", set())
 
     def actor(self, runtime_env: Any) -> FakePipelineActor:
         self.environments.append(runtime_env)
         if not self.actors or self.actors[-1].lost:
-            opens = self.next_opens.pop(0) if self.next_opens else True
-            self.actors.append(FakePipelineActor(f"actor {len(self.actors)}", open=opens))
+            self.actors.append(FakePipelineActor(f"actor {len(self.actors)}"))
         return self.actors[-1]
-
-    def inherits(self, job_key: str, job_id: str) -> bool:
-        assert job_id == "01000000"
-        return self.is_inherited
 
     def store(self, pickled: Pickled, *, same_host: bool) -> Ref:
         self.same_hosts.append(same_host)
@@ -156,12 +135,7 @@ class FakeRay:
         return len(alive), cpus, gpus
 
     def session(self, connection: Connection = LOCAL, **given: Any) -> Session:
-        options = {
-            "num_workers": 2,
-            "persistent": False,
-            "worker_options": None,
-            "fork_workers": True,
-        }
+        options = {"num_workers": 2, "persistent": False, "worker_options": None}
         return Session(connection, **{**options, **given})
 
 
@@ -200,6 +174,13 @@ def of_size(size_bytes: int) -> Any:
     return lambda _: pickled
 
 
+def store(session: Session, job: Any, later: Sequence[tuple[Stage, Any]] = ()) -> StoredJob:
+    """Store functions that pickle a job, and the jobs of the later stages."""
+    context = multiprocessing.get_context()
+    jobs = LoaderJobs(job, later, False, context, lambda pickle, here_only: pickle(here_only))
+    return session.store(jobs)
+
+
 def double(value: Any) -> Any:
     return 2 * value
 
@@ -227,7 +208,7 @@ def contents(refs: Sequence[Any]) -> list[bytes]:
 
 def later_of(session: Session, ray: FakeRay, *stages: Stage) -> tuple[LaterStage, ...]:
     """Return the later stages of a pipeline, as its actor gets them."""
-    session.store(Job(), [(stage, Job(b"stage")) for stage in stages])
+    store(session, Job(), [(stage, Job(b"stage")) for stage in stages])
     open_run(session)
     return opened(ray.actors[-1]).later
 
@@ -237,11 +218,11 @@ def later_of(session: Session, ray: FakeRay, *stages: Stage) -> tuple[LaterStage
 
 def test_a_job_is_stored_again_only_if_its_bytes_differ(ray: FakeRay) -> None:
     session = ray.session()
-    one = session.store(Job(b"one"))
+    one = store(session, Job(b"one"))
     assert one.key == Pickled(b"one").digest
-    assert session.store(Job(b"one")) is one
+    assert store(session, Job(b"one")) is one
     assert ray.stored == [b"one"]
-    two = session.store(Job(b"two"))
+    two = store(session, Job(b"two"))
     assert two.key == Pickled(b"two").digest
     assert ray.stored == [b"one", b"two"]
     for job, content in ((one, b"one"), (two, b"two")):
@@ -257,25 +238,25 @@ def test_later_stages_are_stored_again_only_if_their_bytes_differ(ray: FakeRay) 
     session = ray.session()
     first, second = Stage(double), Stage(double, num_cpus=2)
 
-    def store(*jobs: bytes) -> tuple[LaterStage, ...]:
-        session.store(Job(), [*zip((first, second), map(Job, jobs), strict=False)])
+    def stored(*jobs: bytes) -> tuple[LaterStage, ...]:
+        store(session, Job(), [*zip((first, second), map(Job, jobs), strict=False)])
         open_run(session)
         return opened(ray.actors[0]).later
 
-    later = store(b"a", b"b")
+    later = stored(b"a", b"b")
     assert [contents(stage.job) for stage in later] == [[b"a"], [b"b"]]
     assert [stage.job_key for stage in later] == [Pickled(b"a").digest, Pickled(b"b").digest]
     assert [stage.options["num_cpus"] for stage in later] == [1, 2]
-    assert store(b"a", b"b") == later
+    assert stored(b"a", b"b") == later
     assert ray.stored == [b"job", b"a", b"b"]
-    assert [contents(stage.job) for stage in store(b"a", b"c")] == [[b"a"], [b"c"]]
+    assert [contents(stage.job) for stage in stored(b"a", b"c")] == [[b"a"], [b"c"]]
     assert ray.stored.count(b"job") == 1, "the first stage is the same"
-    assert store() == ()
+    assert stored() == ()
 
 
 def test_a_close_releases_the_jobs(ray: FakeRay) -> None:
     session = ray.session()
-    jobs = [session.store(Job(), [(Stage(double), Job(stage))]) for stage in (b"a", b"b")]
+    jobs = [store(session, Job(), [(Stage(double), Job(stage))]) for stage in (b"a", b"b")]
     assert len(ray.kept) == 3
     session.close()
     assert len(jobs) == 2, "iterators may still have them"
@@ -290,17 +271,6 @@ def test_a_close_releases_the_jobs(ray: FakeRay) -> None:
         (True, CLUSTER, {}),
         (False, LOCAL, {"persistent": True}),
         (True, LOCAL, {"changed": ["mine"]}),
-        (True, LOCAL, {"changed": ["mine"], "forks": True}),
-        (True, LOCAL, {"differing": {"mine"}}),
-        (False, LOCAL, {"differing": {"mine"}, "forks": True}),
-        (True, LOCAL, {"differing": {"late"}, "forks": True}),
-        (
-            True,
-            LOCAL,
-            {"differing": {"mine"}, "forks": True, "worker_options": {"runtime_env": {1: 1}}},
-        ),
-        (True, LOCAL, {"differing": {"mine"}, "forks": True, "num_gpus": 1}),
-        (True, ONE_HOST, {"differing": {"mine"}, "forks": True}),
     ],
 )
 def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
@@ -309,13 +279,10 @@ def test_modules_that_worker_processes_may_lack_are_pickled_by_value(
     given: dict[str, Any],
     ray: FakeRay,
 ) -> None:
-    ray.nodes = [node(CPU=8.0, GPU=1.0)]
     given = dict(given)
-    ray.changed, ray.differing = given.pop("changed", []), given.pop("differing", set())
-    ray.forks = given.pop("forks", False)
-    stage = Stage(double, num_gpus=given.pop("num_gpus", 0))
+    ray.changed = given.pop("changed", [])
     jobs = Job(), Job(b"stage")
-    ray.session(connection, **given).store(jobs[0], [(stage, jobs[1])])
+    store(ray.session(connection, **given), jobs[0], [(Stage(double), jobs[1])])
     assert [job.by_value for job in jobs] == [[by_value]] * 2
     assert [job.here_only for job in jobs] == [[connection.single_host]] * 2
     assert set(ray.same_hosts) == {connection.single_host}
@@ -331,82 +298,11 @@ def test_a_module_that_has_no_value_is_an_error_that_names_changed_ones(
     ray.changed = changed
     session = ray.session(connection, persistent=True)
     with pytest.raises(SerializationError, match="an open file") as raised:
-        session.store(Job(by_value_fails=True))
+        store(session, Job(by_value_fails=True))
     found = getattr(raised.value, "__notes__", [])
     assert len(found) == len(notes)
     assert all(part in note for part, note in zip(notes, found, strict=True))
     assert ray.stored == []
-
-
-@pytest.mark.parametrize("inherits", [True, False])
-def test_a_job_that_worker_processes_inherit_is_not_stored(inherits: bool, ray: FakeRay) -> None:
-    ray.is_inherited, ray.next_opens = True, [inherits]
-    session = ray.session()
-    session.store(Job())
-    assert ray.stored == []
-    open_run(session).end()
-    session.store(Job())
-    open_run(session).end()
-    opens = ["open"] if inherits else ["open", "close", "open"]
-    assert calls(ray.actors[0]) == [*opens, "begin"], "the answer stays the same"
-    assert contents(opened(ray.actors[0]).job) == ray.stored == ([] if inherits else [b"job"])
-
-
-def test_worker_processes_of_a_cluster_inherit_nothing(ray: FakeRay) -> None:
-    ray.is_inherited = True
-    ray.session(ONE_HOST).store(Job())
-    assert ray.stored == [b"job"]
-
-
-def test_a_job_that_the_fork_server_lacks_is_stored_at_once(ray: FakeRay) -> None:
-    """A later ``store`` might read memory that the sampler has changed meanwhile."""
-    ray.session().store(Job())
-    assert ray.stored == [b"job"]
-
-
-@pytest.mark.parametrize("inherits", [True, False])
-def test_a_new_actor_says_whether_worker_processes_inherit(inherits: bool, ray: FakeRay) -> None:
-    ray.is_inherited, ray.next_opens = True, [ActorDiedError, inherits]
-    session = ray.session()
-    session.store(Job())
-    open_run(session)
-    assert [actor.lost for actor in ray.actors] == [True, False]
-    assert calls(ray.actors[1]) == (["open"] if inherits else ["open", "close", "open"])
-    assert contents(opened(ray.actors[1]).job) == ray.stored == ([] if inherits else [b"job"])
-
-
-def test_a_job_that_has_changed_is_not_stored_late(ray: FakeRay) -> None:
-    """A sampler may have written to the dataset before the fork server's death is known."""
-    ray.is_inherited, ray.next_opens = True, [False]
-    session = ray.session()
-    data = np.zeros(8, np.uint8)
-    job = session.store(lambda _: Pickled(b"head", [data]))
-    data[0] = 1
-    with pytest.raises(ClusterError, match=r"the dataset has changed.*Call iter\(loader\) again"):
-        open_run(session, job)
-    assert ray.stored == []
-    open_run(session, session.store(Job()))
-    assert ray.stored == [b"job"]
-
-
-def test_a_begin_ends_though_the_loader_is_closed_meanwhile(ray: FakeRay) -> None:
-    ray.is_inherited, ray.next_opens = True, [False]
-    session = ray.session()
-    job = session.store(Job())
-    begin = session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)
-    open_run(session)
-    assert ray.stored == [b"job"]
-    session.close()
-    begin()
-    assert calls(ray.actors[0]).count("open") == 5
-
-
-def test_a_second_actor_that_dies_at_once_ends_the_wait(ray: FakeRay) -> None:
-    ray.is_inherited, ray.next_opens = True, [ActorDiedError, ActorDiedError]
-    session = ray.session()
-    session.store(Job())
-    with pytest.raises(ActorDiedError):
-        open_run(session)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +321,7 @@ def test_a_job_larger_than_the_object_store_is_an_error(
     ]
     session = ray.session(connection)
     with pytest.raises(DatasetTooLargeError) as info:
-        session.store(of_size(1_536 * MIB + 1))
+        store(session, of_size(1_536 * MIB + 1))
     assert "the pickled dataset has 1.5 GiB, but Ray's object store on this node holds 1.5 GiB" in (
         str(info.value)
     )
@@ -433,20 +329,20 @@ def test_a_job_larger_than_the_object_store_is_an_error(
     assert ray.stored == []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        session.store(of_size(1_536 * MIB))
+        store(session, of_size(1_536 * MIB))
     assert ray.stored == [b"large"], "the session still works"
 
 
 def test_sizes_below_a_gibibyte_are_in_mebibytes(ray: FakeRay) -> None:
     ray.nodes = [node(CPU=8.0, object_store_memory=100.0 * MIB)]
     with pytest.raises(DatasetTooLargeError, match=r"has 1,023\.0 MiB, .* holds 100\.0 MiB"):
-        ray.session().store(of_size(1_023 * MIB))
+        store(ray.session(), of_size(1_023 * MIB))
 
 
 def sizes_told(session: Session, size_bytes: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        session.store(of_size(size_bytes))
+        store(session, of_size(size_bytes))
     return [str(warning.message) for warning in caught]
 
 
@@ -522,9 +418,9 @@ def test_a_later_stage_that_no_node_can_run_is_an_error(stage: Stage, ray: FakeR
     ]
     session = ray.session(CLUSTER)
     with pytest.raises(ClusterError, match=r"^stage 2 \(double\) asks for .*'CPU': 8\.0"):
-        session.store(Job(), [(Stage(double), Job(b"a")), (stage, Job(b"b"))])
+        store(session, Job(), [(Stage(double), Job(b"a")), (stage, Job(b"b"))])
     ray.nodes[-1]["Alive"] = True
-    session.store(Job(), [(Stage(double), Job(b"a")), (stage, Job(b"b"))])
+    store(session, Job(), [(Stage(double), Job(b"a")), (stage, Job(b"b"))])
 
 
 def test_a_stage_s_resources_must_be_on_one_node(ray: FakeRay) -> None:
@@ -583,47 +479,6 @@ def test_a_stage_without_gpus_gets_as_many_workers_as_the_first(
     assert later.options == {"num_cpus": 1}
 
 
-def test_only_a_stage_with_gpus_starts_processes_that_are_no_forks(ray: FakeRay) -> None:
-    ray.forks = True
-    ray.nodes = [node(CPU=8.0, GPU=1.0)]
-    own = {"env_vars": {"OWN": "1"}}
-    session = ray.session(worker_options={"runtime_env": own})
-    plain, gpu = later_of(session, ray, Stage(double), Stage(double, num_gpus=1))
-    assert plain.options["runtime_env"] == own
-    assert gpu.options["runtime_env"] == {"env_vars": {"OWN": "1", SERVER: ""}}
-    assert opened(ray.actors[0]).options == {"runtime_env": own}
-
-
-@pytest.mark.parametrize("num_gpus", [0, 1])
-def test_an_environment_is_made_at_once(num_gpus: int, ray: FakeRay) -> None:
-    """The start of the process that makes it was put off."""
-    ray.forks = True
-    ray.nodes = [node(CPU=8.0, GPU=1.0)]
-    later_of(ray.session(), ray, Stage(double, num_gpus=num_gpus))
-    assert ray.settled.is_set() == bool(num_gpus)
-    ray.session(worker_options={"runtime_env": {"env_vars": {"OWN": "1"}}})
-    assert ray.settled.is_set()
-
-
-@pytest.mark.parametrize(
-    ("forks", "fork_workers", "options"),
-    [
-        (True, True, {}),
-        (False, False, {}),
-        (True, False, {"runtime_env": {"env_vars": {SERVER: ""}}}),
-    ],
-)
-def test_worker_processes_are_forks_unless_torch_s_are_none(
-    forks: bool, fork_workers: bool, options: dict[str, Any], ray: FakeRay
-) -> None:
-    ray.forks = forks
-    session = ray.session(fork_workers=fork_workers)
-    session.store(Job())
-    open_run(session)
-    assert opened(ray.actors[0]).options == options
-    assert ray.settled.is_set() == bool(options)
-
-
 def test_nodes_that_lack_dpex_get_it_besides_the_user_s_own_modules(ray: FakeRay) -> None:
     given = {"num_cpus": 2, "runtime_env": {"py_modules": ["own.zip"], "env_vars": {"OWN": "1"}}}
     session = ray.session(BROUGHT, worker_options=given)
@@ -647,7 +502,7 @@ def test_an_iteration_opens_a_pipeline(
 ) -> None:
     monkeypatch.setenv(IN_ACTORS, str(int(in_actors)))
     session = ray.session(connection, persistent=True, worker_options={"num_cpus": 2})
-    session.store(Job())
+    store(session, Job())
     ray.actors[0].calls.clear()
     run = open_run(session)
     [(method, key, spec, run_key)] = ray.actors[0].calls
@@ -674,14 +529,14 @@ def test_an_iteration_opens_a_pipeline(
 
 def idle_pipeline(session: Session) -> None:
     """Open a pipeline, and end its first iteration."""
-    session.store(Job())
+    store(session, Job())
     open_run(session).end()
 
 
 def test_an_iteration_starts_without_a_wait_for_the_answer(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
     idle_pipeline(session)
-    job = session.store(Job())
+    job = store(session, Job())
     run_of = session.open(RUN, job, binding=Binding.ALWAYS, pin_device=None)
     assert calls(ray.actors[0]) == ["open", "begin"]
     assert ray.health.waits == 0
@@ -691,12 +546,34 @@ def test_an_iteration_starts_without_a_wait_for_the_answer(ray: FakeRay) -> None
     assert run._pipeline_key == ray.actors[0].calls[0][1]
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_warm_pipeline_serves_the_next_iteration(
+    wait: bool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, False, True])
+    timeouts: list[float] = []
+
+    def answered(refs: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        timeouts.append(timeout)
+        return (refs, []) if next(answers) else ([], refs)
+
+    monkeypatch.setattr(remote_run, "ray", SimpleNamespace(wait=answered))
+    session = ray.session()
+    job = store(session, Job())
+    session.warm_up(job, binding=Binding.ALWAYS, wait=wait)
+    assert calls(ray.actors[0]) == ["open", "start_task"]
+    assert timeouts == [tuning.LOOK_S if wait else 0] * (3 if wait else 1)
+    run = open_run(session, job)
+    assert calls(ray.actors[0]) == ["open", "start_task", "begin"]
+    assert run._pipeline_key == ray.actors[0].calls[0][1]
+
+
 def test_a_pipeline_that_does_not_begin_is_replaced(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
     idle_pipeline(session)
-    ray.actors[0].answers["begin"] = False
+    ray.actors[0].answers["begin"] = False, False
     run = open_run(session)
-    assert calls(ray.actors[0]) == ["open", "begin", "keeps_state", "close", "open"]
+    assert calls(ray.actors[0]) == ["open", "begin", "close", "open"]
     assert run._pipeline_key == ray.actors[0].calls[-1][1] != ray.actors[0].calls[0][1]
     assert len(ray.actors) == 1
 
@@ -705,9 +582,10 @@ def test_a_pipeline_that_does_not_begin_is_replaced(ray: FakeRay) -> None:
 def test_persistent_workers_that_are_lost_with_the_actor_are_reported(
     persistent: bool, ray: FakeRay, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray.next_opens = [ActorDiedError]
     session = ray.session(CLUSTER, persistent=persistent)
+    ray.actors[0].failure = ActorDiedError
     idle_pipeline(session)
+    assert len(ray.actors) == 2
     assert "persistent workers" not in caplog.text, "none have started"
     ray.actors[-1].lost = True
     open_run(session)
@@ -727,7 +605,7 @@ def lose_after_begin(actor: FakePipelineActor) -> None:
 
 
 def lose_while_a_pipeline_is_replaced(actor: FakePipelineActor) -> None:
-    actor.answers["begin"] = False
+    actor.answers["begin"] = False, False
 
     def fail_at_open(method: str, *arguments: Any) -> Any:
         if method == "open":
@@ -740,37 +618,30 @@ def lose_while_a_pipeline_is_replaced(actor: FakePipelineActor) -> None:
 @pytest.mark.parametrize(
     "lose", [lose_before, lose_at_begin, lose_after_begin, lose_while_a_pipeline_is_replaced]
 )
-@pytest.mark.parametrize("inherits", [None, True, False])
-def test_a_lost_actor_is_replaced(
-    lose: Callable[[FakePipelineActor], None], inherits: bool | None, ray: FakeRay
-) -> None:
-    """A job that worker processes inherited may have to be stored: the fork server may be dead."""
-    ray.is_inherited, ray.next_opens = inherits is not None, [True, inherits is not False]
+def test_a_lost_actor_is_replaced(lose: Callable[[FakePipelineActor], None], ray: FakeRay) -> None:
     session = ray.session(LOCAL)
     stage = Stage(double), Job(b"stage")
-    session.store(Job(), [stage])
+    store(session, Job(), [stage])
     open_run(session).end()
-    stored = len(ray.stored)
     lose(ray.actors[0])
 
     run = open_run(session)
     old, new = ray.actors
     assert old.lost
-    assert calls(new) == (["open", "close", "open"] if inherits is False else ["open"])
+    assert calls(new) == ["open"]
     spec = opened(new)
     assert spec.actor_name == "actor 1"
-    assert contents(spec.job) == ([] if inherits else [b"job"])
-    assert ray.stored[stored:] == ([b"job"] if inherits is False else [])
+    assert contents(spec.job) == [b"job"]
     assert [contents(stage.job) for stage in spec.later] == [[b"stage"]]
     assert run._pipeline_key == new.calls[-1][1]
     used: Any = run._actor
     assert used is new
 
-    session.store(Job(), [stage])
+    store(session, Job(), [stage])
     run.end()
     open_run(session)
-    assert calls(new)[-2:] == ["open", "begin"], "the new pipeline serves the next run"
-    assert len(ray.stored) == stored + (inherits is False)
+    assert calls(new) == ["open", "begin"], "the new pipeline serves the next run"
+    assert ray.stored == [b"job", b"stage"]
 
 
 # --- texts and numbers ----------------------------------------------------------------------------
@@ -816,9 +687,9 @@ def test_the_text_of_a_wait_says_how_many_gpus_are_free(ray: FakeRay) -> None:
     ray.nodes = [node(CPU=8.0, GPU=2.0)]
     ray.free = {"CPU": 8.0, "GPU": 1.0}
     session = ray.session()
-    session.store(Job(), [(Stage(double), Job(b"a"))])
+    store(session, Job(), [(Stage(double), Job(b"a"))])
     assert "GPU" not in session.waiting_text(tasks=1, in_flight=1)
-    session.store(Job(), [(Stage(double), Job(b"a")), (Stage(double, num_gpus=1), Job(b"b"))])
+    store(session, Job(), [(Stage(double), Job(b"a")), (Stage(double, num_gpus=1), Job(b"b"))])
     assert ". 1 GPUs are free. A loader" in session.waiting_text(tasks=1, in_flight=1)
 
 
@@ -861,7 +732,7 @@ def test_the_death_of_this_process_s_node_is_no_error_of_a_log_line(ray: FakeRay
 
 def test_a_close_closes_the_pipelines_once(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
-    session.store(Job())
+    store(session, Job())
     runs = [open_run(session) for _ in range(2)]
     assert session.alive
     for _ in range(2):
@@ -875,7 +746,7 @@ def test_a_close_closes_the_pipelines_once(ray: FakeRay) -> None:
 
 def test_an_interrupted_close_can_be_repeated(ray: FakeRay) -> None:
     session = ray.session(CLUSTER)
-    session.store(Job())
+    store(session, Job())
     runs = [open_run(session) for _ in range(2)]
     ray.actors[0].failure = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ class FakePipelineActor:
         name: Its name.
         lost: As in ``PipelineActor``.
         connected: As in ``PipelineActor``.
-        driver: As in ``PipelineActor``.
+        ray_job: As in ``PipelineActor``.
         answers: Answer of each method. The wait for an answer raises it if it is an exception's
             type. An exception itself would keep its traceback, and so its frames, alive.
         failure: Type of the exception that every call raises; None if the actor can be reached.
@@ -28,12 +28,7 @@ class FakePipelineActor:
         self.lost = False
         self.connected = True
         self.ray_job = ("10.0.0.5:6379", "01000000")
-        self.answers: dict[str, Any] = {
-            "begin": True,
-            "open": True,
-            "keeps_state": False,
-            **answers,
-        }
+        self.answers: dict[str, Any] = {"begin": (True, False), **answers}
         self.failure: type[BaseException] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.handle = _Handle(self)
@@ -77,7 +72,7 @@ class FakeNodes:
         self.waits = 0
         self.error: Exception | None = None
 
-    def wait_for_answer(self, ref: Callable[[], Any], reason: str = "") -> Any:
+    def wait_for_answer(self, ref: Callable[[], Any], reason: str) -> Any:
         self.waits += 1
         return ref()
 

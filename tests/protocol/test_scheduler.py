@@ -237,23 +237,49 @@ def test_as_many_tasks_are_wanted_as_chunks_wait() -> None:
 
 
 @pytest.mark.parametrize("binding", [Binding.WATCHED, Binding.RELEASED])
-def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
+def test_a_task_may_wait_for_the_first_chunk(binding: Binding) -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
-        scheduler.scheduler.parallel = 1
-        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
+        prepared = asyncio.ensure_future(scheduler.start_task())
         await asyncio.sleep(0)
-        assert scheduler.new_tasks() == 2, "the pipeline starts with one"
+        assert scheduler.new_tasks() == 1
         assert scheduler.new_tasks() == 0
-        asking = [
-            asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in ("a", "b", "c")
-        ]
+        assert not prepared.done()
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
         await asyncio.wait_for(prepared, SECONDS)
-        assert scheduler.new_tasks() == 0
-        assert not any(request.done() for request in asking)
-        feed(scheduler, b"0", b"1", b"2")
-        assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
+        await asyncio.wait_for(scheduler.start_task(), SECONDS)
+        assert scheduler.new_tasks() == 0, "one waits already"
+        assert not asking.done()
+        feed(scheduler, b"0")
+        assert payload_of(await asking) == b"0"
 
-    play(scenario, first_tasks=1, binding=binding, num_workers=4)
+    play(scenario, binding=binding, num_workers=4)
+
+
+def test_a_task_that_starts_with_the_pipeline_is_the_one_that_waits() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        prepared = asyncio.ensure_future(scheduler.start_task())
+        await asyncio.sleep(0)
+        assert scheduler.new_tasks() == 0
+        assert not prepared.done()
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
+        await asyncio.wait_for(prepared, SECONDS)
+        scheduler.close()
+        await asking
+
+    play(scenario, first_tasks=1)
+
+
+def test_a_task_replaces_one_that_ends_while_it_waits(clock: SimpleNamespace) -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        prepared = asyncio.ensure_future(scheduler.start_task())
+        asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
+        await asyncio.wait_for(prepared, SECONDS)
+        clock.now += tuning.LONG_IDLE_S
+        scheduler.note(scheduler.tick)
+        assert await asyncio.wait_for(asking, SECONDS) is None
+        assert scheduler.new_tasks() == 1
+
+    play(scenario, first_tasks=1)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +290,11 @@ def test_tasks_may_wait_for_the_first_chunks(binding: Binding) -> None:
         lambda scheduler: feed(scheduler, b"0"),
     ],
 )
-def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
+def test_no_task_is_awaited_after_the_end_or_the_first_chunk(
     end: Callable[[PlayedScheduler], None],
 ) -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
-        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(3))
+        prepared = asyncio.ensure_future(scheduler.start_task())
         await asyncio.sleep(0)
         end(scheduler)
         await asyncio.wait_for(prepared, SECONDS)
@@ -278,7 +304,7 @@ def test_tasks_are_not_awaited_after_the_end_or_the_first_chunk(
 
 def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespace) -> None:
     async def scenario(scheduler: PlayedScheduler) -> None:
-        prepared = asyncio.ensure_future(scheduler.start_tasks_and_wait(1))
+        prepared = asyncio.ensure_future(scheduler.start_task())
         asking = asyncio.ensure_future(scheduler.next_chunk("a", 0, 0))
         await asyncio.wait_for(prepared, SECONDS)
         scheduler.begin(in_run=False)
@@ -287,23 +313,6 @@ def test_no_task_replaces_one_that_ends_after_the_iteration(clock: SimpleNamespa
         assert scheduler.new_tasks() == 0
 
     play(scenario, first_tasks=1)
-
-
-def test_tasks_that_wait_are_kept_if_fewer_are_wanted_than_start() -> None:
-    async def scenario(scheduler: PlayedScheduler) -> None:
-        scheduler.scheduler.parallel = 1
-        waiting = asyncio.ensure_future(scheduler.start_tasks_and_wait(7))
-        await asyncio.sleep(0)
-        assert scheduler.new_tasks() == 7
-        asking = [asyncio.ensure_future(scheduler.next_chunk(name, 0, 0)) for name in "abc"]
-        await scheduler.start_tasks_and_wait(3)
-        scheduler.scheduler.parallel = 3
-        feed(scheduler, b"0", b"1", b"2")
-        assert {payload_of(await request) for request in asking} == {b"0", b"1", b"2"}
-        assert await scheduler.next_chunk("d", 0, 0) is None, "one too many"
-        await waiting
-
-    play(scenario)
 
 
 def test_who_starts_the_tasks_may_begin_again() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, wait_until, workplace
+from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.seeing import hiding
 from torch.utils.data import DataLoader, Dataset
@@ -254,7 +254,7 @@ def test_another_node_maps_its_own_file_of_the_same_size(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickled = dump(np.memmap(file, np.int64, "r"), "x", ELSEWHERE)
-    monkeypatch.setattr("dpex.wire.mapped_files.host_identity", lambda: "another")
+    monkeypatch.setattr("dpex.wire.mapped_files.mounts", lambda: "another")
     content = file.read_bytes()
     file.with_name("copy").write_bytes(content)
     file.with_name("copy").replace(file)
@@ -344,48 +344,32 @@ def test_objects_of_multiprocessing_are_shared_with_processes_that_are_no_forks(
 
 
 @pytest.mark.usefixtures("unprivileged")
-def test_a_lock_without_a_name_is_one_lock_for_both() -> None:
-    lock, counter = multiprocessing.Lock(), multiprocessing.Value("i", 0)
-    found, counted = sent([lock, counter])
-    for one, other in ((lock, found), (found, lock), (counter.get_lock(), counted.get_lock())):
-        assert one.acquire(block=False)
-        assert not other.acquire(block=False)
-        one.release()
-    again, _ = sent([lock, counter])
-    with lock:
-        assert not again.acquire(block=False)
-
-
-@pytest.mark.usefixtures("unprivileged")
-def test_a_lock_that_a_thread_waits_for_is_not_moved() -> None:
-    lock = multiprocessing.Lock()
-    lock.acquire()
-    waiter = threading.Thread(target=lock.acquire)
-    waiter.start()
-    count = (ctypes.c_uint32 * 2).from_address(lock._semlock.handle)  # type: ignore[attr-defined]
-    wait_until(lambda: count[1], 20, "a waiting thread")
-    with pytest.raises(SerializationError, match=r"x\['lock'\].*get_context\('spawn'\)"):
-        dump({"lock": lock}, "x", HERE)
-    lock.release()
-    waiter.join(20)
-    assert not waiter.is_alive()
-
-
-@pytest.mark.usefixtures("unprivileged")
-def test_a_lock_that_a_child_has_inherited_stays_that_child_s() -> None:
-    lock = multiprocessing.get_context("fork").Lock()
-    our_end, its_end = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=its_end.recv)
-    child.start()
-    try:
-        with pytest.raises(SerializationError, match=r"x \(of type multiprocessing.*Lock\)"):
-            dump(lock, "x", HERE)
-        # A fork of that child inherits the lock too.
-        assert dump(lock, "x", Readers(same_host=True, fork_parent=child.pid))
-    finally:
-        our_end.send("end")
-        child.join(20)
-    assert sent(lock).acquire(block=False)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda context: context.Lock(),
+        lambda context: context.Value("i", 0),
+        lambda context: context.Event(),
+    ],
+    ids=["Lock", "Value", "Event"],
+)
+def test_a_lock_of_the_fork_context_is_refused_and_one_of_the_spawn_context_shared(
+    make: Callable[[Any], Any],
+) -> None:
+    with pytest.raises(SerializationError, match=r"\['lock'\].*spawn.*head_address='processes'"):
+        dump({"lock": make(multiprocessing.get_context("fork"))}, "x", HERE)
+    lock: Any = make(multiprocessing.get_context("spawn"))
+    with pytest.raises(SerializationError, match="nodes"):
+        dump(lock, "x", ELSEWHERE)
+    found = sent(lock)
+    if hasattr(lock, "get_lock"):
+        lock, found = lock.get_lock(), found.get_lock()
+    if hasattr(lock, "set"):
+        lock.set()
+        assert found.is_set()
+    else:
+        with lock:
+            assert not found.acquire(timeout=0)
 
 
 def test_mmap_and_shared_memory(file: Path) -> None:
@@ -437,14 +421,10 @@ def test_other_nodes_read_a_copy_of_shared_memory_that_is_only_readable() -> Non
 
 
 @pytest.mark.usefixtures("unprivileged")
-def test_memory_that_nobody_can_open_is_inherited_or_refused() -> None:
+def test_memory_that_nobody_can_open_is_refused() -> None:
     memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
     with pytest.raises(SerializationError, match="no name and no descriptor"):
         dump(memory, "x", HERE)
-    # This process plays the role of its own fork.
-    found = sent(memory, Readers(same_host=True, fork_parent=os.getpid()))
-    found[5000] = 3
-    assert memory[5000] == 3
 
 
 def test_batches_and_systems_without_proc_have_content(

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import array
-import collections
 import contextlib
-import copyreg
-import functools
 import gc
 import importlib
-import pathlib
 import pickle
-import re
 import subprocess
 import sys
-import threading
 import traceback
 import types
 import weakref
@@ -191,61 +185,6 @@ def test_images_travel_as_one_buffer_and_are_their_own(
     assert first is second
     assert_same(first, pickle.loads(pickle.dumps(image)))
     assert first.info == {**image.info}
-
-
-class Plain:
-    """An object that pickle copies by its attributes."""
-
-    def __init__(self, part: object) -> None:
-        self.part = part
-
-
-class OwnState(Plain):
-    def __getstate__(self) -> object:
-        return vars(self)
-
-
-class FromOwnState(Plain):
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-
-
-class OwnReduction(Plain):
-    def __reduce__(self) -> Any:
-        return Plain, (self.part,)
-
-
-class Registered(Plain):
-    pass
-
-
-def local_cache() -> object:
-    return functools.lru_cache(lambda: 1)
-
-
-copyreg.pickle(Registered, lambda obj: (Plain, (obj.part,)))
-
-
-@pytest.mark.parametrize(
-    ("obj", "plain"),
-    [
-        pytest.param(Plain([(1, "a"), {"b": 2.0}]), True, id="objects"),
-        pytest.param(Plain(torch.zeros(4)), True, id="tensor"),
-        pytest.param(Plain(np.zeros(4)), True, id="array"),
-        pytest.param(Plain(torch.nn.Linear(2, 2)), True, id="module"),
-        pytest.param(Plain(collections.OrderedDict(a=pathlib.Path("b"))), True, id="stdlib"),
-        pytest.param(Plain(re.compile("a")), True, id="pattern"),
-        pytest.param(Plain(lambda: 1), True, id="function"),
-        pytest.param([OwnState(1)], False, id="getstate"),
-        pytest.param([FromOwnState(1)], False, id="setstate"),
-        pytest.param([OwnReduction(1)], False, id="reduce"),
-        pytest.param([Registered(1)], False, id="registered"),
-        pytest.param(Plain(threading.Lock()), False, id="lock"),
-        pytest.param(Plain(local_cache()), False, id="cache"),
-    ],
-)
-def test_an_object_is_plain_if_no_code_of_others_reduces_it(obj: object, plain: bool) -> None:
-    assert dump(obj, "job", Readers(same_host=True)).plain is plain
 
 
 class Outer:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
-    from dpex.training.carriers import LoaderJobs
     from dpex.worker.later_stage import StageJob
+    from dpex.worker.loader_jobs import LoaderJobs
     from dpex.worker.map_style import Job
 
 __all__ = ["ProcessJob", "ProcessRun", "ProcessSession", "check_system"]
@@ -69,8 +69,6 @@ class ProcessSession:
         num_workers: Number of logical workers, each of which has a process.
         persistent: Whether the processes outlive an iteration.
     """
-
-    warned_of_size = False
 
     def __init__(self, num_workers: int, *, persistent: bool) -> None:
         self._pid = os.getpid()

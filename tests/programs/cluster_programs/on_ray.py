@@ -1,4 +1,4 @@
-"""A wait for Ray, for programs that read the memory of its worker processes."""
+"""A wait for Ray's first worker process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 
 def on_ray(loader: Any) -> Any:
-    """Return a loader as soon as one of Ray's worker processes waits for its work."""
+    """Return a loader as soon as Ray's worker processes make its batches."""
     loader.warm_up(wait=True)
     return loader

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from multiprocessing.context import BaseContext
-
     from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
-    from dpex.transforms.stage import Stage
     from dpex.wire.arrivals import Arrivals
-    from dpex.wire.pickling import Pickled
-    from dpex.worker.later_stage import StageJob
-    from dpex.worker.map_style import Job
+    from dpex.worker.loader_jobs import LoaderJobs
 
-__all__ = ["CarrierRun", "CarrierSession", "LoaderJobs"]
-
-
-@dataclass(frozen=True)
-class LoaderJobs:
-    """What an iteration asks of the worker processes.
-
-    Attributes:
-        job: The job of the first stage.
-        later: The later stages, each with its job.
-        stream: Whether the dataset is an ``IterableDataset``.
-        context: The loader's ``multiprocessing_context``.
-        pickle: Pickles one of the jobs. Its second argument: whether all worker processes run on
-            this machine.
-    """
-
-    job: Job
-    later: Sequence[tuple[Stage, StageJob]]
-    stream: bool
-    context: BaseContext
-    pickle: Callable[[Job | StageJob, bool], Pickled]
+__all__ = ["CarrierRun", "CarrierSession"]
 
 
 class CarrierRun(Protocol):
@@ -53,7 +27,14 @@ class CarrierRun(Protocol):
         """Whether a new run can continue, after this one has failed."""
 
     def feed(
-        self, chunks: Sequence[Chunk], *, alone: bool, resent: bool = False, **limits: Any
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        alone: bool,
+        resent: bool,
+        one_by_one: bool,
+        parallel: int,
+        starting: int,
     ) -> None:
         """Pickle chunks and send them.
 
@@ -61,7 +42,9 @@ class CarrierRun(Protocol):
             chunks: The chunks.
             alone: Whether a process died while it made one of them.
             resent: Whether their batches were lost.
-            **limits: How many processes may work at once.
+            one_by_one: Whether only one task may run at a time.
+            parallel: Number of tasks that may run at once, if logical workers are not bound.
+            starting: Number of tasks that may start at once, if logical workers are bound.
 
         Raises:
             SerializationError: A chunk's indices cannot be pickled.
@@ -90,10 +73,6 @@ class CarrierSession(Protocol):
     @property
     def alive(self) -> bool:
         """Whether iterations can begin."""
-
-    @property
-    def warned_of_size(self) -> bool:
-        """Whether the user has been warned that the dataset is large."""
 
     def check_process(self) -> None:
         """Raise ``ClusterError`` in a fork of the process that created the session."""
