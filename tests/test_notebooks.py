@@ -28,9 +28,10 @@ GONE_SECONDS = 60
 # processes waits for 28 s.
 END_SECONDS = 25
 
-# Log lines of dpex: where the workers run, and, on a busy machine, that a batch is late.
+# Log lines of dpex: what runs the workers, and, on a busy machine, that a batch is late.
 REMARK = re.compile(
-    r"^dpex: (local Ray on|Ray at|no Ray cluster found|no batch for)\b.*\n", re.MULTILINE
+    r"^dpex: (no Ray cluster found: |\d+ worker process|local Ray on|Ray at|no batch for).*\n",
+    re.MULTILINE,
 )
 # Messages of Ray and of its worker processes, and warnings of libraries.
 CHATTER = re.compile(
