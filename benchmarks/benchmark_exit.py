@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import psutil
 
-from benchmarks.fresh import END_TIMEOUT_S, MARK, processes_of
+from benchmarks.fresh import END_TIMEOUT_S, MARK, RUN_TIMEOUT_S, STARTED_S, processes_of
 from benchmarks.goals import Goal
 from benchmarks.harness import arguments, describe_machine, say, spread, summarise, write
 from benchmarks.plots import bars
@@ -36,7 +36,7 @@ def run(peer: str, workers: int, end: str) -> float:
     started = time.monotonic()
     program = subprocess.Popen(
         [sys.executable, "-c", f"from benchmarks.start_up import eight_batches; {call}"],
-        env=os.environ | {MARK: mark},
+        env=os.environ | {MARK: mark, STARTED_S: str(started)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -48,7 +48,9 @@ def run(peer: str, workers: int, end: str) -> float:
             raise RuntimeError(f"the program of {peer} ended before Ctrl-C")
         started = time.monotonic()
         os.killpg(program.pid, signal.SIGINT)
-    program.wait(END_TIMEOUT_S)
+    status = program.wait(RUN_TIMEOUT_S)
+    if (status == 0) != (end == "program"):
+        raise RuntimeError(f"the program of {peer} ended with status {status}")
     _, alive = psutil.wait_procs(processes_of(mark), timeout=END_TIMEOUT_S)
     if alive:
         raise RuntimeError(f"processes of {peer} do not end: {alive}")
