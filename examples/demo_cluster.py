@@ -49,7 +49,7 @@ def simulated_cluster() -> Iterator[Any]:
         # Other programs look for their Ray in Ray's usual folder, and must not find this one.
         os.environ["RAY_TMPDIR"] = place
         # Ray would print the log of the dead node.
-        os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "Raylet is terminated|Task .* failed"
+        os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "Raylet is terminated|marked dead|Task .* failed"
         import ray
         from ray.cluster_utils import Cluster
 
