@@ -90,11 +90,7 @@ def shared_ray() -> Iterator[Connection]:
             connection = connect("local")
         started = _children(os.getpid()) - before
         yield connection
-        # Two of these processes end with this process, not with Ray: the fork server and the
-        # reaper. The reaper kills Ray's agents if this process is killed. The commands are read
-        # only here, because a process that has just started shows no command.
-        ours = b"dpex-reaper", b"dpex.cluster.local.forkserver"
-        _shut_down({p for p in started if not any(name in _command(p) for name in ours)})
+        _shut_down(started)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -49,10 +49,9 @@ def test_the_loader_is_usable_after_an_interrupt_and_after_ray_s_end() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_ray_is_started_whole_or_not_at_all(start_method: str) -> None:
+def test_ray_is_started_whole_or_not_at_all() -> None:
     with workplace() as place:
-        done = run_program(EARLY_PROGRAM, start_method, place=place, seconds=150)
+        done = run_program(EARLY_PROGRAM, place=place, seconds=150)
     assert done.stdout.splitlines() == ["interrupted", "complete"], done.stdout + done.stderr
 
 
@@ -76,7 +75,7 @@ def interrupt_when(reached: list[str], *, mode: str) -> tuple[int, str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mode", ["torch", "dpex", "importing"])
+@pytest.mark.parametrize("mode", ["torch", "processes", "local", "importing"])
 def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> None:
     status, errors = interrupt_when(["sample"], mode=mode)
     assert status == -signal.SIGINT, errors
@@ -85,7 +84,7 @@ def test_ctrl_c_kills_the_process_so_that_a_shell_ends_its_loop(mode: str) -> No
 
 @pytest.mark.multiprocess
 def test_another_ctrl_c_at_exit_kills_the_process_at_once() -> None:
-    status, errors = interrupt_when(["sample", "exit"], mode="dpex")
+    status, errors = interrupt_when(["sample", "exit"], mode="local")
     assert status == -signal.SIGINT, errors
     assert "Exception ignored" not in errors
     assert errors.count("Traceback") == 1, errors

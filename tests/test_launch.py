@@ -46,7 +46,7 @@ def run_in(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("reads what torch's loader reads") == ranks
-    wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+    wait_until(lambda: not processes_in(place), 20, "end of all processes")
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_the_script_s_own_classes_may_come_from_a_process_that_multiprocessing_s
     run(how, ranks=ranks)
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
-def test_a_script_s_globals_are_those_of_a_fork(start: str) -> None:
+@pytest.mark.parametrize("carrier", ["local", "processes"])
+def test_a_script_s_globals_are_those_of_a_fork(carrier: str) -> None:
     with workplace() as place:
-        done = run_program(GLOBALS, start, place=place, seconds=PROGRAM_SECONDS)
+        done = run_program(GLOBALS, carrier, place=place, seconds=PROGRAM_SECONDS)
         assert done.stdout == "as torch's fork\n", done.stdout + done.stderr
-        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+        wait_until(lambda: not processes_in(place), 20, "end of all processes")

@@ -95,6 +95,7 @@ def _processes(demand: Demand) -> ProcessSession:
         )
     ignored = [f"worker_options[{name!r}]" for name in demand.worker_options]
     ignored += [f"max_workers of {stage!r}" for stage in demand.stages if stage.max_workers]
+    ignored += [f"num_cpus of {stage!r}" for stage in demand.stages if stage.num_cpus != 1]
     if ignored:
         warn_once(
             f"worker processes of this machine ignore {', '.join(ignored)}: each logical worker "

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from dpex import tuning
-from dpex.cluster.local.launch import init_ray
+from dpex.cluster.local.launch import disconnect, init_ray
 from dpex.cluster.nodes_here import probe, split
 from dpex.cluster.tokens import token_hint
 from dpex.cluster.versions import PACKAGE
@@ -49,6 +49,7 @@ def join_through_client(address: str, where: str) -> None:
     try:
         _join(address, where)
     except Exception as error:
+        disconnect()
         raise ClusterError(
             f"the Ray Client server at {where} answers but cannot be joined: "
             f"{str(error).rstrip('.')}. {token_hint()}. Client and cluster need the same version "

@@ -295,14 +295,18 @@ def _new(head_address: str) -> Connection:
     where = f"{why}={request!r}" if given else f"{request} ({why})"
     origin = "" if why == "head_address" else why
     forget_token()
+    through_client = request.startswith(SCHEME)
+    dashboard = ""
+    if through_client:
+        join_through_client(request, where)
+    else:
+        dashboard = _join(request, where)
     try:
-        if request.startswith(SCHEME):
-            join_through_client(request, where)
+        if through_client:
             return _checked_client(origin, ours=True)
-        dashboard = _join(request, where).dashboard_url
-        return replace(_checked("cluster", origin), dashboard=dashboard or "")
+        return replace(_checked("cluster", origin), dashboard=dashboard)
     except ClusterError:
-        launch.disconnect()  # the connection may exist although a check failed
+        launch.disconnect()
         raise
 
 
@@ -386,18 +390,15 @@ def _running_cluster() -> str | None:
     return address
 
 
-def _join(address: str, where: str, token: dict[str, str] | None = None, **options: Any) -> Any:
+def _join(address: str, where: str) -> str:
     """Connect to a running cluster.
 
     Args:
         address: ``"host:port"``.
         where: The address and its source, for error messages.
-        token: Environment variables that lead Ray to the cluster's token, if they are not set yet.
-            None if Ray uses the user's own token.
-        **options: Further arguments of ``ray.init``.
 
     Returns:
-        Result of ``ray.init``.
+        Address of the cluster's dashboard; empty if there is none.
 
     Raises:
         ClusterError: No cluster answers, this machine runs no node of it, or Ray cannot connect.
@@ -419,16 +420,12 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
             + (f" (it runs nodes of {others})" if others else "")
             + f", and a Ray driver needs one on its own machine. Start it without CPUs: {command}"
         )
-    if token is None and node is not None:
-        token = _auth_mode_of(node.pid)
-    if token:
-        require_token(token)
+    if node is not None and (mode := _auth_mode_of(node.pid)):
+        require_token(mode)
     try:
-        context = launch.init_ray(
-            tuning.JOIN_S, address=node.address if node else address, **options
-        )
+        context = launch.init_ray(tuning.JOIN_S, address=node.address if node else address)
     except Exception as error:
-        launch.disconnect()
+        launch.end_failed_init()
         forget_token()
         raise ClusterError(
             f"the Ray cluster at {where} answers but cannot be joined: "
@@ -436,7 +433,7 @@ def _join(address: str, where: str, token: dict[str, str] | None = None, **optio
             f"one: {command}"
         ) from error
     hide_token()
-    return context
+    return context.dashboard_url or ""
 
 
 def _answering(address: str) -> tuple[list[Raylet] | None, Raylet | None]:

@@ -16,7 +16,6 @@ __all__ = [
     "IdleCores",
     "free_cores",
     "free_memory",
-    "local_ranks",
     "ranks_here",
     "usable_cores",
     "usable_memory",
@@ -55,11 +54,11 @@ def free_cores() -> int:
     own = usable_cores()
     with contextlib.suppress(ProcessLookupError):
         everyones = max(own, usable_cores(os.getppid()))
-        return max(1, min(own, everyones // max(1, local_ranks() or 1)))
+        return max(1, min(own, everyones // max(1, _local_ranks() or 1)))
     return own
 
 
-def local_ranks() -> int | None:
+def _local_ranks() -> int | None:
     """Return the number of ranks on this machine, or ``None`` if the launcher does not set it."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not number and "LOCAL_RANK" in os.environ:
@@ -69,7 +68,7 @@ def local_ranks() -> int | None:
 
 def ranks_here() -> int:
     """Return the number of ranks on this machine, or in all if the launcher does not say more."""
-    ranks = local_ranks()
+    ranks = _local_ranks()
     if ranks is not None:
         return ranks
     if world := os.environ.get("WORLD_SIZE"):

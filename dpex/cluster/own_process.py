@@ -10,7 +10,8 @@ __all__ = ["FORKED", "OwnProcess", "ray_job"]
 
 FORKED = (
     "this process was forked from one connected to Ray, and Ray does not survive a fork: start it "
-    "with the 'spawn' or 'forkserver' method instead"
+    "with the 'spawn' or 'forkserver' method instead, or run the loader's workers without Ray: "
+    "head_address='processes'"
 )
 """Message of the error for a fork of a process that is connected to Ray."""
 

@@ -32,6 +32,11 @@ CONTRACTS = (
         "a local Ray has Ray's own values: more idle workers, and lower priority",
     ),
     Contract(
+        "`RAY_DATA_METADATA_PREFETCH_ON_THREAD` chooses how Ray Data fetches blocks' metadata",
+        "compat/executor.py",
+        "the executor's loop makes one more pass for each block",
+    ),
+    Contract(
         "a raylet's command line has `--gcs-address=`, and its environment `RAY_AUTH_MODE`",
         "cluster/nodes_here.py, cluster/connect.py",
         "`head_address='auto'` finds no cluster on this machine: give its address, or set "

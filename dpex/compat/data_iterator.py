@@ -35,7 +35,6 @@ DATA_ITERATOR = Shortcut(
         "ray.data:DataIterator._create_batch_iterator", "ends a thread that has nothing to do"
     ),
     bundle=PrivateName(_INTERFACES + ":RefBundle", "gives Ray Data the blocks"),
-    metadata=PrivateName("ray.data.block:BlockMetadata", "describes a block"),
     entry=PrivateName(_INTERFACES + ".ref_bundle:BlockEntry", "gives Ray Data the blocks"),
 )
 PREFETCHER = Shortcut(
@@ -47,10 +46,6 @@ PREFETCHER = Shortcut(
         "is the thread",
         of_instances=True,
     ),
-    prefetch_blocks=PrivateName(
-        "ray.data._internal.block_batching.iter_batches:BatchIterator._prefetch_blocks",
-        "gives the blocks without that thread",
-    ),
 )
 
 
@@ -61,6 +56,7 @@ def _data_iterator_class() -> Any:
     if found is None:
         return None
     from ray.data import DataContext, DataIterator
+    from ray.data.block import BlockMetadata
 
     # The tuple holds the bundles, statistics (None) and the executor (None). Before Ray 2.60, it
     # also holds whether the reader owns the blocks (False).
@@ -68,9 +64,7 @@ def _data_iterator_class() -> Any:
     beside_bundles = (None, False, None) if parts == 4 else (None, None)
 
     def bundle_of(ref: ray.ObjectRef, size_bytes: int) -> Any:
-        metadata = found["metadata"](
-            num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None
-        )
+        metadata = BlockMetadata(num_rows=1, size_bytes=size_bytes, input_files=[], exec_stats=None)
         block = found["entry"](ref, metadata)
         return found["bundle"]([block], schema=None, owns_blocks=False)
 
@@ -96,9 +90,6 @@ def _data_iterator_class() -> Any:
                     if not isinstance(iterator, PREFETCHER.names["prefetcher"].owner()):
                         return iterator
                     iterator._prefetcher.stop()
-                    iterator._prefetch_blocks = lambda bundles: (
-                        ref for bundle in bundles for ref in bundle.block_refs
-                    )
             return iterator
 
         def stats(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import os
 import warnings
@@ -24,19 +22,11 @@ POLICIES = "backpressure_policies.enabled"
 ACTOR_ONLY = "RAY_DATA_ACTOR_ONLY_BACKEND"
 """Environment variable of later versions of Ray, which makes Ray Data run tasks in actors."""
 
+METADATA_ON_THREAD = "RAY_DATA_METADATA_PREFETCH_ON_THREAD"
+"""Environment variable of Ray Data: whether a thread of its own fetches blocks' metadata."""
+
 _EXECUTION = "ray.data._internal.execution."
 
-_METADATA_THREAD = PrivateName(
-    _EXECUTION + "metadata_fetcher:_PREFETCH_ON_THREAD",
-    "fetches metadata in the executor's own thread",
-    check="it is a bool",
-)
-METADATA = Shortcut(
-    "fetch blocks' metadata without a further thread",
-    "the executor's loop makes one more pass for each block",
-    "ray",
-    on_thread=_METADATA_THREAD,
-)
 _RAY_OF_EXECUTOR = PrivateName(
     _EXECUTION + "streaming_executor_state:ray",
     "ends the executor's wait with the first task that is ready",
@@ -103,7 +93,7 @@ _NO_LIMIT = 1e15
 
 def failed_shortcuts() -> int:
     """Return how many shortcuts through the executor have failed in this process."""
-    return sum(s.failed for s in (METADATA, WAIT, STATISTICS, AUTOSCALER, CONCURRENCY))
+    return sum(s.failed for s in (WAIT, STATISTICS, AUTOSCALER, CONCURRENCY))
 
 
 def tune_executor() -> None:
@@ -114,8 +104,10 @@ def tune_executor() -> None:
     # A task lease lasts as long as an epoch and yields no rows. If Ray Data ran tasks in actors, a
     # second task in an actor's queue would wait for the end of the first.
     os.environ[ACTOR_ONLY] = "0"
+    # With the thread, the executor's loop makes one more pass for each block.
+    os.environ[METADATA_ON_THREAD] = "0"
 
-    import ray.data  # configures its logger
+    import ray.data  # reads the variables, and configures its logger
 
     # A forked actor inherits the user's warning filters, which may turn warnings into errors. No
     # user code runs in this process.
@@ -128,10 +120,6 @@ def tune_executor() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.propagate = False
-    with contextlib.suppress(ModuleNotFoundError):  # Ray before 2.57 has no such thread
-        importlib.import_module(_METADATA_THREAD.path.partition(":")[0])
-        if METADATA.find_checked(on_thread=lambda value: isinstance(value, bool)):
-            _METADATA_THREAD.set(False)
     if WAIT.find_checked(ray=lambda value: value is ray):
         _RAY_OF_EXECUTOR.set(_WaitForAny())
     if STATISTICS.find_checked(register=callable, update=callable):

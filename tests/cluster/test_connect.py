@@ -166,11 +166,8 @@ def test_local_is_a_local_ray_though_a_cluster_runs(place: Path) -> None:
     # Another process still finds the cluster, not this local Ray.
     other = Driver(place)
     assert other.ask("connect", head_address="auto")["address"] == address_of(place)
-    # Only the local Ray's worker processes take over the environment of the training process.
-    assert driver.ask("changes_environment")
     driver.ask("shutdown")
     assert driver.ask("connect", head_address=address_of(place))["kind"] == "cluster"
-    assert not driver.ask("changes_environment")
     assert driver.end() == 0
     assert other.end() == 0
 
@@ -220,12 +217,14 @@ def test_an_address_file_of_another_user_is_not_read(
     assert _running_cluster() is None
 
 
-def test_without_a_live_cluster_auto_is_local(empty_place: Path, closed_port: int) -> None:
+def test_without_a_live_cluster_auto_is_processes(empty_place: Path, closed_port: int) -> None:
     (empty_place / "ray").mkdir()
     (empty_place / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
     driver = Driver(empty_place)
-    assert driver.ask("connect", head_address="auto")["kind"] == "local"
+    assert driver.ask("choose", head_address="auto") == ["processes", "no cluster found"]
     assert logged(driver, "DEBUG ignoring ")
+    with pytest.raises(DriverError, match=r"ClusterError: .*names no Ray .*head_address='local'"):
+        driver.ask("connect", head_address="auto")
     assert driver.end() == 0
 
 
@@ -280,7 +279,7 @@ def test_nobody_there_is_said_at_once(empty_place: Path, closed_port: int, web_p
         with pytest.raises(DriverError, match=f"ClusterError: .*{address!r}.*{command}"):
             driver.receive(QUICK_SECONDS)
     # No failed attempt leaves anything behind.
-    assert driver.ask("connect", head_address="auto")["kind"] == "local"
+    assert driver.ask("connect", head_address="local")["kind"] == "local"
     assert driver.end() == 0
 
 
@@ -291,7 +290,7 @@ def test_no_node_on_this_machine_is_said_at_once(place: Path) -> None:
     command = f"`ray start --address={address_of(place)} --num-cpus=0`"
     with pytest.raises(DriverError, match=f"ClusterError: .*no node of it.*{command}"):
         elsewhere.receive(QUICK_SECONDS)
-    assert elsewhere.ask("connect", head_address="auto")["kind"] == "local"
+    assert elsewhere.ask("connect", head_address="local")["kind"] == "local"
     assert elsewhere.end() == 0
 
 
@@ -310,7 +309,7 @@ def test_who_is_silent_is_given_up_after_15_seconds(empty_place: Path, silent_po
     with pytest.raises(DriverError, match=f"ClusterError: .*='{address_of(empty_place)}'"):
         frozen.receive(SILENT_SECONDS)
     # "auto" skips a cluster that does not answer, because the user has not named it.
-    assert frozen.ask("connect", head_address="auto")["kind"] == "local"
+    assert frozen.ask("choose", head_address="auto") == ["processes", "no cluster found"]
     assert logged(frozen, f"nobody answers at {address_of(empty_place)}")
     assert silent.end() == 0
     assert frozen.end() == 0

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from cluster_programs import RANK_VARIABLES
 
 from dpex.cluster import limits
 
@@ -63,3 +64,64 @@ def test_older_kernels_have_their_limits_elsewhere(kernel: Path) -> None:
 def test_what_cannot_be_read_does_not_matter(kernel: Path) -> None:
     (kernel / "proc/meminfo").unlink()
     assert limits.free_memory() == MACHINE_BYTES
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}, 2),
+        ({"LOCAL_SIZE": "2"}, 1),  # not a launcher's
+        ({"WORLD_SIZE": "2"}, 2),
+        ({"WORLD_SIZE": "many"}, 1),
+    ],
+)
+def test_the_launcher_says_how_many_ranks_are_on_this_machine(
+    bare_environment: pytest.MonkeyPatch, variables: dict[str, str], ranks: int
+) -> None:
+    for name, value in variables.items():
+        bare_environment.setenv(name, value)
+    assert limits.ranks_here() == ranks
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_cores_are_divided_among_ranks(variable: str, bare_environment: pytest.MonkeyPatch) -> None:
+    cores = limits.free_cores()
+    assert 1 <= cores <= len(os.sched_getaffinity(0))
+    bare_environment.setenv("LOCAL_RANK", "0")
+    bare_environment.setenv(variable, str(cores))
+    assert limits.free_cores() == 1
+    bare_environment.setenv(variable, "1000")
+    assert limits.free_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "of_parent", "ranks", "share"),
+    [
+        (64, 64, "", 64),
+        (64, 64, "8", 8),
+        (8, 64, "8", 8),  # bound to cores of its own
+        (32, 64, "8", 8),  # bound to a NUMA node, with three others
+        (8, 8, "8", 1),
+        (64, 1, "8", 8),  # OpenMP has bound the parent's main thread
+    ],
+)
+def test_a_bound_rank_uses_all_its_cores(
+    own: int, of_parent: int, ranks: str, share: int, bare_environment: pytest.MonkeyPatch
+) -> None:
+    bare_environment.setenv("LOCAL_WORLD_SIZE", ranks)
+    cores = {0: own, os.getppid(): of_parent}
+    bare_environment.setattr(limits, "_own_groups", lambda: iter(()))
+    bare_environment.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
+    assert limits.free_cores() == share

@@ -42,8 +42,7 @@ class Prints(Dataset):
 if __name__ == "__main__":
     told = Path("told")
     try:
-        loader = DataLoader(Prints(), batch_size=10, num_workers=2)
-        loader.warm_up(wait=True)
+        loader = DataLoader(Prints(), batch_size=10, num_workers=2, head_address=sys.argv[1])
         batches = [batch.tolist() for _ in range(2) for batch in loader]
         told.write_text(json.dumps([batches, [str(sys.stdin), str(sys.stdout), str(sys.stderr)]]))
     except BaseException:
@@ -88,16 +87,17 @@ def test_ray_gets_a_stderr_only_if_there_is_none(
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("carrier", ["local", "processes"])
 @pytest.mark.parametrize(
     "redirections",
     ["<&- >&- 2>&-", *(pytest.param(r, marks=pytest.mark.extended) for r in ("2>&-", "<&-"))],
 )
-def test_a_local_ray_starts_without_streams_and_leaves_nothing(redirections: str) -> None:
+def test_workers_start_without_streams_and_leave_nothing(redirections: str, carrier: str) -> None:
     with workplace() as place:
-        assert run_in_shell(place, PROGRAM, redirections) == 0
+        assert run_in_shell(place, PROGRAM, redirections, carrier) == 0
         batches, streams = json.loads((place / "told").read_text())
         assert batches == 2 * [list(range(start, start + 10)) for start in range(0, 40, 10)]
         assert [stream == "None" for stream in streams] == [
             closed in redirections for closed in ("<&-", " >&-", "2>&-")
         ]
-        wait_until(lambda: not processes_in(place), 30, "end of Ray and of the fork server")
+        wait_until(lambda: not processes_in(place), 30, "end of all processes")

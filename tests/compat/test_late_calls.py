@@ -30,7 +30,9 @@ def call_in(kind):
     thread.start()
     thread.join()
 
-loader = DpexDataLoader(TensorDataset(torch.arange(8)), num_workers=2, distribute_mode=True)
+loader = DpexDataLoader(
+    TensorDataset(torch.arange(8)), num_workers=2, distribute_mode=True, head_address="local"
+)
 loader.warm_up(wait=True)
 import ray
 ray.shutdown()

@@ -9,6 +9,7 @@ PROGRAM = PROGRAMS / "public_ray_program.py"
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(PROGRAM_SECONDS + 30)
 def test_results_are_the_same_with_public_names_alone() -> None:
     with workplace() as place:
         done = run_program(PROGRAM, place=place, seconds=PROGRAM_SECONDS, DPEX_PUBLIC_RAY_ONLY="1")

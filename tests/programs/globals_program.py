@@ -11,7 +11,6 @@ import threading
 from contextvars import ContextVar
 from typing import Any
 
-from cluster_programs.on_ray import on_ray
 from torch.utils.data import DataLoader, Dataset
 
 from dpex import DpexDataLoader
@@ -90,12 +89,11 @@ def main() -> None:
     loader = DpexDataLoader(
         Uses(),
         distribute_mode=True,
-        head_address="local",
-        multiprocessing_context=sys.argv[1],
+        head_address=sys.argv[1],
         **arguments,
     )
     assert list(loader) == expected
-    assert list(on_ray(loader)) == expected
+    assert list(loader) == expected
     print("as torch's fork", flush=True)
 
 

@@ -1,7 +1,4 @@
-"""A program for ``test_interrupt.py``: Ctrl-C while Ray is imported, then an epoch.
-
-Its argument is the start method. With ``"fork"`` a thread imports Ray, else the main thread.
-"""
+"""A program for ``test_interrupt.py``: Ctrl-C while Ray is imported, then an epoch."""
 
 from __future__ import annotations
 
@@ -22,28 +19,16 @@ def interrupt_once_ray_is_being_imported() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Slow:
-    """An epoch that lasts longer than the import of Ray."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.05)
-        return index
-
-
 def main() -> None:
     replies = take_stdout()
     # A process that a shell starts in the background ignores SIGINT, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     loader: DpexDataLoader[int] = DpexDataLoader(
-        Slow(),  # type: ignore[arg-type]
+        range(100),  # type: ignore[arg-type]
         batch_size=10,
         num_workers=2,
         distribute_mode=True,
         head_address="local",
-        multiprocessing_context=sys.argv[1],
     )
     threading.Thread(target=interrupt_once_ray_is_being_imported, daemon=True).start()
     try:

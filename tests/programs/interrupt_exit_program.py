@@ -55,7 +55,7 @@ def main() -> None:
             batch_size=10,
             num_workers=2,
             distribute_mode=mode != "torch",
-            head_address="local",
+            head_address="processes" if mode == "processes" else "local",
         )
     )
 

@@ -19,7 +19,7 @@ def keep(sample: Any) -> Any:
     return sample
 
 
-def main(place: Path, start_method: str) -> None:
+def main(place: Path) -> None:
     """Write the batches of two epochs to a file; the first epoch kills a worker process."""
     loader: DpexDataLoader[list[torch.Tensor]] = DpexDataLoader(
         MappedDataset(KillsOnce(place / "mark", signal.SIGKILL), [Stage(keep, num_cpus=2)]),
@@ -27,7 +27,6 @@ def main(place: Path, start_method: str) -> None:
         shuffle=True,
         generator=torch.Generator().manual_seed(1),
         num_workers=2,
-        multiprocessing_context=start_method,
         distribute_mode=True,
         head_address="local",
     )
@@ -37,4 +36,4 @@ def main(place: Path, start_method: str) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -229,13 +229,17 @@ class WorkerProcesses:
     def end_iteration(self) -> None:
         """Cancel the iteration."""
         with self._lock:
-            self.arrivals.end()
-            if self._decoder is not None:
-                self._decoder.close()
-                self._decoder = None
+            self._cancel()
             for worker in self._workers:
                 worker.queue.end()
                 worker.send(worker.queue.iteration)
+
+    def _cancel(self) -> None:
+        """Decode no more batches."""
+        self.arrivals.end()
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
 
     def close(self) -> None:
         """End the processes, and wait; those still at work after ``tuning.END_S`` are killed."""
@@ -255,11 +259,16 @@ class WorkerProcesses:
                 worker.send(END)
 
     def kill(self) -> None:
-        """Kill the processes, and wait until the thread has read what they had sent."""
+        """Kill the processes, and wait until the thread has unpickled its present batch.
+
+        Python ends a thread that still runs at its end in the middle of the user's code, and may
+        abort then.
+        """
         with self._lock:
             self._closing = True
+            self._cancel()
             self._kill_all()
-        self._reader.join(tuning.EXIT_S)
+        self._reader.join(tuning.UNPICKLED_S)
         _live.discard(self)
 
     def _kill_all(self) -> None:

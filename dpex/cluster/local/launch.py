@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import shutil
 import sys
 import threading
@@ -24,10 +25,9 @@ from dpex.cluster.tokens import forget_token, hide_token, require_token, token_v
 from dpex.errors import ClusterError
 
 __all__ = [
-    "OUR_MODULES",
     "disconnect",
+    "end_failed_init",
     "init_ray",
-    "load_ray",
     "local_cpus",
     "make_no_errors_of_rays_warnings",
     "quiet_ray",
@@ -45,8 +45,8 @@ _STORE_VARIABLE = "DPEX_OBJECT_STORE_MEMORY"
 _BREAKPOINT = "PYTHONBREAKPOINT"
 # Modules whose warnings do not concern the user.
 _NOT_THE_USERS = r"(google|grpc|pyarrow|ray|tqdm)(\.|$)"
-OUR_MODULES = r"dpex(\.|$)"
-"""Modules whose warnings the user must see, as a pattern for warning filters."""
+# Modules whose warnings the user must see.
+_OUR_MODULES = r"dpex(\.|$)"
 
 
 def local_cpus() -> int:
@@ -90,7 +90,7 @@ def start() -> None:
     private = {"RAY_TMPDIR": str(directory)}
     try:
         require_token(token)
-        load_ray()  # after require_token: the import reads the token's variables
+        _load_ray()  # after require_token: the import reads the token's variables
         with _environment(variables, private):
             try:
                 init_ray(
@@ -102,7 +102,7 @@ def start() -> None:
                     include_dashboard=False,
                 )
             except Exception as error:
-                disconnect()
+                end_failed_init()
                 raise _not_started(error, directory) from error
     except BaseException:
         forget_token()
@@ -130,6 +130,17 @@ def disconnect() -> None:
 
     with contextlib.suppress(Exception):
         ray.shutdown()
+
+
+def end_failed_init() -> None:
+    """Shut down what a failed ``ray.init`` has left.
+
+    If the process is connected all the same, another thread of the program has started that Ray.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        disconnect()
 
 
 def _not_started(error: Exception, directory: Path) -> ClusterError:
@@ -164,23 +175,22 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
         TimeoutError: ``ray.init`` has not returned after ``timeout_s``.
         Exception: Any exception of ``ray.init``.
     """
-    load_ray()
+    _load_ray()
     import ray
 
-    from dpex.compat.local_ray import on_loopback
-    from dpex.compat.random_draws import draw_elsewhere
+    from dpex.compat.local_ray import in_own_groups, on_loopback
 
-    draw_elsewhere()
     # Ray would replace the program's print() when a worker process first prints.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
-    # Other machines must not reach a local Ray.
-    ours = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
+    # Other machines must not reach a local Ray, and Ray would replace a loopback address.
+    loopback = options["address"] == "local" or options["address"].startswith("127.0.0.1:")
 
     def call() -> Any:
         with (
             quiet_ray(),
             stderr_for_ray(),
-            on_loopback() if ours else contextlib.nullcontext(),
+            on_loopback() if loopback else contextlib.nullcontext(),
+            in_own_groups(),
         ):
             breakpoint_hook = os.environ.get(_BREAKPOINT)
             context = ray.init(logging_level=logging.ERROR, **options)
@@ -191,10 +201,15 @@ def init_ray(timeout_s: float, *, stays: bool = False, **options: Any) -> Any:
                 os.environ[_BREAKPOINT] = breakpoint_hook
             return context
 
-    return within(timeout_s, call, afterwards=threading.Event().wait if stays else None)
+    # Ray draws from Python's global generator, from which torch's loader draws nothing.
+    state = random.getstate()
+    try:
+        return within(timeout_s, call, afterwards=threading.Event().wait if stays else None)
+    finally:
+        random.setstate(state)
 
 
-def load_ray() -> None:
+def _load_ray() -> None:
     """Import Ray without its notebook message that ipywidgets is missing; dpex has no widgets."""
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     make_no_errors_of_rays_warnings()
@@ -219,7 +234,7 @@ def make_no_errors_of_rays_warnings() -> None:
     """
     if any(action == "error" for action, *_ in warnings.filters):
         warnings.filterwarnings("ignore", module=_NOT_THE_USERS)
-        warnings.filterwarnings("default", module=OUR_MODULES)
+        warnings.filterwarnings("default", module=_OUR_MODULES)
 
 
 @contextlib.contextmanager

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dpex import ClusterError
-from dpex.cluster.local import directory, shared_by_ranks
+from dpex.cluster.local import directory
 from dpex.cluster.local.launch import _not_started
 
 
@@ -69,16 +67,6 @@ def test_a_folder_in_which_others_can_replace_everything_is_not_used(
     monkeypatch.setenv("RAY_TMPDIR", str(place))
     with pytest.raises(ClusterError, match=f"chmod go-w {place}.* directory with RAY_TMPDIR"):
         directory.runtime_directory()
-
-
-def test_a_lock_that_another_rank_keeps_is_named(place: Path) -> None:
-    with (place / "lock").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with (
-            pytest.raises(ClusterError, match=f"another rank .* end it and run .*{place}/lock"),
-            shared_by_ranks._locked(place / "job", time.monotonic()),
-        ):
-            pass
 
 
 def test_a_directory_open_to_others_says_what_to_do(

@@ -10,10 +10,8 @@ import time
 
 from output import take_stdout
 
-from dpex import tuning
-from dpex.cluster.connect import connect, cpu_users
+from dpex.cluster.connect import choose, connect, cpu_users
 from dpex.cluster.local import launch
-from dpex.worker import environment
 
 replies = take_stdout()
 logged: list[str] = []
@@ -40,13 +38,8 @@ def do_connect(head_address):
     }
 
 
-def do_settle_after(seconds):
-    """Set when a local Ray starts its deferred processes if no batch has arrived."""
-    tuning.SETTLE_S = seconds
-
-
-def do_settle():
-    launch.settled.set()
+def do_choose(head_address):
+    return choose(head_address)
 
 
 def do_connect_in_thread(head_address):
@@ -63,6 +56,11 @@ def do_init(**options):
 
     ray.init(logging_level=logging.ERROR, **options)
     return ray.get_runtime_context().gcs_address
+
+
+def do_start_local():
+    """Start a local Ray, as ``connect`` does if this process was not connected a moment ago."""
+    launch.start()
 
 
 def do_is_connected():
@@ -126,11 +124,6 @@ def do_cluster():
         "object_store_bytes": sum(store),
         "nodes": [node["NodeID"] for node in nodes],
     }
-
-
-def do_changes_environment():
-    """Return whether worker processes must change their environment to this process's."""
-    return any(environment.changes())
 
 
 def do_logged():
