@@ -42,7 +42,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV)/.installed-demo ## Train a small CNN with torch's loader and with dpex (DEMO_ARGS=--quick, --cluster)
+demo: $(VENV)/.installed-demo ## Train a small CNN with torch, dpex, and a Ray cluster that loses a node (DEMO_ARGS=--quick)
 	$(RUN) examples/demo.py $(DEMO_ARGS)
 
 # Two at a time: most tests wait for processes that start or are found to be dead.

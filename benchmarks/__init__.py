@@ -11,6 +11,7 @@ Files:
 - ``commands.py``: the command that made each record
 - ``against.py``: comparison of the working tree with another revision; ``make bench-against``
 - ``verdicts.py``: verdicts of that comparison
+- ``addresses.py``: where the workers of dpex's peers run
 - ``peers.py``: the loaders that dpex is compared with
 - ``throughput.py``: one workload, read by all peers in turn
 - ``fresh.py``: measurements in fresh interpreters
@@ -36,6 +37,7 @@ Files:
 - ``benchmark_training_speed.py``: training time and waiting time on 1 to 8 nodes
 - ``benchmark_cached.py``: photographs whose deterministic transforms are cached
 - ``benchmark_cold.py``: time to the first batch of a process; ``start_up.py`` is the script
+- ``benchmark_exit.py``: end of a short program, by itself and by Ctrl-C
 - ``benchmark_driver.py``: processor time of the training process, in epochs of different lengths
 - ``benchmark_memory.py``: memory of eight workers; ``in_memory.py`` has the datasets
 - ``benchmark_on_node.py``: bytes of the rows of ``rows_in_file.py`` on the link of

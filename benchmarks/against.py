@@ -3,6 +3,9 @@
 ``make bench-against REV=HEAD~1`` compares only ``dpex/``: the benchmarks of the working tree
 measure both revisions. Each measurement runs in a fresh process. That process and its workers
 import ``dpex`` of their revision. The revisions alternate: old new, new old, old new.
+
+A case such as ``tiny`` measures what a user gets on one machine: processes, or a local Ray in
+revisions without a choice of a carrier. ``tiny-local`` measures a local Ray in both.
 """
 
 import argparse
@@ -94,6 +97,8 @@ THROUGHPUT: Mapping[str, tuple[Callable[[], Case], int]] = {
     },
     "worker_init": (benchmark_worker_init.case, 8),
 }
+# Suffix of a throughput case that measures dpex on a local Ray in both revisions.
+ON_LOCAL = "-local"
 
 
 @dataclass(frozen=True)
@@ -252,12 +257,14 @@ def check_workers() -> None:
     """
     import ray
 
-    loader = make_loader("dpex", Origins(), batch_size=2, num_workers=2)
-    origins = {path for batch in loader for path in batch}
-    # Ray starts the process of this task, like that of the pipeline actor. It is no fork of this
-    # process.
-    origins.add(ray.get(ray.remote(num_cpus=0)(origin).remote()))
-    close(loader)
+    origins: set[str] = set()
+    for peer in ("dpex", "local"):
+        loader = make_loader(peer, Origins(), batch_size=2, num_workers=2)
+        origins.update(path for batch in loader for path in batch)
+        if peer == "local":
+            # Ray starts the process of this task, like that of the pipeline actor.
+            origins.add(ray.get(ray.remote(num_cpus=0)(origin).remote()))
+        close(loader)
     if origins != {dpex.__file__}:
         raise RuntimeError(f"workers must import {dpex.__file__}, imported {origins}")
 
@@ -272,7 +279,11 @@ def comparisons(epochs: int) -> dict[str, Comparison]:
         epochs: Number of counted epochs in a throughput measurement.
     """
     return {
-        **{name: Comparison(partial(throughput_turn, name, epochs)) for name in THROUGHPUT},
+        **{
+            f"{name}{suffix}": Comparison(partial(throughput_turn, name, peer, epochs))
+            for suffix, peer in (("", "dpex"), (ON_LOCAL, "local"))
+            for name in THROUGHPUT
+        },
         # The first round fills the page cache.
         "cold": Comparison(cold_turn, warm_ups=1),
         "widen": Comparison(widen_turn),
@@ -280,26 +291,26 @@ def comparisons(epochs: int) -> dict[str, Comparison]:
     }
 
 
-def throughput_turn(name: str, epochs: int, tree: Path) -> Turn:
-    """Measure torch and dpex in turn, in one fresh process."""
-    measured = run_fresh(throughput, name=name, epochs=epochs, tree=tree)
-    first_s = statistics.median(epoch["first_batch_s"] for epoch in measured["runs"]["dpex"])
+def throughput_turn(name: str, peer: str, epochs: int, tree: Path) -> Turn:
+    """Measure torch and a peer of dpex in turn, in one fresh process."""
+    measured = run_fresh(throughput, name=name, peer=peer, epochs=epochs, tree=tree)
+    first_s = statistics.median(epoch["first_batch_s"] for epoch in measured["runs"][peer])
     figures = {
         OVER_TORCH: measured["dpex_over"]["torch"]["median"],
-        RATE: measured["samples_per_s"]["dpex"]["median"],
+        RATE: measured["samples_per_s"][peer]["median"],
         WARM_FIRST_BATCH: 1e3 * first_s,
     }
     return Turn(figures, measured["runs"])
 
 
-def throughput(name: str, epochs: int) -> dict[str, Any]:
+def throughput(name: str, peer: str, epochs: int) -> dict[str, Any]:
     """Run a workload through torch and dpex: a first epoch each, then the counted epochs."""
     make_case, workers = THROUGHPUT[name]
-    case = replace(make_case(), inline_batches=0)
+    case = replace(make_case(), inline_batches=0, goals_over={}, goal_first_batch_ms=None)
     options = argparse.Namespace(
-        workers=workers, rounds=epochs, peers=["torch", "dpex"], all_peers=False
+        workers=workers, rounds=epochs, peers=["torch", peer], all_peers=False
     )
-    return measure(case, options)
+    return measure(case, options, peer)
 
 
 def cold_turn(tree: Path) -> Turn:

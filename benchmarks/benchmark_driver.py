@@ -39,7 +39,7 @@ from benchmarks.harness import (
 from benchmarks.plots import lines
 from benchmarks.workloads import SameTensor
 
-PEERS = ("torch", "dpex")
+PEERS = ("torch", "dpex", "local")
 BATCH_SIZE = 1
 SAMPLE_SHAPE = (8,)
 EPOCHS = (100, 1_000, 10_000, 100_000)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models import resnet50
 
+from benchmarks.addresses import address_of
 from benchmarks.goals import Goal
 from benchmarks.harness import (
     arguments,
@@ -123,10 +124,12 @@ def measure(
     }
     loaders: dict[str, DataLoader[Any]] = {
         "torch": DataLoader(crops, **options),
-        "dpex": DpexDataLoader(crops, **options, distribute_mode=True),
+        "dpex": DpexDataLoader(
+            crops, **options, distribute_mode=True, head_address=address_of("dpex")
+        ),
     }
-    wait_for_ray(loaders["dpex"])
-    for loader in loaders.values():  # torch must fork before the first use of the GPU
+    wait_for_ray(loaders["dpex"])  # in earlier revisions
+    for loader in loaders.values():  # both must fork before the first use of the GPU
         first = next(iter(loader))
     step = make_step(device)
     stays: Any = tuple(part.to(device) for part in first)

@@ -66,7 +66,7 @@ class Meter:
 
     Attributes:
         spent: Measurements of each epoch, by name of the loader. ``server``, ``loader`` (training
-            process, workers, local Ray) and ``busy`` (all processes of the machine) are processor
+            process, workers) and ``busy`` (all processes of the machine) are processor
             seconds. ``machine`` is the time that all cores had together. The other values are
             numbers of requests, by method.
     """
@@ -126,7 +126,6 @@ def measure(folder: str, delay_s: float, workers: Sequence[int], rounds: int) ->
         os.environ.update(store.environment)
         pictures = ImageFolder("s3://bucket/pictures", transforms.ToTensor())
         loaders, samples = {}, {}
-        # torch's loaders come first, so that torch forks its workers from a process without Ray.
         for peer, number in itertools.product(("torch", "dpex"), workers):
             name = of(peer, number)
             samples[name] = number * BATCHES_PER_WORKER * BATCH_SIZE

@@ -47,7 +47,8 @@ TURNS = 3
 # Batches that workers may have ahead at the end, so that they deliver until the clock stops.
 SPARE_BATCHES = 20
 BLOCKED_TOO_MUCH = 0.01
-GOAL_PERCENT = 3.0
+# dpex's loader slows the loop down no more than torch's.
+GOAL_PERCENT = 0.0
 
 
 @dataclass(frozen=True)
@@ -255,27 +256,26 @@ def main() -> None:
         peer: [100 * share for share in slowdown["all"]]
         for peer, slowdown in record["slowdown"].items()
     }
-    record["goals"] = [
-        asdict(
-            Goal.of(
-                "training process",
-                "tax: training loop slower beside dpex",
-                percents[peer],
-                "<=",
-                GOAL_PERCENT,
-                "percent",
-            )
+    record["goals"] = []
+    if {"torch", "dpex"} <= percents.keys():
+        goal = Goal.of(
+            "training process",
+            "tax: training loop slower beside dpex than beside torch's loader",
+            [a - b for a, b in zip(percents["dpex"], percents["torch"], strict=True)],
+            "<=",
+            GOAL_PERCENT,
+            "percent",
+            ", ".join(
+                f"{peer} {statistics.median(values):.1f} %" for peer, values in percents.items()
+            ),
         )
-        for peer in percents
-        if peer == "dpex"
-    ]
+        record["goals"] = [asdict(goal)]
     write(record, options.out)
     bars(
         options.out.with_suffix(".svg"),
         "How much slower the training loop runs beside a loader",
         percents,
         "%",
-        GOAL_PERCENT,
     )
     print(table([record]))
 

@@ -18,7 +18,7 @@ def case() -> Case:
         batch_size=100,
         inline_batches=150,
         peers=TURN_ORDER,
-        goals_over={"torch": 1.0, "rpc": 1.0, "raydata": 10.0},
+        goals_over={"torch": 1.0, "rpc": 1.0},
         goal_first_batch_ms=30.0,
     )
 

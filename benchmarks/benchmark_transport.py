@@ -12,7 +12,7 @@ memory, the kernel must first provide every page.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,9 @@ from benchmarks.harness import (
 from benchmarks.plots import bars
 from benchmarks.workloads import SameTensor
 
-PEERS = ("torch", "dpex")
+PEERS = ("torch", "dpex", "local")
+# Peers that run in turns. An idle Ray takes time of the cores, so the peer on Ray comes last.
+GROUPS = (("torch", "dpex"), ("local",))
 VARIANTS = ("ready", "stacked")
 BATCH_SIZE = 64
 SAMPLE_SHAPE = (3, 224, 224)
@@ -86,46 +88,25 @@ def main() -> None:
         "batch_bytes": BATCH_BYTES,
         "batches": BATCHES,
     }
-    ready = SameTensor(BATCHES, (1,)), 1, ReadyBatch()
-    stacked = SameTensor(BATCHES * BATCH_SIZE, SAMPLE_SHAPE), BATCH_SIZE, None
-    workloads = dict(zip(VARIANTS, (ready, stacked), strict=True))
-    # torch comes first, so that it forks its workers before Ray starts threads in this process.
-    loaders = {
-        (peer, variant): make_loader(
-            peer, dataset, batch_size=batch_size, num_workers=options.workers, collate_fn=collate_fn
-        )
-        for peer in PEERS
-        for variant, (dataset, batch_size, collate_fn) in workloads.items()
-    }
-
-    def deliver(peer: str, variant: str) -> float:
-        """Return the GB/s of one epoch."""
-        time.sleep(SETTLE_S)  # the clean-up of one epoch must not slow down the next
-        epoch = time_epoch(loaders[peer, variant])
-        assert epoch.samples == BATCHES * BATCH_SIZE
-        return BATCHES * BATCH_BYTES / epoch.seconds / GB
-
-    for peer, variant in loaders:
-        say(f"transport start-up {peer} {variant}: {deliver(peer, variant):.2f} GB/s")
-    turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
-    for round_number in range(options.rounds):
-        for variant in VARIANTS:
-            turn = copy_rates() | {peer: deliver(peer, variant) for peer in PEERS}
-            turns[variant].append(turn)
-            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in turn.items())
-            say(f"transport round {round_number + 1}/{options.rounds} {variant}, GB/s: {rates}")
-    for loader in loaders.values():
-        close(loader)
-
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {variant: {} for variant in VARIANTS}
+    for group in GROUPS:
+        for variant, found in run_group(group, options).items():
+            turns[variant] |= dict.fromkeys(group, found)
     record["gb_per_s"] = {
         variant: {
-            name: summarise([turn[name] for turn in variant_turns]) for name in variant_turns[0]
+            **{
+                copy: summarise([turn[copy] for turn in by_peer["dpex"]])
+                for copy in ("copy", "copy to fresh memory")
+            },
+            **{peer: summarise([turn[peer] for turn in by_peer[peer]]) for peer in PEERS},
         }
-        for variant, variant_turns in turns.items()
+        for variant, by_peer in turns.items()
     }
     record["of_copy"] = {
-        variant: {peer: summarise([t[peer] / t["copy"] for t in turns[variant]]) for peer in PEERS}
-        for variant in VARIANTS
+        variant: {
+            peer: summarise([turn[peer] / turn["copy"] for turn in by_peer[peer]]) for peer in PEERS
+        }
+        for variant, by_peer in turns.items()
     }
     of_copy, ready_rates = record["of_copy"], record["gb_per_s"]["ready"]
     goal = Goal.of(
@@ -159,6 +140,48 @@ def main() -> None:
         figures = (f"{name} {spread(summary)}" for name, summary in summaries)
         print(f"{variant}, GB/s: {', '.join(figures)}")
     print(f"{goal.what}: {goal.figure}, goal {goal.bound}; {goal.note}")
+
+
+def run_group(peers: Sequence[str], options: Any) -> dict[str, list[dict[str, float]]]:
+    """Run some peers in turns.
+
+    Args:
+        peers: Peers of ``make_loader``.
+        options: ``workers`` and ``rounds``.
+
+    Returns:
+        For each variant, the GB/s of each peer and of copies in each round.
+    """
+    ready = SameTensor(BATCHES, (1,)), 1, ReadyBatch()
+    stacked = SameTensor(BATCHES * BATCH_SIZE, SAMPLE_SHAPE), BATCH_SIZE, None
+    workloads = dict(zip(VARIANTS, (ready, stacked), strict=True))
+    loaders = {
+        (peer, variant): make_loader(
+            peer, dataset, batch_size=batch_size, num_workers=options.workers, collate_fn=collate_fn
+        )
+        for peer in peers
+        for variant, (dataset, batch_size, collate_fn) in workloads.items()
+    }
+
+    def deliver(peer: str, variant: str) -> float:
+        """Return the GB/s of one epoch."""
+        time.sleep(SETTLE_S)  # the clean-up of one epoch must not slow down the next
+        epoch = time_epoch(loaders[peer, variant])
+        assert epoch.samples == BATCHES * BATCH_SIZE
+        return BATCHES * BATCH_BYTES / epoch.seconds / GB
+
+    for peer, variant in loaders:
+        say(f"transport start-up {peer} {variant}: {deliver(peer, variant):.2f} GB/s")
+    turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    for round_number in range(options.rounds):
+        for variant in VARIANTS:
+            turn = copy_rates() | {peer: deliver(peer, variant) for peer in peers}
+            turns[variant].append(turn)
+            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in turn.items())
+            say(f"transport round {round_number + 1}/{options.rounds} {variant}, GB/s: {rates}")
+    for loader in loaders.values():
+        close(loader)
+    return turns
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.addresses import address_of
 from benchmarks.goals import Subject, goals_table
 
 RECORDED_PACKAGES = (
@@ -143,8 +144,8 @@ def make_loader(
 
     Args:
         peer: ``"inline"`` (this process alone), ``"torch"`` (forked workers), ``"spawn"`` (torch's
-            with spawned workers), ``"stateful"`` (torchdata's), ``"dpex"`` (on a local Ray) or
-            ``"processes"`` (dpex's processes of this machine).
+            with spawned workers), ``"stateful"`` (torchdata's), ``"dpex"`` (as a user gets it by
+            default) or ``"local"`` (dpex on a local Ray).
         dataset: Dataset that the loader reads.
         batch_size: Samples in a batch.
         num_workers: Number of workers; ``"inline"`` has none.
@@ -155,7 +156,7 @@ def make_loader(
         worker_init_fn: Called in each worker; ``"inline"`` has none.
 
     Returns:
-        The loader. Ray has started for it.
+        The loader. If it needs Ray, Ray has started for it.
 
     Raises:
         ValueError: There is no such peer.
@@ -185,25 +186,25 @@ def make_loader(
             dataset, multiprocessing_context="fork", **options
         )
         return stateful
-    if peer in {"dpex", "processes"}:
+    if peer in {"dpex", "local"}:
         from dpex import DpexDataLoader
 
         loader: DpexDataLoader[Any] = DpexDataLoader(
             dataset,
             multiprocessing_context="fork",
             distribute_mode=True,
-            head_address="local" if peer == "dpex" else peer,
+            head_address=address_of(peer),
             **options,
         )
         wait_for_ray(loader)
         return loader
     raise ValueError(
-        f"peer must be 'inline', 'torch', 'spawn', 'stateful', 'dpex' or 'processes', was {peer!r}"
+        f"peer must be 'inline', 'torch', 'spawn', 'stateful', 'dpex' or 'local', was {peer!r}"
     )
 
 
 def wait_for_ray(loader: Any) -> None:
-    """Start Ray for a loader of dpex, so that no measured epoch is made while it starts."""
+    """Start Ray for a loader that needs it, so that no measured epoch includes the start."""
     if hasattr(loader, "warm_up"):  # earlier revisions started Ray in ``iter()``
         loader.warm_up(wait=True)
 
@@ -321,7 +322,11 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def describe_machine(case: str) -> dict[str, Any]:
-    """Start a record: case, command, date, versions, machine and its load."""
+    """Start a record: case, command, date, versions, machine and its load.
+
+    ``dpex_address`` is the ``head_address`` of the peer ``"dpex"``. Records of the former design,
+    whose workers on one machine were Ray's, do not have it.
+    """
     versions: dict[str, str | None] = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -332,6 +337,7 @@ def describe_machine(case: str) -> dict[str, Any]:
         "case": case,
         "command": command(case, sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "dpex_address": address_of("dpex"),
         "python": platform.python_version(),
         "versions": versions,
         "system": f"{platform.system()} {platform.machine()}",

@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from benchmarks.addresses import address_of
 from benchmarks.fresh import own_processes
 from benchmarks.harness import make_loader
 
@@ -161,8 +162,8 @@ def measure(
     Returns:
         The number of ``epochs``, and ``readers``, the number of worker processes that delivered.
         ``processes`` has the memory of each process, and ``processes_later`` the same
-        ``MORE_EPOCHS`` epochs later. With dpex, ``stored_bytes`` has the size of the objects in
-        Ray's object store at both times.
+        ``MORE_EPOCHS`` epochs later. With a peer on Ray, ``stored_bytes`` has the size of the
+        objects in Ray's object store at both times.
     """
     torch.set_num_threads(1)
     loader = make_loader(
@@ -179,12 +180,13 @@ def measure(
             readers.update(pids.tolist())
         epochs += 1
     weights = [weigh(process, readers) for process in own_processes()]
-    stored_bytes = [object_store_bytes()] if peer == "dpex" else []
+    on_ray = peer in {"dpex", "local"} and address_of(peer) == "local"
+    stored_bytes = [object_store_bytes()] if on_ray else []
     for _ in range(MORE_EPOCHS):
         for _ in loader:
             pass
     weights_later = [weigh(process, readers) for process in own_processes()]
-    if peer == "dpex":
+    if on_ray:
         stored_bytes.append(object_store_bytes())
     return {
         "epochs": epochs,

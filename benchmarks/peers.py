@@ -11,8 +11,8 @@ Ray Data has no sampler, and need not keep an order: it reads the samples in the
 - ``rpc``: RPCDataloader, with workers behind sockets of this machine
 - ``raydata``: Ray Data as its documentation teaches: raw rows, ``map``, ``iter_torch_batches``
 - ``raydata-index``: Ray Data over the indices of the dataset, which ``map`` reads
-- ``dpex``: DpexDataLoader on a local Ray
-- ``processes``: DpexDataLoader with processes of this machine
+- ``dpex``: DpexDataLoader as a user gets it by default, with processes of this machine
+- ``local``: DpexDataLoader on a local Ray, with the whole Ray Data pipeline
 - ``inline``: one process alone; its rate times the number of cores is the limit
 """
 
@@ -37,17 +37,19 @@ START_ORDER = (
     "spdl",
     "spawn",
     "rpc",
-    "processes",
     "dpex",
     "inline",
+    "local",
     "raydata",
     "raydata-index",
 )
 RAY_DATA = ("raydata", "raydata-index")
+# Peers that start a Ray. They start after all other peers have finished.
+WITH_RAY = ("local", *RAY_DATA)
 # torch and dpex run one after the other.
-TURN_ORDER = ("torch", "dpex", "processes", "rpc", "spawn", "stateful", "spdl", *RAY_DATA)
+TURN_ORDER = ("torch", "dpex", "rpc", "spawn", "stateful", "spdl", *WITH_RAY)
 # Peers that can read every map-style dataset with every collate_fn.
-TORCH_PEERS = ("torch", "dpex", "processes", "spawn", "stateful")
+TORCH_PEERS = ("torch", "dpex", "spawn", "stateful", "local")
 PREFETCH_FACTOR = 2  # torch's default
 
 
@@ -254,8 +256,8 @@ def free_ports(count: int) -> list[int]:
 class RayData:
     """Ray Data in a separate process, on a Ray with as many CPUs as there are workers.
 
-    It does not share dpex's Ray, which has at least 64 logical CPUs. The other process times the
-    epoch.
+    It does not share the Ray of ``local``, which has at least 64 logical CPUs. The other process
+    times the epoch.
     """
 
     def __init__(self, case: Case, num_workers: int, *, by_index: bool) -> None:

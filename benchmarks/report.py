@@ -48,6 +48,21 @@ SHORT_HEADS = {
     ),
 }
 
+# The note above that table if records of the former design are in it.
+FORMER_DESIGN = {
+    "README.md": (
+        "**The figures of dpex are those of its former design**, whose workers on one machine were "
+        "forks under a local Ray. Processes of this machine have not been measured yet."
+    ),
+    "README.zh-CN.md": (
+        "**dpex 的数值来自以前的设计**:当时本机的 worker 是本地 Ray 下的 fork。"
+        "本机进程方式尚未重新测量。"
+    ),
+}
+
+# Cases that measure dpex on a cluster.
+ON_CLUSTERS = {"on_node", "scale"}
+
 # Figures that a user may want, and that no benchmark or no record has.
 NOT_MEASURED = (
     "The time that a GPU is idle: `make bench-gpu` needs a CUDA device, and has no record yet.",
@@ -88,7 +103,8 @@ def reported(records: Sequence[Record]) -> Iterator[tuple[str, str, str]]:
     others = read_archive()
     yield "docs/benchmarks.md", "goals", full_report(records, others, "../benchmarks/results")
     for page, heads in SHORT_HEADS.items():
-        yield page, "figures", short_report(records, others, "benchmarks/results", heads)
+        note = FORMER_DESIGN[page]
+        yield page, "figures", short_report(records, others, "benchmarks/results", heads, note)
     by_case = {record["case"]: record for record in records}
     if "scale" in by_case:
         yield "docs/scaling.md", "scale", goals_table([by_case["scale"]])
@@ -147,6 +163,7 @@ def full_report(records: Sequence[Record], others: Sequence[Run], folder: str) -
     void = verdicts["void"]
     parts = [
         "## Goals",
+        former_design(records),
         f"{verdicts['met']} of {len(goals) - void} met, {void} void. {settings(records)}",
         goals_report(records, folder),
         "### Not measured yet",
@@ -210,6 +227,27 @@ def settings(records: Sequence[Record]) -> str:
     )
 
 
+def former_design(records: Iterable[Record]) -> str:
+    """Return a paragraph about the records of the former design; empty if there are none.
+
+    Their workers on one machine were Ray's. New records say where the workers of dpex run.
+    """
+    cases = sorted(r["case"] for r in records if "dpex_address" not in r and on_one_machine(r))
+    if not cases:
+        return ""
+    named = ", ".join(f"`{case}`" for case in cases)
+    return (
+        "**These figures of dpex are those of its former design**, whose workers on one machine "
+        "were forks under a local Ray. Now they are processes of this machine without Ray, and "
+        f"these cases have not been measured again: {named}."
+    )
+
+
+def on_one_machine(record: Record) -> bool:
+    """Return whether the workers of a record's dpex were those of one machine without a cluster."""
+    return record["case"] not in ON_CLUSTERS
+
+
 def days(records: Iterable[Record]) -> str:
     """Return the days on which some records were made, as text."""
     return ", ".join(sorted({record["date"] for record in records}))
@@ -252,6 +290,7 @@ def short_report(
     others: Sequence[Run],
     folder: str,
     heads: Sequence[str],
+    note: str,
 ) -> str:
     """Return the table of dpex's ratios to torch, and the overview figure.
 
@@ -260,6 +299,7 @@ def short_report(
         others: Runs of other days or processors; the last run of each processor counts.
         folder: Path of the present records, relative to the page.
         heads: Heads of the table.
+        note: Paragraph above the table if some records are those of the former design.
 
     Returns:
         Markdown.
@@ -285,7 +325,10 @@ def short_report(
         rates = [f"{part['samples_per_s'][peer]['median']:,.0f}" for peer in ("torch", "dpex")]
         ratios = [ratios_of_cpu.get(name, "") for ratios_of_cpu in latest.values()]
         rows.append(f"| {' | '.join([part['title'], *rates, *ratios])} |")
-    return "\n".join(rows) + f"\n\n![dpex over torch]({folder}/{OVERVIEW})"
+    parts = ["\n".join(rows), f"![dpex over torch]({folder}/{OVERVIEW})"]
+    if former_design(records):
+        parts.insert(0, note)
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,17 @@ class Part:
     remedy: str
 
 
+def on_ray(by_peer: Mapping[str, Any]) -> Any:
+    """Return the figure of dpex on a Ray; in records of the former design, ``dpex`` was on one."""
+    return by_peer.get("local", by_peer["dpex"])
+
+
 def parts(records: Records) -> list[Part]:
     """Return the parts, from the records of ``jpeg``, ``transport``, ``driver`` and ``scale``."""
     jpeg, scale = records["jpeg"], records["scale"]
     per_core = jpeg["limit_samples_per_s"] / jpeg["cores"]
-    transport = records["transport"]["gb_per_s"]["ready"]["dpex"]["median"] * 1e9
-    thread_us = records["driver"]["thread_us_per_batch"]["dpex"]["100000"]["median"]
+    transport = on_ray(records["transport"]["gb_per_s"]["ready"])["median"] * 1e9
+    thread_us = on_ray(records["driver"]["thread_us_per_batch"])["100000"]["median"]
     actor_ms = list(scale["pipeline_actor_ms_per_batch"].values())[-1]["median"]
     # Number of samples that a task makes before its lease ends.
     task = scale["task"]

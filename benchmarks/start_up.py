@@ -1,4 +1,6 @@
-"""A training script up to its first batches; ``cold`` and ``widen`` run it in fresh processes.
+"""A training script up to its first batches; ``cold``, ``widen`` and ``exit`` run it.
+
+Each run is a fresh process.
 
 It imports only what a training script imports, because the time of all imports counts.
 """
@@ -12,17 +14,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.addresses import address_of
 from benchmarks.fresh import since_start_s
 from benchmarks.workloads import JpegFiles, SleepingSamples, TinyImages
 
 RATE_WINDOW_S = 1.0
+# What ``eight_batches`` prints before it waits for Ctrl-C, and for how long it waits.
+WAITS = "waits for Ctrl-C"
+WAIT_S = 60.0
 
 
 def first_jpeg_batch(peer: str, folder: str, batch_size: int, workers: int) -> dict[str, float]:
     """Load photographs, and measure the time to the first batch.
 
     Args:
-        peer: ``"torch fork"``, ``"torch spawn"`` or ``"dpex"``.
+        peer: ``"torch fork"``, ``"torch spawn"``, ``"dpex"`` or ``"local"``.
         folder: Folder of the files.
         batch_size: Samples in a batch.
         workers: Number of workers.
@@ -44,7 +50,7 @@ def first_sleeping_batch(
     """Load samples that sleep, and measure the time to the first batch and to the full rate.
 
     Args:
-        peer: ``"torch fork"``, ``"torch spawn"`` or ``"dpex"``.
+        peer: ``"torch fork"``, ``"torch spawn"``, ``"dpex"`` or ``"local"``.
         sleep_s: Seconds that a sample takes.
         batch_size: Samples in a batch.
         workers: Number of workers.
@@ -85,8 +91,24 @@ def two_epochs(peer: str, samples: int, batch_size: int, workers: int) -> dict[s
     return {"first_epoch_s": ends[0], "second_epoch_s": ends[1]}
 
 
+def eight_batches(peer: str, batch_size: int, workers: int, wait: bool) -> None:
+    """Load eight batches of small pictures, and end.
+
+    Args:
+        peer: ``"torch fork"``, ``"dpex"`` or ``"local"``.
+        batch_size: Samples in a batch.
+        workers: Number of workers.
+        wait: Whether to say so after four batches, and then to wait for Ctrl-C.
+    """
+    loader, _ = make(peer, TinyImages(8 * batch_size), batch_size, workers)
+    for number, _ in enumerate(loader, 1):
+        if wait and number == 4:
+            print(WAITS, flush=True)
+            time.sleep(WAIT_S)
+
+
 def first_ray_task() -> dict[str, float]:
-    """Start a local Ray without dpex, and call one method of an actor: the least that dpex needs.
+    """Start a local Ray without dpex, and call one method of an actor: the least for ``"local"``.
 
     Returns:
         Times since the start of the process: ``started_s`` (Ray has started) and ``first_call_s``
@@ -112,11 +134,12 @@ def make(
     """Return a peer's loader, and the age of the process when all imports were done."""
     torch.set_num_threads(1)
     shared: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": workers}
-    if peer == "dpex":
+    if peer in {"dpex", "local"}:
         from dpex import DpexDataLoader
 
         imported_s = since_start_s()
-        dpex = DpexDataLoader(dataset, distribute_mode=True, head_address="local", **shared, **more)
+        address = address_of(peer)
+        dpex = DpexDataLoader(dataset, distribute_mode=True, head_address=address, **shared, **more)
         return dpex, imported_s
     imported_s = since_start_s()
     start_method = peer.removeprefix("torch ")

@@ -5,8 +5,8 @@ drifts by more than the peers differ, so only adjacent epochs are compared. The 
 of their ratios, and not the ratio of two medians. The first epoch of each peer is its start-up, and
 is reported separately.
 
-An idle Ray takes a twentieth of a core, which other peers would miss on a small machine. Ray Data
-has its own Ray. So it starts after all other peers have finished, and takes turns with dpex only.
+An idle Ray takes a twentieth of a core, which other peers would miss on a small machine. So peers
+that need a Ray start after all other peers have finished, and take turns with dpex only.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.goals import Goal
 from benchmarks.harness import SETTLE_S, Case, Epoch, describe_machine, say, summarise, write
-from benchmarks.peers import RAY_DATA, START_ORDER, Peer, start
+from benchmarks.peers import START_ORDER, WITH_RAY, Peer, start
 from benchmarks.plots import bars
 
 # Without these peers there is nothing to compare, so their exceptions end the benchmark.
@@ -60,12 +60,13 @@ def measure_apart(case: Case, options: Any) -> dict[str, Any]:
         return pool.submit(measure, case, options).result()
 
 
-def measure(case: Case, options: Any) -> dict[str, Any]:
+def measure(case: Case, options: Any, ours: str = "dpex") -> dict[str, Any]:
     """Run one workload with every peer in turn.
 
     Args:
-        case: The workload.
+        case: The workload. It has no goals if ``ours`` is not ``"dpex"``.
         options: ``workers``, ``rounds``, ``all_peers``, and ``peers`` if ``all_peers`` is false.
+        ours: The peer that is compared with the others.
 
     Returns:
         The measured part of the record.
@@ -74,16 +75,17 @@ def measure(case: Case, options: Any) -> dict[str, Any]:
     names = list(case.peers if options.all_peers else options.peers)
     if case.inline_batches:
         names.append("inline")
+    late = [name for name in WITH_RAY if name in names and name != ours]
     with Field(case, options.workers) as field:
-        field.start(name for name in names if name not in RAY_DATA)
+        field.start(name for name in names if name not in late)
         runs = field.take_turns([name for name in names if name in field.peers], options.rounds)
-        field.start(name for name in names if name in RAY_DATA)
-        late = [name for name in RAY_DATA if name in field.peers]
-        late_runs = field.take_turns(["dpex", *late], options.rounds) if late else {}
-    over = ratios(runs) | ratios(late_runs)
-    late_dpex = late_runs.pop("dpex", [])
+        field.start(late)
+        late = [name for name in late if name in field.peers]
+        late_runs = field.take_turns([ours, *late], options.rounds) if late else {}
+    over = ratios(runs, ours) | ratios(late_runs, ours)
+    late_ours = late_runs.pop(ours, [])
     record = summary(field, runs | late_runs, over)
-    record["dpex_beside_raydata"] = [asdict(epoch) for epoch in late_dpex]
+    record["dpex_beside_ray"] = [asdict(epoch) for epoch in late_ours]
     return record
 
 
@@ -157,15 +159,15 @@ def length(case: Case) -> int:
     return len(case.dataset)  # type: ignore[arg-type]
 
 
-def ratios(runs: Runs) -> dict[str, list[float]]:
-    """Return dpex's rate over that of each other peer, round by round."""
+def ratios(runs: Runs, ours: str = "dpex") -> dict[str, list[float]]:
+    """Return the rate of a peer of dpex over that of each other peer, round by round."""
     return {
         peer: [
-            ours.samples_per_s / theirs.samples_per_s
-            for ours, theirs in zip(runs["dpex"], epochs, strict=True)
+            mine.samples_per_s / theirs.samples_per_s
+            for mine, theirs in zip(runs[ours], epochs, strict=True)
         ]
         for peer, epochs in runs.items()
-        if "dpex" in runs and peer != "dpex"
+        if ours in runs and peer != ours
     }
 
 

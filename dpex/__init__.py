@@ -2,7 +2,9 @@
 
     from dpex import DataLoader
 
-``import dpex`` imports neither torch nor Ray. The first access to a public name imports its module.
+With a Ray cluster, the workers of the loader are tasks of a Ray Data pipeline. Without one, they
+are processes of this machine. ``import dpex`` imports neither torch nor Ray. The first access to a
+public name imports its module.
 """
 
 from __future__ import annotations

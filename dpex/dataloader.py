@@ -1,4 +1,4 @@
-"""``DataLoader`` and ``DpexDataLoader``: torch DataLoaders whose workers may be on a cluster."""
+"""``DataLoader`` and ``DpexDataLoader``: torch DataLoaders with workers here or on a cluster."""
 
 from __future__ import annotations
 
@@ -51,51 +51,60 @@ DEFAULT_MAX_SKIPPED = 100
 
 
 class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
-    """A ``torch.utils.data.DataLoader`` whose workers are Ray tasks, here or on a cluster.
+    """A ``torch.utils.data.DataLoader`` whose workers are Ray tasks or processes of this machine.
+
+    On a Ray, the sampler's indices become a Ray Dataset, and its tasks are the workers. Without a
+    Ray, each worker is a process of this machine, as in torch. Batches, random numbers and states
+    are the same. ``head_address`` chooses.
 
     The arguments up to ``in_order`` are torch's and keep their meaning. ``docs/semantics.md``
     compares every argument with torch. With ``distribute_mode=False`` or ``num_workers=0``, torch's
-    own iterators load the data. The constructor starts nothing: the first ``iter()`` connects to
-    Ray. Iteration raises an exception of a worker with its own type, as torch does. dpex's own
-    errors are subclasses of ``DpexError``.
+    own iterators load the data. The constructor starts nothing: the first ``iter()`` chooses, and
+    starts the workers. Iteration raises an exception of a worker with its own type, as torch does.
+    dpex's own errors are subclasses of ``DpexError``.
 
     Args:
-        dataset: A map-style dataset, or an ``IterableDataset``, of which every logical worker reads
-            a copy, as in torch. Every ``iter()`` pickles the dataset, and sends it only if its
-            bytes have changed. With ``persistent_workers`` only the first ``iter()`` pickles it.
+        dataset: A map-style dataset, or an ``IterableDataset``. Every logical worker reads a copy
+            of it, as in torch. Processes of this machine get it from torch's start method. For a
+            Ray, every ``iter()`` pickles the dataset, and sends it only if its bytes have changed.
+            With ``persistent_workers`` only the first ``iter()`` pickles it.
         batch_size: Samples per batch; None disables automatic batching.
         shuffle: Whether to draw a new permutation for every epoch.
         sampler: Iterable of indices. The training process draws from it, no further ahead than
             ``prefetch_factor`` and ``prefetch_bytes`` allow.
         batch_sampler: Iterable of lists of indices.
-        num_workers: Number of logical workers, and the limit on parallel tasks. 0 loads the data in
-            the training process.
+        num_workers: Number of logical workers: processes of this machine, or the limit on parallel
+            Ray tasks. 0 loads the data in the training process.
         collate_fn: Makes a batch from a list of samples, in the worker process.
         pin_memory: Whether batches arrive in page-locked memory.
         drop_last: Whether to drop an incomplete last batch.
         timeout: Seconds to wait for a batch before a ``RuntimeError``; 0 waits without a limit.
         worker_init_fn: Function called with the worker id before a logical worker's first sample.
-        multiprocessing_context: How torch starts workers. With a local Ray, ``"fork"`` (torch's
-            default on Linux before Python 3.14) forks the worker processes from the training
-            process; other methods do not. On a cluster it has no effect.
+        multiprocessing_context: How processes of this machine start, as in torch. Ray starts its
+            own worker processes, so on a Ray it has no effect.
         generator: Generator of the sampler's seed and of the workers' base seed.
         prefetch_factor: Batches per logical worker that may always be in flight; 2 if None.
         persistent_workers: Whether workers keep their copies of the dataset across epochs.
+            Processes of this machine then outlive an epoch, as in torch.
         pin_memory_device: Deprecated by torch.
         in_order: Whether batches come in the sampler's order. If False, they come as workers finish
             them.
-        distribute_mode: Whether workers are Ray tasks. False by default; ``DataLoader`` is this
+        distribute_mode: Whether dpex makes the batches, with the workers that ``head_address``
+            chooses. False by default, which selects torch's own workers; ``DataLoader`` is this
             class with True.
-        head_address: The Ray to use. ``"auto"``: the Ray that this process is connected to, else
-            ``RAY_ADDRESS``, else this user's cluster on this machine, else a local Ray.
-            ``"cluster"``: the same without a local Ray. ``"local"``: always a local Ray. A local
-            Ray ends with the process. ``"host:port"``: the cluster at this address, of which this
-            machine must be a node. ``"ray://host:port"``: the cluster at this address, through Ray
-            Client. ``"processes"``: no Ray; each worker is a process of this machine, which starts
-            at ``iter()`` as torch's workers do.
+        head_address: Where the workers run. The first ``iter()`` chooses, for the loader's life.
+            ``"auto"``: on the Ray that this process is connected to, else on ``RAY_ADDRESS``, else
+            on this user's cluster on this machine. If there is none, in processes of this machine;
+            a stage or an option that needs Ray then starts a local Ray. ``"processes"``: in
+            processes of this machine. ``"local"``: on a local Ray, which dpex starts, and which
+            ends with this process. ``"cluster"``: as ``"auto"``, but a ``ClusterError`` if there is
+            no Ray. ``"host:port"``: on the cluster at this address, of which this machine must be a
+            node. ``"ray://host:port"``: on the cluster at this address, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
-            ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated.
+            ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated. Processes
+            of this machine ignore ``num_cpus`` and ``memory`` with a warning. The other options
+            need a Ray.
         prefetch_bytes: Total bytes of batches that may be in flight; 512 MiB by default. At least
             ``prefetch_factor`` batches per logical worker are in flight, whatever their size.
         on_error: ``"raise"`` raises the error of a sample in the training loop. ``"skip"`` leaves
@@ -310,10 +319,12 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
     @untraced
     def warm_up(self, *, wait: bool = False) -> None:
-        """Connect to Ray and start a first worker process, for the next ``iter()``.
+        """Connect to Ray, and start a pipeline with one worker process for the next ``iter()``.
 
-        Call it before the program loads a model or a checkpoint. It starts nothing if the loader
-        has workers already, or if they are processes of this machine.
+        It returns when this process is connected; the pipeline and the worker process start in the
+        background. Call it before the program loads a model or a checkpoint. It does nothing if the
+        loader has an iterator with persistent workers, or if its workers are processes of this
+        machine: ``iter()`` starts those, as in torch.
 
         Args:
             wait: Whether to return only when a worker process waits for work.
@@ -365,7 +376,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         return LoaderJobs(job, later, stream, context, self._pickle)
 
     def check_worker_number_rationality(self) -> None:
-        """Check ``num_workers`` against this machine's cores, unless the workers are Ray tasks."""
+        """Check ``num_workers`` against this machine's cores, unless dpex makes the batches."""
         if not self._distributed:
             super().check_worker_number_rationality()
 
@@ -395,8 +406,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """Return the statistics of the newest epoch, up to now.
 
         Returns:
-            Statistics whose ``repr()`` shows what bounds the training loop. If the loader has no
-            workers on Ray, only times, batches, samples and ``in_flight`` are counted.
+            Statistics whose ``repr()`` shows what bounds the training loop. If torch's own
+            iterators load the data, only times, batches, samples and ``in_flight`` are counted.
         """
         return self._meter.stats()
 
@@ -498,9 +509,10 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 class DataLoader(DpexDataLoader[T_co]):
-    """``torch.utils.data.DataLoader`` whose workers are Ray tasks unless an argument changes that.
+    """A ``torch.utils.data.DataLoader`` that uses a Ray cluster if there is one.
 
-    It is ``DpexDataLoader`` with ``distribute_mode=True`` as default.
+    It is ``DpexDataLoader`` with ``distribute_mode=True`` as default. Without a cluster, its
+    workers are processes of this machine.
 
     Args:
         dataset: This and all other arguments are those of ``DpexDataLoader``.

@@ -1,14 +1,14 @@
-"""A program that trains a small CNN with torch's loader and with dpex, and compares them.
+"""Training of a small CNN with torch's loader, with dpex here, and with dpex on a cluster.
 
-1. Both loaders have the same dataset: only the loader changes.
-2. The pictures are large JPEG files, and both loaders keep the decoded pictures in memory.
+1. torch's loader and dpex with processes of this machine alternate, one epoch each, so that changes
+   of the machine's speed affect both.
+2. dpex runs on a Ray cluster of simulated nodes. One of them is killed in the middle of an epoch.
 
-In each part, two trainings alternate, one epoch each, so that changes of the machine's speed affect
-both. The models start with the same weights, and the loaders have the same seed, workers and cores.
-Everything runs on the CPU.
+All three trainings have the same JPEG files, weights, seed and number of workers, and run on the
+same cores of this machine. Their losses must be equal, so the transform draws no random numbers:
+torch's loader would draw others than dpex. Everything runs on the CPU.
 
-Run it with ``make demo``, or ``make demo DEMO_ARGS=--quick``. ``make demo DEMO_ARGS=--cluster``
-trains on a cluster of three simulated nodes, one of which dies.
+Run it with ``make demo``, or ``make demo DEMO_ARGS=--quick``.
 """
 
 import argparse
@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_cluster import train_on_cluster
-from demo_data import AUGMENT, KeptByWorker, Scans, find_pictures, first
+from demo_cluster import NODES, train_on_cluster
+from demo_data import Scans, find_pictures, first
 from demo_training import SEED, Epoch, Training, conclude, sample_cpu_s, step_cpu_s
 from torch.utils.data import Dataset
 from torchvision import transforms
 
 import dpex
-from dpex.datasets import cached
-from dpex.transforms import MappedDataset
 
-NUM_WORKERS = 2
+NUM_WORKERS = NODES
 
 
 def main() -> None:
@@ -44,25 +42,28 @@ def main() -> None:
     print(f"Data: {name}. This machine has {cores()} cores.")
     test_set = make_set(False, transforms.ToTensor())
     with tempfile.TemporaryDirectory() as folder:
-        if not options.cluster:
-            change_the_loader(first(make_set(True, AUGMENT), options.samples), test_set, options)
-        scans = make_scans(make_set(True, None), folder, options)
-        if options.cluster:
-            train_on_cluster(MappedDataset(scans, AUGMENT), options.batch_size)
-        else:
-            keep_decoded_pictures(scans, test_set, options)
+        print(f"Writing {options.samples:,} pictures as JPEG files of 1200x1200 pixels ...")
+        pictures = Scans(
+            first(make_set(True, None), options.samples), Path(folder), transforms.ToTensor()
+        )
+        print(f"\n1. torch and dpex on this machine, with {NUM_WORKERS} worker processes each.")
+        torchs, ours = train_here(pictures, options)
+        print(f"\n2. dpex on a Ray cluster of {NODES} nodes, with {NUM_WORKERS} workers.")
+        on_cluster = train_on_cluster(pictures, loader_arguments(options), options.epochs)
+        print_table([torchs, ours, on_cluster], test_set)
+        check_losses([torchs, ours, on_cluster])
+        explain(torchs, ours, on_cluster, pictures, options)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small CNN with torch's loader and dpex.")
-    parser.add_argument("--cluster", action="store_true", help="three nodes, one of which dies")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer samples and epochs, for CI")
-    parser.add_argument("--epochs", type=int, help="counted epochs of each, after the start-up")
-    parser.add_argument("--samples", type=int, help="training samples an epoch; JPEGs: a fifth")
+    parser.add_argument("--epochs", type=int, help="epochs of each training")
+    parser.add_argument("--samples", type=int, help="pictures in an epoch")
     parser.add_argument("--batch-size", type=int, default=50)
     options = parser.parse_args()
-    options.epochs = options.epochs or (2 if options.quick else 4)
-    options.samples = options.samples or (5_000 if options.quick else 20_000)
+    options.epochs = options.epochs or (2 if options.quick else 3)
+    options.samples = options.samples or (400 if options.quick else 3_000)
     return options
 
 
@@ -70,121 +71,99 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def change_the_loader(
-    dataset: Dataset[Any], test_set: Dataset[Any], options: argparse.Namespace
-) -> None:
-    """Train with the same dataset in both loaders."""
-    print(f"\n1. Both loaders have the same dataset and {NUM_WORKERS} workers.")
-    torchs, ours = train_both(dataset, dataset, options)
-    ours.loader.close()
-    print_table(torchs, ours, test_set)
-    sample_s = sample_cpu_s(dataset, options.batch_size)
-    step_s = step_cpu_s(dataset, options.batch_size)
-    limit, what, advice = min(
-        (
-            NUM_WORKERS / sample_s,
-            f"{NUM_WORKERS} workers make",
-            "raise num_workers, because cores are free: docs/num_workers.md.",
-        ),
-        (
-            options.batch_size / step_s,
-            "the training loop takes",
-            "stay with torch's loader for a model as slow as this one: docs/do_i_need_it.md.",
-        ),
-        (
-            cores() / (sample_s + step_s / options.batch_size),
-            f"{cores()} cores make and train on",
-            "add the cores of other machines: docs/plain_machines.md. "
-            "`make demo DEMO_ARGS=--cluster` shows a training that loses a node.",
-        ),
-    )
-    conclude(
-        verdict(torchs, ours),
-        f"a sample takes {1e3 * sample_s:.2f} ms of CPU time, and a step {1e3 * step_s:.1f} ms. "
-        f"So {what} about {limit:,.0f} samples/s. torch reached "
-        f"{rate(torchs.counted) / limit:.0%} of that, and dpex {rate(ours.counted) / limit:.0%}. "
-        "The rest is the overhead of the loaders, and what other programs take.",
-        advice,
-    )
+def loader_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that all three loaders have."""
+    return {
+        "batch_size": options.batch_size,
+        "shuffle": True,
+        "num_workers": NUM_WORKERS,
+        "persistent_workers": True,
+        "generator": torch.Generator().manual_seed(SEED),
+    }
 
 
-def keep_decoded_pictures(
-    scans: Scans, test_set: Dataset[Any], options: argparse.Namespace
-) -> None:
-    """Train on large JPEG files, and keep the decoded pictures in memory."""
-    print(
-        f"2. Both loaders have {NUM_WORKERS} workers and keep decoded pictures in memory.\n"
-        "   With torch, each worker has a dict. With dpex, all workers have one cache."
-    )
-    torchs, ours = train_both(
-        KeptByWorker(scans, AUGMENT), MappedDataset(cached(scans), AUGMENT), options
-    )
-    hits = ours.loader.stats().cache_hit_rate
-    ours.loader.close()
-    print_table(torchs, ours, test_set)
-    whole_s = sample_cpu_s(MappedDataset(scans, AUGMENT), options.batch_size)
-    rest_s = sample_cpu_s(KeptByWorker(scans, AUGMENT), options.batch_size)
-    conclude(
-        verdict(torchs, ours),
-        f"decoding takes {1e3 * (whole_s - rest_s):.1f} of a sample's {1e3 * whole_s:.1f} ms of "
-        f"CPU time. dpex decodes a picture once: in the last epoch, {hits:.0%} of them came from "
-        "the cache. torch decodes a picture once in each worker that gets it.",
-        "docs/datasets.md describes the cache, which can also be on a disk.",
-    )
-
-
-def make_scans(pictures: Dataset[Any], folder: str, options: argparse.Namespace) -> Scans:
-    count = options.samples // 5
-    print(f"\nWriting {count:,} pictures as JPEG files of 1200x1200 pixels ...")
-    return Scans(first(pictures, count), Path(folder))
-
-
-def train_both(
-    torchs: Dataset[Any], ours: Dataset[Any], options: argparse.Namespace
-) -> tuple[Training, Training]:
-    """Train with both loaders, which have the same arguments, in alternating epochs."""
-
-    def arguments() -> dict[str, Any]:
-        return {
-            "batch_size": options.batch_size,
-            "shuffle": True,
-            "num_workers": NUM_WORKERS,
-            "persistent_workers": True,
-            "generator": torch.Generator().manual_seed(SEED),
-        }
-
+def train_here(pictures: Dataset[Any], options: argparse.Namespace) -> tuple[Training, Training]:
+    """Train with both loaders of this machine in alternating epochs."""
+    ours = dpex.DataLoader(pictures, **loader_arguments(options), head_address="processes")
     both = (
-        Training("torch", torch.utils.data.DataLoader(torchs, **arguments())),
-        Training("dpex", dpex.DataLoader(ours, **arguments(), head_address="local")),
+        Training("torch", torch.utils.data.DataLoader(pictures, **loader_arguments(options))),
+        Training("dpex", ours),
     )
-    for _ in range(options.epochs + 1):
+    for _ in range(options.epochs):
         for training in both:
             training.train_epoch()
+    for training in both:
+        training.close()
     return both
 
 
-def print_table(torchs: Training, ours: Training, test_set: Dataset[Any]) -> None:
-    """Print the results of both trainings, with separate rows for the start-up epoch."""
-    print(f"\n{'':22}{'torch':>12}{'dpex':>12}")
+def print_table(trainings: list[Training], test_set: Dataset[Any]) -> None:
+    """Print the results of all trainings."""
     rows: list[tuple[str, Callable[[Training], str]]] = [
-        ("samples/s", lambda training: f"{rate(training.counted):,.0f}"),
-        ("waiting for data", lambda training: f"{waiting(training.counted):.1%}"),
-        ("start-up epoch", lambda training: f"{training.epochs[0].seconds:.1f} s"),
+        ("samples/s, all epochs", lambda training: f"{rate(training.epochs):,.0f}"),
+        ("waiting for data", lambda training: f"{waiting(training.epochs):.1%}"),
+        ("first epoch", lambda training: f"{training.epochs[0].seconds:.1f} s"),
         ("  its first batch", lambda training: f"{training.epochs[0].first_batch_s:.1f} s"),
+        ("last epoch", lambda training: f"{training.epochs[-1].seconds:.1f} s"),
         ("test accuracy", lambda training: f"{training.accuracy(test_set):.1%}"),
     ]
+    print(f"\n{'':22}" + "".join(f"{training.name:>12}" for training in trainings))
     for title, figure in rows:
-        print(f"{title:22}{figure(torchs):>12}{figure(ours):>12}")
+        print(f"{title:22}" + "".join(f"{figure(training):>12}" for training in trainings))
+
+
+def check_losses(trainings: list[Training]) -> None:
+    """Check that the trainings have the same losses, bit for bit.
+
+    Raises:
+        SystemExit: They differ.
+    """
+    expected, *others = (training.losses for training in trainings)
+    if any(losses != expected for losses in others):
+        raise SystemExit("The losses of the trainings differ. This is a bug of dpex.")
+
+
+def explain(
+    torchs: Training,
+    ours: Training,
+    on_cluster: Training,
+    pictures: Dataset[Any],
+    options: argparse.Namespace,
+) -> None:
+    """Print what the trainings show."""
+    sample_s = sample_cpu_s(pictures, options.batch_size)
+    step_s = step_cpu_s(pictures, options.batch_size)
+    limit, what = min(
+        (NUM_WORKERS / sample_s, f"{NUM_WORKERS} workers make"),
+        (options.batch_size / step_s, "the training loop takes"),
+        (
+            cores() / (sample_s + step_s / options.batch_size),
+            f"{cores()} cores make and train on",
+        ),
+    )
+    epoch = on_cluster.epochs[-1]
+    conclude(
+        f"{verdict(torchs, ours)} On the cluster, a node died in the middle of an epoch. All "
+        f"{len(torchs.losses)} losses of the three trainings are equal.",
+        f"a sample takes {1e3 * sample_s:.1f} ms of CPU time, and a step {1e3 * step_s:.1f} ms. "
+        f"So {what} about {limit:,.0f} samples/s. torch reached {rate(torchs.epochs) / limit:.0%} "
+        f"of that, and dpex {rate(ours.epochs) / limit:.0%}, with the start of the workers. The "
+        "other node recomputed the lost batches: the longest wait of this epoch was "
+        f"{epoch.longest_wait_s:.1f} s. The nodes share the cores of this machine, so the "
+        "cluster's column shows its overhead, and not what other machines give.",
+        "docs/plain_machines.md connects your machines. docs/do_i_need_it.md says when that helps. "
+        "docs/faults.md lists the failures that a run survives.",
+    )
 
 
 def verdict(torchs: Training, ours: Training) -> str:
-    """Return a sentence about which loader fed its model faster, after the start-up epoch."""
+    """Return a sentence about which loader fed its model faster, over all epochs."""
     ratios = sorted(
-        rate([one]) / rate([other]) for one, other in zip(ours.counted, torchs.counted, strict=True)
+        rate([one]) / rate([other]) for one, other in zip(ours.epochs, torchs.epochs, strict=True)
     )
     return (
-        f"dpex fed the model {in_words(rate(ours.counted) / rate(torchs.counted))}. The loop "
-        f"waited {waiting(ours.counted):.0%} instead of {waiting(torchs.counted):.0%} of its "
+        f"dpex fed the model {in_words(rate(ours.epochs) / rate(torchs.epochs))}. The loop "
+        f"waited {waiting(ours.epochs):.0%} instead of {waiting(torchs.epochs):.0%} of its "
         f"time. Single epochs: from {in_words(ratios[0])} to {in_words(ratios[-1])}."
     )
 

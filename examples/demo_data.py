@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, Subset
-from torchvision import datasets, transforms
+from torchvision import datasets
 
 SIDE = 28
 SCAN_SIDE = 1_200
@@ -22,13 +22,6 @@ DOWNLOAD_S = 90
 
 # Makes the training or the test set, with a transform that maps a PIL image.
 MakeSet = Callable[[bool, Callable[[Any], Any] | None], Dataset[Any]]
-
-AUGMENT = transforms.Compose(
-    [
-        transforms.RandomAffine(degrees=8, translate=(0.08, 0.08), scale=(0.9, 1.1)),
-        transforms.ToTensor(),
-    ]
-)
 
 
 class Digits(Dataset[tuple[Any, int]]):
@@ -55,15 +48,20 @@ class Digits(Dataset[tuple[Any, int]]):
         return self.transform(picture) if self.transform else picture, int(self.labels[index])
 
 
-class Scans(Dataset[tuple[Image.Image, int]]):
+class Scans(Dataset[tuple[Any, int]]):
     """Pictures as JPEG files of 1200x1200 pixels, which each read decodes and scales to 28x28.
 
     Args:
         pictures: Samples of a PIL image and a label.
         folder: Existing folder for the files.
+        transform: Maps a PIL image.
     """
 
-    def __init__(self, pictures: Dataset[Any], folder: Path) -> None:
+    def __init__(
+        self, pictures: Dataset[Any], folder: Path, transform: Callable[[Any], Any]
+    ) -> None:
+        self.transform = transform
+
         def write(index: int) -> tuple[str, int]:
             picture, label = pictures[index]
             file = folder / f"{index:05d}.jpg"
@@ -76,28 +74,10 @@ class Scans(Dataset[tuple[Image.Image, int]]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         file, label = self.files[index]
         with Image.open(file) as image:
-            return image.convert("L").resize((SIDE, SIDE)), label
-
-
-class KeptByWorker(Dataset[Any]):
-    """Samples that each process keeps in a dict once it has read them, and then transforms."""
-
-    def __init__(self, dataset: Dataset[Any], transform: Callable[[Any], Any]) -> None:
-        self.dataset = dataset
-        self.transform = transform
-        self.kept: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        if index not in self.kept:
-            self.kept[index] = self.dataset[index]
-        image, label = self.kept[index]
-        return self.transform(image), label
+            return self.transform(image.convert("L").resize((SIDE, SIDE))), label
 
 
 def first(dataset: Dataset[Any], samples: int) -> Dataset[Any]:

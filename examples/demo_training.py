@@ -48,9 +48,15 @@ class Training:
         self.epochs: list[Epoch] = []
 
     @property
-    def counted(self) -> list[Epoch]:
-        """The epochs after the first one, in which the loader starts its workers."""
-        return self.epochs[1:]
+    def losses(self) -> list[float]:
+        """The losses of all steps."""
+        return [loss for epoch in self.epochs for loss in epoch.losses]
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        if hasattr(self.loader, "close"):
+            self.loader.close()
+        self.loader = None
 
     def train_epoch(self, halfway: Callable[[], None] | None = None) -> None:
         """Train for one epoch, and print a line about it.
@@ -59,7 +65,7 @@ class Training:
             halfway: Called once, after half of the batches.
         """
         losses, waits, samples = [], [], 0
-        name = f"epoch {len(self.epochs)} {self.name:>5}"
+        name = f"epoch {len(self.epochs)} {self.name:>7}"
         started = asked = time.perf_counter()
         total = len(self.loader)
         with tqdm(total=total, desc=name, unit="batch", leave=False, disable=None) as bar:
@@ -75,7 +81,7 @@ class Training:
         first, *others = waits
         longest = max(others, default=0.0)
         self.epochs.append(Epoch(seconds, sum(waits), first, longest, samples, losses))
-        start_up = f", start-up: first batch after {first:.1f} s" if len(self.epochs) == 1 else ""
+        start_up = f", first batch after {first:.1f} s" if len(self.epochs) == 1 else ""
         print(f"{name}: loss {sum(losses) / len(losses):.3f}, {seconds:.1f} s{start_up}")
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> float:

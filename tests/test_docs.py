@@ -103,7 +103,7 @@ ERRORS = {
 # The page may omit errors about a single argument, which are ValueError or TypeError.
 EXPLAINED = {
     *(name for name in dpex.__all__ if name.endswith("Error")),
-    *("_announce_once", "_warn_once", "logger.warning", "warn", "warnings.warn"),
+    *("announce", "announce_once", "logger.warning", "warn", "warn_once", "warnings.warn"),
 }
 
 

@@ -28,8 +28,11 @@ GONE_SECONDS = 60
 # processes waits for 28 s.
 END_SECONDS = 25
 
-# Log lines of dpex: which Ray it uses, and, on a busy machine, that a batch is late.
-REMARK = re.compile(r"^dpex: (local Ray on|Ray at|no batch for) .*\n", re.MULTILINE)
+# Log lines of dpex: what runs the workers, and, on a busy machine, that a batch is late.
+REMARK = re.compile(
+    r"^dpex: (no Ray cluster found: |\d+ worker process|local Ray on|Ray at|no batch for).*\n",
+    re.MULTILINE,
+)
 # Messages of Ray and of its worker processes, and warnings of libraries.
 CHATTER = re.compile(
     r"\((raylet|autoscaler|pid=|\S+ pid=)|(INFO|WARNING|ERROR) \w+\.(py|cc):|Warning: |"

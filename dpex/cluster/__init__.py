@@ -1,1 +1,1 @@
-"""The Ray that dpex uses: an existing cluster, or a local Ray that dpex starts."""
+"""The Ray on which a loader's workers run: an existing cluster, or a local Ray."""
