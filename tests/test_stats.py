@@ -22,6 +22,7 @@ from dpex.wire.timings import Costs, count, noted, spent
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
 MODES: Any = pytest.mark.parametrize(
     "options", [{}, {"num_workers": 2}, OURS], ids=["here", "torch", "dpex"]

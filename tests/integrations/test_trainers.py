@@ -30,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_runs import OURS, Points
 
-from dpex import DpexDataLoader, dataloader
+from dpex import DpexDataLoader
 from dpex.integrations.accelerate import distribute, prepare, skip_first_batches
 from dpex.integrations.ray_train import add_distributed_sampler
 from dpex.remaking import own_options, remake
@@ -131,7 +131,7 @@ def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[accelerate.Accelerator]:
-    monkeypatch.setattr(dataloader, "_warned", set())
+    monkeypatch.setattr("dpex.log._warned", set())
     yield accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()

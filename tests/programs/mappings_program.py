@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from cluster_programs.on_ray import on_ray
 from cluster_programs.output import take_stdout
 from torch.utils.data import DataLoader, Dataset
 
@@ -88,14 +87,12 @@ def run_shared(make_loader: Any) -> Any:
 
 
 def ours(context: str) -> Any:
-    return lambda dataset, **options: on_ray(
-        DpexDataLoader(
-            dataset,
-            distribute_mode=True,
-            head_address="local",
-            multiprocessing_context=context,
-            **options,
-        )
+    return lambda dataset, **options: DpexDataLoader(
+        dataset,
+        distribute_mode=True,
+        head_address="local",
+        multiprocessing_context=context,
+        **options,
     )
 
 

@@ -170,9 +170,7 @@ def ask_actor(loader: Any, question: Callable[[Any], Any]) -> Any:
     """Call a function with a loader's pipeline actor, in the actor; return the result."""
     import ray
 
-    from cluster_programs.on_ray import session_of
-
-    return ray.get(session_of(loader)._actor.handle.__ray_call__.remote(question))
+    return ray.get(loader._cluster.session._actor.handle.__ray_call__.remote(question))
 
 
 def processes_in(place: Path) -> dict[int, str]:
