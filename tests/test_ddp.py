@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(PROGRAM_SECONDS + 60),
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
@@ -51,12 +51,14 @@ class Launch:
         nodes: Options of the nodes of their cluster, of which the first is the head; without any,
             each rank starts worker processes.
         address: The ranks' ``head_address``; the cluster's own address if None.
+        cases: Number of ``CASES`` that each rank reads.
     """
 
     launcher: Callable[..., subprocess.CompletedProcess[str]] = torchrun
     ranks: int = 2
     nodes: tuple[str, ...] = ()
     address: str | None = "auto"
+    cases: int = len(CASES)
 
 
 LAUNCHES = [
@@ -73,7 +75,9 @@ LAUNCHES = [
             ),
         ],
     ),
-    pytest.param(Launch(nodes=("--num-cpus=2",)), id="2 ranks on the Ray of `ray start --head`"),
+    pytest.param(
+        Launch(nodes=("--num-cpus=2",), cases=1), id="2 ranks on the Ray of `ray start --head`"
+    ),
     pytest.param(
         Launch(ranks=3, nodes=("--num-cpus=2",)),
         id="3 ranks on the Ray of `ray start --head`",
@@ -110,7 +114,7 @@ def reports(launch: Launch) -> Iterator[list[dict[str, Any]]]:
             cluster = started(place, *launch.nodes)
             address, variables = launch.address or cluster.address, cluster.variables
         run = launch.launcher(
-            *(PROGRAMS / "ddp_program.py", str(place), address),
+            *(PROGRAMS / "ddp_program.py", str(place), address, str(launch.cases)),
             ranks=launch.ranks,
             place=place,
             seconds=PROGRAM_SECONDS,
@@ -120,12 +124,6 @@ def reports(launch: Launch) -> Iterator[list[dict[str, Any]]]:
         yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(launch.ranks)]
         if not launch.nodes:
             wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the processes")
-
-
-def case(report: dict[str, Any], length: int, batch_size: int, drop_last: bool) -> dict[str, Any]:
-    wanted = {"length": length, "batch_size": batch_size, "drop_last": drop_last}
-    [found] = [stream for stream in report["streams"] if wanted.items() <= stream.items()]
-    return found
 
 
 def test_ranks_share_the_ray_that_runs_or_use_none(
@@ -158,35 +156,33 @@ def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) ->
         assert report["after_breaks"]["dpex"] == report["after_breaks"]["torch"]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "batch_size"), CASES)
-def test_every_rank_gets_what_torch_gives_it(
-    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
-) -> None:
+def test_every_rank_gets_what_torch_gives_it(launch: Launch, reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        streams = case(report, length, batch_size, drop_last)
-        assert streams["dpex"] == streams["torch"]
-        assert len(streams["dpex"]) == EPOCHS
+        assert len(report["streams"]) == 2 * launch.cases
+        for stream in report["streams"]:
+            assert stream["dpex"] == stream["torch"], stream
+            assert len(stream["dpex"]) == EPOCHS
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "batch_size"), CASES)
-def test_shards_are_disjoint_and_complete(
-    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
-) -> None:
-    ranks = len(reports)
+def test_shards_are_disjoint_and_complete(reports: list[dict[str, Any]]) -> None:
+    for streams in zip(*(report["streams"] for report in reports), strict=True):
+        check_shards(streams)
+
+
+def check_shards(streams: tuple[dict[str, Any], ...]) -> None:
+    """Check the shards of all ranks in one case."""
+    ranks, first = len(streams), streams[0]
+    length, batch_size = first["length"], first["batch_size"]
     orders = []
     for epoch in range(EPOCHS):
         shards = [
-            list(chain.from_iterable(indices for indices, _ in stream[epoch]))
-            for stream in (
-                case(report, length, batch_size, drop_last)["dpex"] for report in reports
-            )
+            list(chain.from_iterable(indices for indices, _ in stream["dpex"][epoch]))
+            for stream in streams
         ]
         assert len({len(shard) for shard in shards}) == 1
         counts = Counter(chain.from_iterable(shards))
         assert set(counts) <= set(range(length))
-        if drop_last:
+        if first["drop_last"]:
             # Samples that do not fill a batch of every rank are dropped, and no sample repeats.
             assert len(shards[0]) == length // ranks // batch_size * batch_size
             assert max(counts.values(), default=1) == 1
