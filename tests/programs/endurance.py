@@ -1,8 +1,8 @@
 """A program that checks that nothing grows in a long run: ``make endurance``.
 
-It runs 300 epochs, and one epoch of 100,000 batches, on a local Ray and on processes. It measures the processes ten times in each
-run, and writes all measurements to ``--out``. ``python -m benchmarks.report`` makes the table of
-``docs/faults.md`` from them.
+It runs 300 epochs, and one epoch of 100,000 batches, on a local Ray and on processes. It measures
+the processes ten times in each run, and writes all measurements to ``--out``.
+``python -m benchmarks.report`` makes the table of ``docs/faults.md`` from them.
 """
 
 from __future__ import annotations
