@@ -525,7 +525,8 @@ def double(sample: torch.Tensor, counted: Counted) -> int:
     return 2 * counted[int(sample)]
 
 
-def test_a_later_stage_reaches_a_manager() -> None:
+def test_a_later_stage_reaches_a_manager(carrier: str) -> None:
+    context = "spawn" if carrier == "local" else "fork"  # processes spawn in the test above
     with multiprocessing.Manager() as manager:
         counted = Counted(manager)
         stage = Stage(functools.partial(double, counted=counted))
