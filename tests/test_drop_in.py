@@ -531,6 +531,6 @@ def test_a_later_stage_reaches_a_manager(carrier: str) -> None:
         counted = Counted(manager)
         stage = Stage(functools.partial(double, counted=counted))
         dataset = MappedDataset(list(range(6)), transforms=[stage])
-        loader = DpexDataLoader(dataset, num_workers=2, multiprocessing_context="spawn", **OURS)
+        loader = DpexDataLoader(dataset, num_workers=2, multiprocessing_context=context, **OURS)
         assert [int(batch) for batch in loader] == [0, 2, 4, 6, 8, 10]
         assert counted.made.value == 6
