@@ -28,9 +28,11 @@ BENCH_ARGS ?=
 REV ?= HEAD
 AGAINST ?=
 SOAK_ARGS ?=
-# How many schedules `make simulate` plays, the seed that it replays, whether it plants bugs.
+# How many schedules `make simulate` plays, the seed that it replays on which carrier, whether it
+# plants bugs.
 COUNT ?= 1000000
 SEED ?=
+CARRIER ?= cluster
 MUTATIONS ?=
 
 .DEFAULT_GOAL := help
@@ -52,7 +54,7 @@ test: check ## check, then the tests (TEST_ARGS="-k parity")
 
 .PHONY: simulate
 simulate: $(VENV)/.installed-test ## Search races of the protocol (COUNT=1000000; SEED=7 replays; MUTATIONS=1)
-	PYTHONPATH=tests $(RUN) -m simulation --count $(COUNT) $(if $(SEED),--seed $(SEED)) \
+	PYTHONPATH=tests $(RUN) -m simulation --count $(COUNT) $(if $(SEED),--seed $(SEED) --carrier $(CARRIER)) \
 		$(if $(MUTATIONS),--mutations)
 
 .PHONY: simulate-scale

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpex import tuning
@@ -151,13 +151,18 @@ class _Request(enum.Enum):
 class WorkerLoop:
     """The loop of one task.
 
+    Args:
+        serves_one: Whether all chunks belong to one logical worker. If a chunk that is cancelled
+            says that the state of its logical worker starts again, the next chunk says it then.
+
     Attributes:
         place: How many chunks the task has been given.
         made: How many blocks it has made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, serves_one: bool = False) -> None:
         self.place = self.made = 0
+        self._serves_one = serves_one
         self._request = _Request.NONE
         # How many blocks the task will have made at the end of a chunk in which it asked early.
         self._made_then = 0
@@ -190,6 +195,7 @@ class WorkerLoop:
 
     def run(self) -> Generator[Step, Any, None]:
         """Yield the steps of the task, until its lease ends."""
+        restarts = False
         while True:
             if (ask := self._ask()) is not None:
                 yield ask
@@ -199,7 +205,10 @@ class WorkerLoop:
                 return
             self.place, self._binding = assigned.place + 1, assigned.binding
             self.made += assigned.skipped_blocks
+            if restarts:
+                assigned = replace(assigned, restarted=True)
             opened: tuple[Chunk, float] | None = yield Open(assigned)
+            restarts = self._serves_one and opened is None and assigned.restarted
             if opened is not None:
                 yield from self._make(assigned, *opened)
                 yield EndChunk(self._finished(chunk_ended=True))

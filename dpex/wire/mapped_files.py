@@ -256,9 +256,7 @@ def rebuild_array(
     """
     memory = file.buffer
     # ``kind`` is a name because cloudpickle pickles the class numpy.recarray by value.
-    array: Any = np.ndarray.__new__(
-        getattr(np, kind), shape, dtype, memory, offset, strides
-    )
+    array: Any = np.ndarray.__new__(getattr(np, kind), shape, dtype, memory, offset, strides)
     if not writeable:
         array.flags.writeable = False
     if kind == "memmap":

@@ -7,15 +7,15 @@ import sys
 import time
 
 from simulation import mutations
-from simulation.schedule import Failure, World, readable
-from simulation.search import search
+from simulation.schedule import Failure, readable
+from simulation.search import WORLDS, search
 
 MOST_SHOWN = 10
 
 
-def replay(seed: int) -> int:
+def replay(seed: int, carrier: str) -> int:
     """Print the log of a seed's schedule."""
-    world = World(seed)
+    world = WORLDS[carrier](seed)
     print(world.plan)
     failure = None
     try:
@@ -35,7 +35,9 @@ def simulate(first: int, count: int) -> int:
         failed += len(failures)
         for failure in failures:
             if failed <= MOST_SHOWN:
-                print(f"{failure}\n  replay it: make simulate SEED={failure.split()[1].strip(',')}")
+                _, seed, carrier, *_ = failure.split()
+                how = f"SEED={seed} CARRIER={carrier.strip('(),')}"
+                print(f"{failure}\n  replay it: make simulate {how}")
         if sys.stderr.isatty():
             print(f"\r{played} of {count} schedules", end="", file=sys.stderr, flush=True)
     seconds = time.monotonic() - began
@@ -49,10 +51,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1_000_000, help="number of schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this seed, with a log of its events")
+    parser.add_argument("--carrier", choices=WORLDS, default="cluster", help="for the replay")
     parser.add_argument("--mutations", action="store_true", help="search for the planted bugs")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        return replay(arguments.seed)
+        return replay(arguments.seed, arguments.carrier)
     if arguments.mutations:
         return mutations.main()
     return simulate(arguments.first, arguments.count)

@@ -307,7 +307,6 @@ class Loader:
     # --- the carrier of a delivery ----------------------------------------------------------------
 
     alive = True
-    starts = False
     replaceable = True
 
     def wait_until_open(self) -> None:
@@ -466,7 +465,7 @@ class TrainingLoop:
     # --- the loop ---------------------------------------------------------------------------------
 
     def _main(self) -> Generator[Wait | Pause, bool, None]:
-        self._loader = loader = Loader(self)
+        self._loader = loader = self.world.make_loader(self)
         progress = Progress()
         number = 0
         for epoch in self._epochs():
@@ -474,13 +473,13 @@ class TrainingLoop:
             if epoch.end is EndOfEpoch.RESUME and not progress.finished:
                 progress = Progress(progress)
                 loader.close()
-                self._loader = loader = Loader(self)
+                self._loader = loader = self.world.make_loader(self)
                 continue
             number += 1
             progress = Progress()
             if epoch.end is EndOfEpoch.CLOSE:
                 loader.close()
-                self._loader = loader = Loader(self)
+                self._loader = loader = self.world.make_loader(self)
         loader.close()
 
     def _epochs(self) -> Iterator[Epoch]:

@@ -30,12 +30,14 @@ class Mutation:
         module: The module of ``dpex.protocol`` that has it.
         old: Text that occurs once in the module's source.
         new: The text in its place.
+        carrier: The carrier whose schedules have to find it.
     """
 
     name: str
     module: str
     old: str
     new: str
+    carrier: str = "cluster"
 
     @property
     def path(self) -> Path:
@@ -359,7 +361,68 @@ MUTATIONS = [
     ),
 ]
 
+MUTATIONS += [
+    Mutation(name, module, old, new, "processes")
+    for name, module, old, new in [
+        (
+            "a cancelled chunk takes along that the state starts again",
+            "worker_loop",
+            "restarts = self._serves_one and opened is None and assigned.restarted",
+            "restarts = False",
+        ),
+        (
+            "a replacement does not say that the state starts again",
+            "worker_queue",
+            "self._restarted = self._restarted or self._place > 0",
+            "self._restarted = False",
+        ),
+        (
+            "the second chunk of a dead process is lost",
+            "worker_queue",
+            "self._waiting.extendleft(reversed(given))",
+            "self._waiting.extendleft(given[:1])",
+        ),
+        (
+            "the chunks of a dead process change their order",
+            "worker_queue",
+            "self._waiting.extendleft(reversed(given))",
+            "self._waiting.extendleft(given)",
+        ),
+        (
+            "a replacement gets chunks of an iteration that has ended",
+            "worker_queue",
+            "if not (self._open and given):",
+            "if not given:",
+        ),
+        (
+            "a chunk kills one more worker process",
+            "worker_queue",
+            "if deadly.deaths >= tuning.MAX_DEATHS:",
+            "if deadly.deaths > tuning.MAX_DEATHS:",
+        ),
+        (
+            "a process gets chunks that it has not requested",
+            "worker_queue",
+            "self._requested = self._reads = False",
+            "self._reads = False",
+        ),
+        (
+            "a new process has to request its first chunk",
+            "worker_queue",
+            "self._place, self._requested, self._reads = 0, True, False",
+            "self._place, self._requested, self._reads = 0, False, False",
+        ),
+        (
+            "a large chunk waits for ever",
+            "worker_queue",
+            "        self._given.popleft()\n        self._reads = not self._given",
+            "        self._given.popleft()\n        self._reads = False",
+        ),
+    ]
+]
+
 SAMPLE = (
+    "a cancelled chunk takes along that the state starts again",
     "the end of a stream overtakes its last batches",
     "streams are joined across a gap",
     "a batch that arrives twice is delivered twice",
@@ -394,7 +457,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _play(mutation: Mutation, first: int, count: int) -> str | None:
     """Plant a bug in this process, and return the first failure among some seeds."""
     sys.meta_path.insert(0, _Finder(mutation))
-    from simulation.schedule import Failure, World
+    from simulation.schedule import Failure
+    from simulation.search import WORLDS
+
+    world = WORLDS[mutation.carrier]
 
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise Failure("an event does not end")
@@ -403,7 +469,7 @@ def _play(mutation: Mutation, first: int, count: int) -> str | None:
     for seed in range(first, first + count):
         signal.alarm(SCHEDULE_S)
         try:
-            World(seed).play()
+            world(seed).play()
         except Failure as failure:
             return f"{seed - first + 1} {failure}"
     return None

@@ -15,11 +15,11 @@ from simulation.clock import Clock
 from simulation.cluster import Cluster
 from simulation.faults import Faults
 from simulation.invariants import Invariants
-from simulation.loader import TrainingLoop
+from simulation.loader import Loader, TrainingLoop
 from simulation.machines import StoredBlock
 from simulation.network import Network
 from simulation.pipelines import Pipeline
-from simulation.plan import Plan, draw_plan
+from simulation.plan import Fault, Plan, draw_plan
 from simulation.states import States
 
 __all__ = ["Failure", "World", "play", "readable"]
@@ -36,7 +36,7 @@ class Failure(AssertionError):
 
 
 class World:
-    """Everything in one schedule.
+    """Everything in one schedule, whose worker processes run tasks on a cluster.
 
     Args:
         seed: Draws all that happens.
@@ -46,7 +46,10 @@ class World:
         history: The events so far.
         failure: The failure, if there was one. ``Delivery`` may have caught it.
         replaced: The latest processes that Ray has replaced, as all pipelines know them.
+        carrier: What runs the worker processes, for messages.
     """
+
+    carrier = "cluster"
 
     def __init__(self, seed: int, plan: Plan | None = None) -> None:
         draws = Random(seed)
@@ -78,15 +81,14 @@ class World:
         except Failure:
             raise
         except Exception as error:
-            text = f"seed {self.seed}, at {self.clock.now:.3f} s: {type(error).__name__}: {error}"
-            raise Failure(text) from error
+            raise Failure(self._placed(f"{type(error).__name__}: {error}")) from error
 
     def _play(self) -> None:
         clock, faults, training, step = self.clock, self.plan.faults, self.training, self.clock.step
         training.start()
         while not training.over:
             if faults and clock.events >= faults[-1][0]:
-                self.faults.happen(faults.pop()[1])
+                self.happen(faults.pop()[1])
             step()
             if clock.now > STALL_S and self._stalls():
                 self.fail(f"no batch for {STALL_S} s")
@@ -100,13 +102,24 @@ class World:
         if wrong := model.check(self.history, self.plan):
             self.fail(wrong)
 
+    def make_loader(self, loop: TrainingLoop) -> Loader:
+        """Return a new loader."""
+        return Loader(loop)
+
+    def happen(self, fault: Fault) -> None:
+        """Cause a fault now."""
+        self.faults.happen(fault)
+
     def _stalls(self) -> bool:
         return self.clock.now > STALL_S + max(self.training.delivered_at, self.faults.calm_at)
 
     def fail(self, text: str) -> None:
         """Raise the failure of the schedule."""
-        self.failure = Failure(f"seed {self.seed}, at {self.clock.now:.3f} s: {text}")
+        self.failure = Failure(self._placed(text))
         raise self.failure
+
+    def _placed(self, text: str) -> str:
+        return f"seed {self.seed} ({self.carrier}), at {self.clock.now:.3f} s: {text}"
 
     def log(self, kind: str, *values: Any) -> None:
         """Add an event to the history."""

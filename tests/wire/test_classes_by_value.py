@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 
+from dpex.wire.classes_by_value import class_keys, remember
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import dump, dump_in_band, load
 
@@ -49,6 +50,42 @@ def test_a_batch_does_not_change_a_class_that_the_reader_has_but_a_dataset_does(
     assert Counted.made == 2
     load(dataset)
     assert Counted.made == 1
+
+
+def has_key(kind: type) -> bool:
+    """Return whether a class has had a key before this call, which gives it one."""
+    keys = class_keys()
+    pickled = dump_in_band(kind, "batch")
+    return any(key.encode() in pickled for key in keys)
+
+
+def test_what_a_script_names_has_a_key_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inner:
+        pass
+
+    class Outer:
+        inner = Inner
+
+    class Unnamed:
+        pass
+
+    for kind in (Outer, Inner, Unnamed):
+        kind.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "Outer", Outer, raising=False)
+    remember(everywhere=False)
+    assert has_key(Outer)
+    assert has_key(Inner)
+    remember()
+    assert has_key(Unnamed), "to look everywhere finds the classes without a name"
+
+
+def test_a_class_without_a_name_has_a_key_only_if_all_classes_are_looked_at() -> None:
+    class Unnamed:
+        pass
+
+    Unnamed.__module__ = "__main__"
+    remember(everywhere=False)
+    assert not has_key(Unnamed)
 
 
 def in_script(kind: Any) -> Any:

@@ -13,6 +13,7 @@ from dpex.carriers.processes.worker_process import WorkerStart
 from dpex.carriers.processes.worker_processes import WorkerProcesses
 from dpex.cluster.limits import free_cores
 from dpex.errors import ClusterError
+from dpex.wire import classes_by_value
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.buffer_pool import MemoryPool
 from dpex.worker.map_style import pickled_chunks
@@ -75,9 +76,10 @@ class ProcessSession:
         self._pid = os.getpid()
         self._num_workers = num_workers
         self._persistent = persistent
+        self._free_cores = free_cores()  # each call reads files
         self._pool = MemoryPool()
         self._kept: tuple[ProcessJob, WorkerProcesses] | None = None
-        self._closed = False
+        self._started = self._closed = False
         self._in_use: weakref.WeakSet[ProcessRun] = weakref.WeakSet()
 
     @property
@@ -141,6 +143,9 @@ class ProcessSession:
                 return kept
             kept.close()
             self._kept = None
+        if job.context.get_start_method() == "fork":
+            classes_by_value.remember(everywhere=not self._started)
+            self._started = True
         start = WorkerStart(job.job, job.later, os.getpid(), job.stream)
         processes = WorkerProcesses(job.context, start, self._num_workers)
         if self._persistent:
@@ -155,7 +160,7 @@ class ProcessSession:
 
     def first_tasks(self) -> int:
         """Return the number of free cores."""
-        return free_cores()
+        return self._free_cores
 
     def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
         """Return False: without Ray, nothing exports metrics."""

@@ -86,7 +86,7 @@ def run_worker(connection: Connection, start: WorkerStart) -> None:
 
 
 def _make_chunks(training: _Training, start: WorkerStart) -> None:
-    loop = WorkerLoop()
+    loop = WorkerLoop(serves_one=True)
     where = f"node {os.uname().nodename}, pid {os.getpid()}"
     work = ChunkWork(loop, where, _Copies(start), training.ask)
     steps = loop.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -19,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
-from dpex.carriers.processes.replacements import Replacements
+from dpex.carriers.processes.replacements import Replacements, run_forked
 from dpex.carriers.processes.worker_process import END, Report, WorkerStart, run_worker
 from dpex.protocol.loss_causes import lost_block
 from dpex.protocol.worker_queue import WorkerQueue
-from dpex.wire import classes_by_value
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.block_format import Block
 from dpex.wire.segments import readable_segments
@@ -141,10 +141,8 @@ class WorkerProcesses:
         # When the thread kills the processes that have not ended, by the monotonic clock.
         self._kill_at = math.inf
         # The processes are started before the thread: a fork has none of this object's threads.
-        self._replacements = None
-        if context.get_start_method() == "fork":
-            classes_by_value.remember()
-            self._replacements = Replacements(context, start)
+        forks = context.get_start_method() == "fork"
+        self._replacements = Replacements(context) if forks else None
         self._workers = [_Worker() for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -152,6 +150,9 @@ class WorkerProcesses:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            if self._replacements is not None:
+                self._replacements.channel.close()
         self._reader = BackgroundThread(target=self._receive, name="dpex-processes", daemon=True)
         self._reader.start()
         _live.add(self)
@@ -159,7 +160,11 @@ class WorkerProcesses:
     def _start_process(self, worker: _Worker) -> None:
         ours, theirs = self._context.Pipe()
         make: Any = self._context
-        process = make.Process(target=run_worker, args=(theirs, self._start), daemon=True)
+        run: Callable[..., None] = run_worker
+        if self._replacements is not None:
+            first = worker is self._workers[0]
+            run = functools.partial(run_forked, self._replacements.channel, first)
+        process = make.Process(target=run, args=(theirs, self._start), daemon=True)
         try:
             process.start()
         except BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -144,7 +146,7 @@ def test_a_fork_has_none_of_dpex_s_threads(monkeypatch: pytest.MonkeyPatch) -> N
     loader = DpexDataLoader(Squares(), batch_size=4, num_workers=2, **OURS)
     for _ in range(2):
         assert values(loader) == EXPECTED
-    assert len(at_fork) == 2 * 3, "each epoch forks two workers and what would replace them"
+    assert len(at_fork) == 2 * 2, "the training process forks as often as torch's"
     assert all(names <= known for names in at_fork)
 
 
@@ -179,6 +181,69 @@ def test_a_replacement_has_what_the_training_process_was_at_iter(tmp_path: Path)
     waiting.join()
     assert (tmp_path / "mark").exists()
     assert values(batches) == EXPECTED
+
+
+def forks_replacements() -> psutil.Process:
+    """Return the process that forks replacements: the only child of a worker process."""
+    [process] = (p for worker in psutil.Process().children() for p in worker.children())
+    return process
+
+
+def test_the_process_that_forks_replacements_ends_with_the_epoch() -> None:
+    loader = DpexDataLoader(Squares(), batch_size=4, num_workers=2, **OURS)
+    for _ in range(2):
+        iterator = iter(loader)
+        batches = [next(iterator)]
+        process = forks_replacements()
+        assert values([*batches, *iterator]) == EXPECTED
+        wait_until(
+            lambda process=process: not process.is_running(), GONE_SECONDS, "end of the process"
+        )
+
+
+def test_the_loss_of_the_process_that_forks_replacements_is_an_error(tmp_path: Path) -> None:
+    dataset = Deadly(33, tmp_path / "mark")
+    loader = DpexDataLoader(dataset, batch_size=4, num_workers=2, prefetch_factor=1, **OURS)
+    iterator = iter(loader)
+    assert values([next(iterator)]) == EXPECTED[:1]
+    forks_replacements().kill()
+    with pytest.raises(BatchLostError, match="SIGKILL, and cannot be replaced"):
+        list(iterator)
+
+
+def test_a_worker_runs_if_the_system_refuses_the_process_that_forks_replacements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, fork = os.getpid(), os.fork
+
+    def refused() -> int:
+        if os.getpid() != training:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused)
+    assert values(DpexDataLoader(Squares(), batch_size=4, num_workers=2, **OURS)) == EXPECTED, (
+        "it does without"
+    )
+    loader = DpexDataLoader(Deadly(17, None), batch_size=4, num_workers=2, **OURS)
+    with pytest.raises(BatchLostError, match=r"cannot be replaced: .*no more processes"):
+        list(loader)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_start_that_fails_leaves_nothing(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, fork, forks = os.getpid(), os.fork, itertools.count()
+
+    def refused() -> int:
+        if os.getpid() == training and next(forks) == number:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    loader = DpexDataLoader(Squares(), batch_size=4, num_workers=3, **OURS)
+    monkeypatch.setattr(os, "fork", refused)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        iter(loader)
+    assert values(loader) == EXPECTED
 
 
 def test_a_batch_that_kills_each_process_is_named() -> None:
@@ -382,6 +447,28 @@ def test_streams_need_no_pickle() -> None:
     options = {"batch_size": 3, "num_workers": 2}
     ours = [batch.tolist() for batch in DpexDataLoader(Stream(), **options, **OURS)]
     assert ours == [batch.tolist() for batch in DataLoader(Stream(), **options)]
+
+
+def test_batches_have_the_classes_of_this_process() -> None:
+    class Local(NamedTuple):
+        index: int
+
+    class Typed(Squares):
+        def __getitem__(self, index: int) -> Any:
+            return kinds[index % 2](index)
+
+    def keep(samples: list[Any]) -> list[Any]:
+        return samples
+
+    script: Any = sys.modules["__main__"]
+    loader = DpexDataLoader(Typed(), batch_size=4, num_workers=2, collate_fn=keep, **OURS)
+    for epoch in range(2):  # the script's class is redefined, as in a notebook
+        script.OfScript = type("OfScript", (int,), {"__module__": "__main__", "epoch": epoch})
+        try:
+            kinds = [Local, script.OfScript]
+            assert {type(sample) for batch in loader for sample in batch} == set(kinds)
+        finally:
+            del script.OfScript
 
 
 # --- arguments ------------------------------------------------------------------------------------
