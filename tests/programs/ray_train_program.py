@@ -15,11 +15,11 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+import trainer_runs
 from torch.utils.data import BatchSampler, IterableDataset, SubsetRandomSampler
 from trainer_runs import (
     BATCH_SIZE,
     EPOCHS,
-    OURS,
     Line,
     Points,
     Seen,
@@ -54,7 +54,7 @@ def run(make: Any, prepare: Any) -> Any:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    OURS["head_address"] = config["head_address"]
+    trainer_runs.OURS["head_address"] = config["head_address"]
     reports = {
         "torch": run(make_torchs, lambda loader: loader),
         "dpex": run(make_ours, add_distributed_sampler),
