@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from dpex import DataLoader, DpexDataLoader, dataloader
+from dpex import DataLoader, DpexDataLoader
+from dpex.log import announce_once
 
 
 class Stream(IterableDataset[int]):
@@ -48,7 +49,7 @@ def test_the_second_positional_argument_is_torch_s() -> None:
 
 
 def test_nothing_distributed_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    dataloader._announce_once.cache_clear()
+    announce_once.cache_clear()
     with caplog.at_level(logging.INFO, "dpex"):
         loader = DataLoader(range(3))  # type: ignore[arg-type]
         assert not caplog.messages
@@ -129,7 +130,7 @@ def test_the_loader_is_a_class_that_can_be_pickled_and_extended() -> None:
 def test_an_ignored_argument_warns(
     monkeypatch: pytest.MonkeyPatch, ignored: dict[str, Any], kind: type[DpexDataLoader[int]]
 ) -> None:
-    monkeypatch.setattr(dataloader, "_warned", set())
+    monkeypatch.setattr("dpex.log._warned", set())
     [(name, value)] = ignored.items()
     with pytest.warns(UserWarning, match="distribute_mode=False ignores") as warned:
         kind(range(3), distribute_mode=False, **ignored)  # type: ignore[arg-type]

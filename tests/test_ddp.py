@@ -1,12 +1,16 @@
-"""Tests of ranks of a launcher: each reads the shard that torch gives it, from one shared Ray."""
+"""Tests of ranks of a launcher: each reads the shard that torch gives it."""
+
+from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +26,12 @@ from cluster_programs import (
 )
 from cluster_programs.clusters import Cluster
 from cluster_programs.training_process import LENGTH, TrainingProcess
-from ddp_program import CASES, EPOCHS
+from ddp_program import CASES, EPOCHS, NUM_WORKERS
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(PROGRAM_SECONDS + 60),
     pytest.mark.multiprocess,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
@@ -37,66 +41,114 @@ GONE_SECONDS = 60
 END_SECONDS = 150
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((torchrun, 2, False), id="2 ranks"),
-        pytest.param((torchrun, 3, False), id="3 ranks", marks=pytest.mark.extended),
-        pytest.param(
-            (torchrun, 4, False), id="4 ranks", marks=[pytest.mark.extended, pytest.mark.long]
-        ),
-        pytest.param((torchrun, 2, True), id="2 ranks on a cluster", marks=pytest.mark.extended),
-        pytest.param(
-            (deepspeed, 2, False),
-            id="2 ranks of DeepSpeed's launcher",
-            marks=[
-                pytest.mark.extended,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
-                ),
-            ],
-        ),
-    ],
-)
-def reports(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    """Yield the report of each rank, and then wait until their shared local Ray has ended."""
-    launch, ranks, on_cluster = request.param
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks are started.
+
+    Attributes:
+        launcher: Function that runs a program in several ranks.
+        ranks: Number of ranks.
+        nodes: Options of the nodes of their cluster, of which the first is the head; without any,
+            each rank starts worker processes.
+        address: The ranks' ``head_address``; the cluster's own address if None.
+        cases: Number of ``CASES`` that each rank reads.
+    """
+
+    launcher: Callable[..., subprocess.CompletedProcess[str]] = torchrun
+    ranks: int = 2
+    nodes: tuple[str, ...] = ()
+    address: str | None = "auto"
+    cases: int = len(CASES)
+
+
+LAUNCHES = [
+    pytest.param(Launch(), id="2 ranks"),
+    pytest.param(Launch(ranks=3), id="3 ranks", marks=pytest.mark.extended),
+    pytest.param(Launch(ranks=4), id="4 ranks", marks=[pytest.mark.extended, pytest.mark.long]),
+    pytest.param(
+        Launch(deepspeed),
+        id="2 ranks of DeepSpeed's launcher",
+        marks=[
+            pytest.mark.extended,
+            pytest.mark.skipif(
+                importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+            ),
+        ],
+    ),
+    pytest.param(
+        Launch(nodes=("--num-cpus=2",), cases=1), id="2 ranks on the Ray of `ray start --head`"
+    ),
+    pytest.param(
+        Launch(ranks=3, nodes=("--num-cpus=2",)),
+        id="3 ranks on the Ray of `ray start --head`",
+        marks=pytest.mark.extended,
+    ),
+    pytest.param(
+        Launch(nodes=("--num-cpus=0", "--num-cpus=2", "--num-cpus=2"), address=None),
+        id="2 ranks on a cluster",
+        marks=pytest.mark.extended,
+    ),
+]
+
+
+def started(place: Path, head: str, *others: str) -> Cluster:
+    """Start a cluster with the given options of its nodes."""
+    cluster = Cluster(place, head_options=(head,))
+    for options in others:
+        cluster.add(options)
+    return cluster
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def launch(request: pytest.FixtureRequest) -> Launch:
+    launch: Launch = request.param
+    return launch
+
+
+@pytest.fixture(scope="module")
+def reports(launch: Launch) -> Iterator[list[dict[str, Any]]]:
+    """Yield the report of each rank, and then wait until their worker processes have ended."""
     with workplace() as place:
-        address, variables = "auto", {}
-        if on_cluster:
-            cluster = Cluster(place)
-            for _ in range(2):
-                cluster.add("--num-cpus=2")
-            address, variables = cluster.address, cluster.variables
-        program = PROGRAMS / "ddp_program.py"
-        arguments = (program, str(place), address)
-        run = launch(*arguments, ranks=ranks, place=place, seconds=PROGRAM_SECONDS, **variables)
+        address, variables = launch.address or "", {}
+        if launch.nodes:
+            cluster = started(place, *launch.nodes)
+            address, variables = launch.address or cluster.address, cluster.variables
+        run = launch.launcher(
+            *(PROGRAMS / "ddp_program.py", str(place), address, str(launch.cases)),
+            ranks=launch.ranks,
+            place=place,
+            seconds=PROGRAM_SECONDS,
+            **variables,
+        )
         assert run.returncode == 0, run.stdout
-        reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-        assert address in {"auto", *(report["address"] for report in reports)}
-        yield reports
-        if not on_cluster:
-            wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the shared Ray")
+        yield [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(launch.ranks)]
+        if not launch.nodes:
+            wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the processes")
 
 
-def case(report: dict[str, Any], length: int, batch_size: int, drop_last: bool) -> dict[str, Any]:
-    wanted = {"length": length, "batch_size": batch_size, "drop_last": drop_last}
-    [found] = [stream for stream in report["streams"] if wanted.items() <= stream.items()]
-    return found
+def test_ranks_share_the_ray_that_runs_or_use_none(
+    launch: Launch, reports: list[dict[str, Any]]
+) -> None:
+    rays = [report["ray"] for report in reports]
+    assert len({report["pid"] for report in reports}) == launch.ranks
+    if launch.nodes:
+        assert len({ray["address"] for ray in rays}) == 1
+        assert len({ray["node"] for ray in rays}) == 1
+        assert len({ray["job"] for ray in rays}) == launch.ranks
+    else:
+        assert rays == [None] * launch.ranks
 
 
-def test_ranks_share_one_ray(reports: list[dict[str, Any]]) -> None:
-    ranks = len(reports)
-    assert len({report["pid"] for report in reports}) == ranks
-    assert len({report["address"] for report in reports}) == 1
-    assert len({report["node"] for report in reports}) == 1
-    assert len({report["job"] for report in reports}) == ranks
-
-
-def test_ranks_divide_the_cores(reports: list[dict[str, Any]]) -> None:
-    cores = len(os.sched_getaffinity(0))
+def test_every_rank_has_worker_processes_of_its_own(
+    launch: Launch, reports: list[dict[str, Any]]
+) -> None:
+    workers = [pid for report in reports for pid, _ in report["workers"]]
+    assert len(set(workers)) == len(workers)
     for report in reports:
-        assert report["cores"] <= max(1, cores // len(reports))
+        assert report["pid"] not in workers
+        if not launch.nodes:  # as many as torch starts, however many ranks share the cores
+            assert len(report["workers"]) == NUM_WORKERS
+            assert {parent for _, parent in report["workers"]} == {report["pid"]}
 
 
 def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) -> None:
@@ -104,35 +156,33 @@ def test_ranks_come_and_give_up_when_they_like(reports: list[dict[str, Any]]) ->
         assert report["after_breaks"]["dpex"] == report["after_breaks"]["torch"]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "batch_size"), CASES)
-def test_every_rank_gets_what_torch_gives_it(
-    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
-) -> None:
+def test_every_rank_gets_what_torch_gives_it(launch: Launch, reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        streams = case(report, length, batch_size, drop_last)
-        assert streams["dpex"] == streams["torch"]
-        assert len(streams["dpex"]) == EPOCHS
+        assert len(report["streams"]) == 2 * launch.cases
+        for stream in report["streams"]:
+            assert stream["dpex"] == stream["torch"], stream
+            assert len(stream["dpex"]) == EPOCHS
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "batch_size"), CASES)
-def test_shards_are_disjoint_and_complete(
-    reports: list[dict[str, Any]], length: int, batch_size: int, drop_last: bool
-) -> None:
-    ranks = len(reports)
+def test_shards_are_disjoint_and_complete(reports: list[dict[str, Any]]) -> None:
+    for streams in zip(*(report["streams"] for report in reports), strict=True):
+        check_shards(streams)
+
+
+def check_shards(streams: tuple[dict[str, Any], ...]) -> None:
+    """Check the shards of all ranks in one case."""
+    ranks, first = len(streams), streams[0]
+    length, batch_size = first["length"], first["batch_size"]
     orders = []
     for epoch in range(EPOCHS):
         shards = [
-            list(chain.from_iterable(indices for indices, _ in stream[epoch]))
-            for stream in (
-                case(report, length, batch_size, drop_last)["dpex"] for report in reports
-            )
+            list(chain.from_iterable(indices for indices, _ in stream["dpex"][epoch]))
+            for stream in streams
         ]
         assert len({len(shard) for shard in shards}) == 1
         counts = Counter(chain.from_iterable(shards))
         assert set(counts) <= set(range(length))
-        if drop_last:
+        if first["drop_last"]:
             # Samples that do not fill a batch of every rank are dropped, and no sample repeats.
             assert len(shards[0]) == length // ranks // batch_size * batch_size
             assert max(counts.values(), default=1) == 1
@@ -155,7 +205,7 @@ def torchs(rank: int) -> list[list[int]]:
 @pytest.mark.parametrize("dying", [0, 1], ids=["the first dies", "the late one dies"])
 def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
     with workplace() as place:
-        # Start the ranks in turn, so that rank 0 starts the local Ray that both share.
+        started(place, "--num-cpus=2")
         ranks = []
         for number in range(2):
             ranks.append(TrainingProcess(place, "auto", rank_variables(place, number)))
@@ -169,4 +219,38 @@ def test_a_rank_that_is_killed_takes_nothing_from_the_other(dying: int) -> None:
         for batch, index, *_ in left["samples"]:
             batches.setdefault(batch, []).append(index)
         assert list(batches.values()) == torchs(1 - dying)
-        wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the ranks' shared Ray")
+
+
+NEEDS_RAY = """
+import os, sys
+from pathlib import Path
+from dpex import DpexDataLoader
+from dpex.errors import ClusterError
+from dpex.transforms import MappedDataset, Stage
+
+ours = dict(num_workers=2, distribute_mode=True)
+staged = MappedDataset(range(4), Stage(abs, resources={"disk": 1}))
+for loader in (
+    DpexDataLoader(range(4), head_address="local", **ours),
+    DpexDataLoader(staged, **ours),
+):
+    try:
+        iter(loader)
+    except ClusterError as error:
+        with Path(f"rank{os.environ['RANK']}").open("a") as file:
+            print(error, file=file)
+"""
+
+
+def test_a_rank_that_needs_a_local_ray_is_told_how_ranks_get_one() -> None:
+    with workplace() as place:
+        (place / "program.py").write_text(NEEDS_RAY)
+        run = torchrun(place / "program.py", ranks=2, place=place, seconds=PROGRAM_SECONDS)
+        assert run.returncode == 0, run.stdout
+        for rank in range(2):
+            asked, needed = (place / f"rank{rank}").read_text().splitlines()
+            assert asked == needed
+            assert "one of 2 ranks" in asked
+            assert "`ray start --head`" in asked
+            assert "head_address='processes'" in asked
+        assert not processes_in(place)

@@ -28,11 +28,17 @@ from dpex.transforms import MappedDataset, Stage
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
+CARRIERS = ("local", "processes")
+OURS: dict[str, Any] = {"distribute_mode": True, "head_address": "local"}
+
 Make = Callable[..., Any]
-MAKERS = (
-    functools.partial(DataLoader, multiprocessing_context="fork"),
-    functools.partial(DpexDataLoader, distribute_mode=True),
-)
+
+
+def make_ours(*arguments: Any, **options: Any) -> DpexDataLoader[Any]:
+    return DpexDataLoader(*arguments, **options, **OURS)
+
+
+MAKERS = functools.partial(DataLoader, multiprocessing_context="fork"), make_ours
 
 
 def outcomes(read: Callable[[Make], Any]) -> list[Any]:
@@ -283,13 +289,14 @@ class FromStore(Dataset[Any]):
         return ray.get(self.ref, timeout=20)[index]
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize("extra", [0, 2_000_000], ids=["small", "large"])
 def test_a_dataset_may_hold_references_to_ray_s_objects(extra: int) -> None:
     import ray
 
     for first in (0, 10):  # dpex must not read the first object again
         ref = ray.put([*range(first, first + 8), bytes(extra)])
-        loader = DpexDataLoader(FromStore(ref), batch_size=4, num_workers=2, distribute_mode=True)
+        loader = DpexDataLoader(FromStore(ref), batch_size=4, num_workers=2, **OURS)
         del ref
         assert [batch.tolist() for batch in loader] == [
             list(range(first, first + 4)),
@@ -343,7 +350,7 @@ def doubled(index: int) -> int:
 @pytest.mark.parametrize("how", ["reloaded", "rewritten", "replaced", "edited in place"])
 def test_workers_run_the_code_as_it_is_at_iter(how: str, own_modules: tuple[Any, Any]) -> None:
     dataset, helper = own_modules
-    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, **OURS)
 
     def read() -> list[int]:
         return [int(sample) for batch in loader for sample in batch]
@@ -378,7 +385,7 @@ def test_persistent_workers_that_start_later_run_the_first_code(
         num_workers=2,
         collate_fn=with_process,
         persistent_workers=True,
-        distribute_mode=True,
+        **OURS,
     )
     first = list(loader)
     Path(helper.__file__).write_text(HELPER.format(factor=2))
@@ -416,7 +423,7 @@ def test_processes_that_start_after_an_edit_run_the_code_of_iter(
         worker_init_fn=no_setup,
         prefetch_factor=1,
         prefetch_bytes=0,
-        distribute_mode=True,
+        **OURS,
     )
     iterator = iter(loader)
     first = [next(iterator), next(iterator)]
@@ -436,7 +443,7 @@ def test_workers_do_not_run_a_file_that_was_edited_before_the_first_iter(
 ) -> None:
     dataset, helper = own_modules
     Path(helper.__file__).write_text(HELPER.format(factor=2))
-    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, **OURS)
     for _ in range(2):
         assert [int(i) for batch in loader for i in batch] == list(range(40))
 
@@ -448,15 +455,16 @@ def test_workers_run_what_the_script_has_patched_before_the_first_iter(
     script = {"__name__": "__main__"}
     exec(HELPER.format(factor=2), script)
     helper.scaled = script["scaled"]
-    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, **OURS)
     assert [int(i) for batch in loader for i in batch] == list(range(0, 80, 2))
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize("own_modules", [(HELPER + OPAQUE, OWN)], indirect=True)
 def test_code_that_workers_cannot_get_is_an_error(own_modules: tuple[Any, Any]) -> None:
     dataset, helper = own_modules
     Path(helper.__file__).write_text(HELPER.format(factor=2) + OPAQUE)
-    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, distribute_mode=True)
+    loader = DpexDataLoader(dataset.Own(), batch_size=4, num_workers=2, **OURS)
     with pytest.raises(SerializationError, match="cannot pickle 'generator'") as caught:
         iter(loader)
     [note] = caught.value.__notes__
@@ -507,9 +515,7 @@ class Counted(Dataset[int]):
 def test_workers_reach_a_manager_as_torch_s_workers_do(context: str) -> None:
     with multiprocessing.Manager() as manager:
         dataset = Counted(manager)
-        loader = DpexDataLoader(
-            dataset, num_workers=2, distribute_mode=True, multiprocessing_context=context
-        )
+        loader = DpexDataLoader(dataset, num_workers=2, multiprocessing_context=context, **OURS)
         for epoch in (1, 2):
             assert [int(batch) for batch in loader] == list(range(6))
             assert dataset.made.value == 6 * epoch
@@ -519,13 +525,12 @@ def double(sample: torch.Tensor, counted: Counted) -> int:
     return 2 * counted[int(sample)]
 
 
-def test_a_later_stage_reaches_a_manager() -> None:
+def test_a_later_stage_reaches_a_manager(carrier: str) -> None:
+    context = "spawn" if carrier == "local" else "fork"  # processes spawn in the test above
     with multiprocessing.Manager() as manager:
         counted = Counted(manager)
         stage = Stage(functools.partial(double, counted=counted))
         dataset = MappedDataset(list(range(6)), transforms=[stage])
-        loader = DpexDataLoader(
-            dataset, num_workers=2, distribute_mode=True, multiprocessing_context="spawn"
-        )
+        loader = DpexDataLoader(dataset, num_workers=2, multiprocessing_context=context, **OURS)
         assert [int(batch) for batch in loader] == [0, 2, 4, 6, 8, 10]
         assert counted.made.value == 6

@@ -12,5 +12,6 @@ pytestmark = [
 ]
 
 
-def test_nothing_grows_from_epoch_to_epoch() -> None:
-    assert endurance.grown(endurance.run(epochs=60, batches=50)) == []
+@pytest.mark.parametrize("head_address", ["local", "processes"])
+def test_nothing_grows_from_epoch_to_epoch(head_address: str) -> None:
+    assert endurance.grown(endurance.run(60, 50, head_address)) == []

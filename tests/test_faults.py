@@ -32,9 +32,12 @@ from dpex.transforms import MappedDataset, Stage
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_to_collect")
 
 
+CARRIERS = ("local", "processes")
+OURS: dict[str, Any] = {"distribute_mode": True, "head_address": "local"}
+
+
 def loader_of(dataset: Any, **changes: Any) -> DpexDataLoader[Any]:
-    arguments = {"batch_size": 10, "num_workers": 2, "distribute_mode": True}
-    return DpexDataLoader(dataset, **{**arguments, **changes})
+    return DpexDataLoader(dataset, **{"batch_size": 10, "num_workers": 2, **OURS, **changes})
 
 
 def test_an_error_arrives_at_its_batch_with_its_type_and_place() -> None:
@@ -120,6 +123,7 @@ def test_an_interrupt_while_lost_batches_are_resent_leaves_none_out(
         next(iterator)
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize(
     ("options", "by_signal"),
     [
@@ -175,6 +179,7 @@ class Told(Draws):
         return super().__getitem__(index)
 
 
+@pytest.mark.only_ray
 @pytest.mark.extended
 def test_what_was_delivered_is_not_read_again_when_the_pipeline_actor_dies(tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -207,6 +212,7 @@ def ancestors(pid: int) -> set[int]:
     return above
 
 
+@pytest.mark.only_ray
 @pytest.mark.extended
 def test_pipeline_actors_that_die_one_after_the_other_end_in_an_error_and_not_the_loader() -> None:
     loader = loader_of(KillsPipelineActor(40))
@@ -270,6 +276,7 @@ def test_a_task_that_is_cancelled_in_its_last_batch_serves_the_next_epoch(tmp_pa
     assert 197 < counts[0] <= 201
 
 
+@pytest.mark.only_ray
 def test_a_dataset_that_cannot_be_pickled_fails_at_iter_with_the_attribute() -> None:
     dataset = Plain()
     dataset.handles = {"rows": iter_of_rows()}  # type: ignore[attr-defined]
@@ -283,6 +290,7 @@ class Refuses:
         raise TypeError("a session cannot be pickled")
 
 
+@pytest.mark.only_ray
 def test_what_refuses_to_be_pickled_is_named_with_its_own_words() -> None:
     dataset = Plain()
     dataset.handles = [Refuses()]  # type: ignore[attr-defined]
@@ -290,6 +298,7 @@ def test_what_refuses_to_be_pickled_is_named_with_its_own_words() -> None:
         iter(loader_of(dataset))
 
 
+@pytest.mark.only_ray
 def test_a_global_that_cannot_be_pickled_is_named_after_the_method_that_uses_it() -> None:
     rows = iter_of_rows()
 
@@ -305,6 +314,7 @@ def iter_of_rows() -> Any:
     return (row for row in ())
 
 
+@pytest.mark.only_ray
 def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
     with pytest.warns(DeprecationWarning, match="scheduling_strategy"):
         loader = loader_of(Plain(), worker_options={"scheduling_strategy": "nowhere"})
@@ -312,6 +322,7 @@ def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
         next(iter(loader))
 
 
+@pytest.mark.only_ray
 def test_workers_that_cannot_be_set_up_are_an_error() -> None:
     missing = {"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}
     iterator = iter(loader_of(Plain(), worker_options=missing))

@@ -20,6 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+CARRIERS = ("local", "processes")
+OURS: dict[str, Any] = {"distribute_mode": True, "head_address": "local"}
+
 Pair = namedtuple("Pair", "large small")
 
 
@@ -68,7 +71,7 @@ def test_batches_are_pinned_and_the_same(
     assert_same: Callable[[Any, Any], None], collate: Callable[[Any], Any] | None
 ) -> None:
     arguments: dict[str, Any] = {"batch_size": 8, "collate_fn": collate, "pin_memory": True}
-    ours = list(DpexDataLoader(Images(40), **arguments, num_workers=2, distribute_mode=True))
+    ours = list(DpexDataLoader(Images(40), **arguments, num_workers=2, **OURS))
     torchs = list(DataLoader(Images(40), **arguments, num_workers=0))
     assert len(ours) == 5
     for our, their in zip(ours, torchs, strict=True):
@@ -95,7 +98,7 @@ def two_epochs(stage: Stage, batch_size: int, num_workers: int) -> list[torch.Te
         batch_size,
         num_workers=num_workers,
         generator=torch.Generator().manual_seed(5),
-        distribute_mode=True,
+        **OURS,
     )
     try:
         return [torch.cat([values for values, _ in loader]) for _ in range(2)]
@@ -103,6 +106,7 @@ def two_epochs(stage: Stage, batch_size: int, num_workers: int) -> list[torch.Te
         loader.close()  # the next loader needs the GPU
 
 
+@pytest.mark.only_ray
 @pytest.mark.parametrize(("batched", "batch_size"), [(False, 8), (True, 5)])
 def test_what_a_stage_draws_on_its_gpu_depends_on_its_place_alone(
     batched: bool, batch_size: int
@@ -116,5 +120,6 @@ def test_what_a_stage_draws_on_its_gpu_depends_on_its_place_alone(
         assert torch.equal(epoch, again)
 
 
+@pytest.mark.only_ray
 def test_seeds_do_not_initialize_cuda() -> None:
     assert not torch.cat(two_epochs(Stage(uses_cuda, num_gpus=1), 5, 1)).any()

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("error:batches are copied"),
 ]
 
+CARRIERS = ("local", "processes")
+OURS: dict[str, Any] = {"distribute_mode": True, "head_address": "local"}
 KEPT = 40
 LONG_S = 90.0
 
@@ -89,7 +91,7 @@ def check_kept_batches(loader: DpexDataLoader[Any], rounds: int, seconds: float)
 
 def loader_of(objects: int, **arguments: Any) -> DpexDataLoader[Any]:
     common = {"num_workers": 2, "prefetch_factor": 8, "collate_fn": listed}
-    return DpexDataLoader(Large(objects), distribute_mode=True, **{**common, **arguments})
+    return DpexDataLoader(Large(objects), **OURS, **{**common, **arguments})
 
 
 @pytest.mark.extended

@@ -20,6 +20,7 @@ LAYERS = ["dpex.training", "dpex.carriers", "dpex.pipeline", "dpex.worker", "dpe
 RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {
     *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
+    "dpex.compat.late_calls",
     *("dpex.cluster.limits", "dpex.pipeline.worker_options"),
 }
 WITH_RAY = {

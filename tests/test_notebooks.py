@@ -188,6 +188,8 @@ from torch.utils.data import DataLoader, Dataset
 from dpex import DpexDataLoader
 """
 
+ADDRESSES: Any = pytest.mark.parametrize("address", ["auto", "local"], ids=["processes", "Ray"])
+
 WAITING = """
 class Waiting(Dataset):
     # Sample 50 waits until it is interrupted, once.
@@ -200,15 +202,19 @@ class Waiting(Dataset):
             threading.Event().wait()
         return index
 
-loader = DpexDataLoader(Waiting(), batch_size=10, num_workers=2, distribute_mode=True)
+loader = DpexDataLoader(Waiting(), batch_size=10, num_workers=2, distribute_mode=True,
+                        head_address={address!r})
 """
 
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-def test_an_epoch_that_is_interrupted_can_be_run_again(kernel: Kernel, place: Path) -> None:
+@ADDRESSES
+def test_an_epoch_that_is_interrupted_can_be_run_again(
+    kernel: Kernel, place: Path, address: str
+) -> None:
     kernel.run(IMPORTS)
-    kernel.run(WAITING)
+    kernel.run(WAITING.format(address=address))
     # Interrupt the loop while it waits for a batch, and while it handles one.
     kernel.begin("for batch in loader: print(batch[0].item())")
     kernel.until("40\n")
@@ -222,6 +228,30 @@ def test_an_epoch_that_is_interrupted_can_be_run_again(kernel: Kernel, place: Pa
     assert kernel.run("print(torch.cat(list(loader)).tolist())") == f"{list(range(100))}\n"
 
 
+PRINTING = """
+class Prints(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        print("sample", index, flush=True)
+        return index
+
+torchs = DataLoader(Prints(), num_workers=1)
+ours = DpexDataLoader(Prints(), num_workers=1, distribute_mode=True)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["torchs", "ours"])
+def test_what_samples_print_appears_in_the_cell(kernel: Kernel, name: str) -> None:
+    kernel.run(IMPORTS + PRINTING)
+    kernel.begin(f"for batch in {name}: pass")
+    kernel.until("sample 0\nsample 1\n")
+    assert kernel.error() is None
+
+
 A_CLASS = """
 class Scaled(Dataset):
     def __len__(self):
@@ -231,9 +261,9 @@ class Scaled(Dataset):
         return {factor} * index + offset
 """
 LOADERS = """
-options = {"batch_size": 7, "num_workers": 2}
+options = dict(batch_size=7, num_workers=2)
 torchs = DataLoader(Scaled(), **options)
-ours = DpexDataLoader(Scaled(), **options, distribute_mode=True)
+ours = DpexDataLoader(Scaled(), **options, distribute_mode=True, head_address={address!r})
 """
 COMPARE = """
 got, expected = torch.cat(list(ours)), torch.cat(list(torchs))
@@ -244,17 +274,19 @@ print(got[-1].item())
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
-def test_cells_are_run_and_changed_in_any_order(kernel: Kernel) -> None:
+@ADDRESSES
+def test_cells_are_run_and_changed_in_any_order(kernel: Kernel, address: str) -> None:
+    loaders = LOADERS.format(address=address)
     kernel.run(IMPORTS)
     kernel.run("offset = 0")
     kernel.run(A_CLASS.format(factor=2))
-    kernel.run(LOADERS)
+    kernel.run(loaders)
     assert kernel.run(COMPARE) == kernel.run(COMPARE) == "58\n"
     kernel.run("offset = 1000")
     assert kernel.run(COMPARE) == "1058\n"
     kernel.run(A_CLASS.format(factor=3))
     assert kernel.run(COMPARE) == "1058\n", "loaders that were made before"
-    kernel.run(LOADERS)
+    kernel.run(loaders)
     assert kernel.run(COMPARE) == "1087\n"
     kernel.run(IMPORTS)
     kernel.run("Scaled.__getitem__ = lambda self, index: index")
@@ -265,9 +297,13 @@ def test_cells_are_run_and_changed_in_any_order(kernel: Kernel) -> None:
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
+@ADDRESSES
 @pytest.mark.parametrize("killed", [False, True], ids=["asked to end", "killed"])
-def test_a_kernel_is_restarted_in_mid_epoch(kernel: Kernel, place: Path, killed: bool) -> None:
-    epoch = f"{IMPORTS}\noffset = 0\n{A_CLASS.format(factor=2)}{LOADERS}"
+def test_a_kernel_is_restarted_in_mid_epoch(
+    kernel: Kernel, place: Path, killed: bool, address: str
+) -> None:
+    loaders = LOADERS.format(address=address)
+    epoch = f"{IMPORTS}\noffset = 0\n{A_CLASS.format(factor=2)}{loaders}"
     kernel.run(epoch)
     kernel.run("import atexit; atexit.register(Path('ended').touch)")
     kernel.run("batches = iter(ours); next(batches)")

@@ -22,6 +22,7 @@ from dpex.wire.timings import Costs, count, noted, spent
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("shared_ray")]
 
+CARRIERS = ("local", "processes")
 OURS = {"distribute_mode": True, "head_address": "local", "num_workers": 2}
 MODES: Any = pytest.mark.parametrize(
     "options", [{}, {"num_workers": 2}, OURS], ids=["here", "torch", "dpex"]
@@ -165,8 +166,9 @@ def test_the_newest_epoch_counts() -> None:
         assert loader.stats().batches == 1
 
 
-def test_a_cache_s_hits_count() -> None:
-    with DpexDataLoader(cached(Slow()), batch_size=4, persistent_workers=True, **OURS) as loader:
+def test_a_cache_s_hits_count(carrier: str) -> None:
+    dataset = cached(Slow(), version=carrier)  # carriers of this process share its cache
+    with DpexDataLoader(dataset, batch_size=4, persistent_workers=True, **OURS) as loader:
         list(loader)
         assert (loader.stats().cache_hits, loader.stats().cache_misses) == (0, 40)
         list(loader)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from typing import Any
 
 from dpex.background_thread import BackgroundThread
 from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.errors import ClusterError
 
-__all__ = ["FORKS_DISCONNECTED", "NO_SECOND_RAY", "disconnect_fork", "prepare"]
+__all__ = [
+    "FORKS_DISCONNECTED",
+    "LEFT_TO_PARENT",
+    "NO_SECOND_RAY",
+    "disconnect_fork",
+    "prepare",
+    "start_no_ray",
+]
 
 _STARTS_ITSELF = PrivateName(
     "ray._private.auto_init_hook:enable_auto_connect",
@@ -35,10 +45,20 @@ FORKS_DISCONNECTED = Shortcut(
         "takes Ray's connection from forks of the training process",
         of_instances=True,
     ),
+    check=PrivateName(
+        "ray._private.worker:Worker.check_connected",
+        "raises an error that says what to do when a fork calls Ray",
+        check="it is a function",
+    ),
 )
 
-# Ray's object with the connection, once this process has been connected.
-_worker: Any = None
+LEFT_TO_PARENT = (
+    "this process was forked from one connected to Ray, and cannot use that connection. If a "
+    "dataset needs Ray's objects, call ray.get() before iter(loader), or let Ray's processes make "
+    "the batches: distribute_mode=True, head_address='auto'"
+)
+"""Message of the error for a call of Ray in a fork of a process that is connected to Ray."""
+
 # In a fork: the parent's connection. If it were freed, the parent's Ray would get messages.
 _parents_connection: list[Any] = []
 
@@ -61,21 +81,50 @@ class _NotForDpex:
 
 def prepare() -> None:
     """Prepare this process, which is connected to Ray, for late calls and forks."""
-    global _worker
     found = NO_SECOND_RAY.find_checked(starts_itself=lambda v: isinstance(v, (bool, _NotForDpex)))
     if found is not None and isinstance(found["starts_itself"], bool):
         with NO_SECOND_RAY.attempt():
             _STARTS_ITSELF.set(_NotForDpex(found["starts_itself"]))
-    found = FORKS_DISCONNECTED.find_checked(worker=lambda value: hasattr(value, "__dict__"))
-    _worker = found and found["worker"]
+    _find_worker()
+
+
+def start_no_ray() -> None:
+    """Keep calls of Ray in this process from starting a Ray, or connecting to one.
+
+    Ray reads the variable when it is imported.
+    """
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    if "ray" in sys.modules and NO_SECOND_RAY.find() is not None:
+        with NO_SECOND_RAY.attempt():
+            _STARTS_ITSELF.set(False)
+
+
+def _find_worker() -> Any:
+    """Return Ray's object with this process's connection; None if dpex does not find it."""
+    found = FORKS_DISCONNECTED.find_checked(
+        worker=lambda value: hasattr(value, "__dict__"), check=callable
+    )
+    return found and found["worker"]
 
 
 def disconnect_fork() -> None:
-    """Take the parent's connection to Ray from this fork.
+    """Take the parent's connection to Ray from this fork, in which calls of Ray raise an error.
 
     The connection's threads do not exist in a fork, but its sockets do. A call would wait forever
     for a lock or an answer, or write into the parent's stream of messages. When Python frees a
     reference, it tells Ray, and so the fork could end the parent's actors.
     """
-    if _worker is not None and (core_worker := vars(_worker).pop("core_worker", None)) is not None:
+    worker = _find_worker()
+    if worker is not None and (core_worker := vars(worker).pop("core_worker", None)) is not None:
         _parents_connection.append(core_worker)
+        # Almost all public functions of Ray call it first. Calls of actors miss the attribute.
+        worker.check_connected = _refuse
+        type(worker).__getattr__ = _lack
+
+
+def _refuse() -> None:
+    raise ClusterError(LEFT_TO_PARENT)
+
+
+def _lack(_: Any, name: str) -> None:
+    raise AttributeError(f"{name}: {LEFT_TO_PARENT}")

@@ -61,7 +61,6 @@ def test_a_worker_object_of_another_kind_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
     monkeypatch.setattr(FORKS_DISCONNECTED, "failed", False)
-    monkeypatch.setattr(late_calls, "_worker", None)
     monkeypatch.setattr("ray._private.worker.global_worker", value)
     late_calls.prepare()
     late_calls.disconnect_fork()

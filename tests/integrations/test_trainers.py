@@ -25,28 +25,36 @@ from cluster_programs import (
     wait_until,
     workplace,
 )
+from cluster_programs.clusters import Cluster
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_runs import OURS, Points
 
-from dpex import DpexDataLoader, dataloader
+from dpex import DpexDataLoader
 from dpex.integrations.accelerate import distribute, prepare, skip_first_batches
 from dpex.integrations.ray_train import add_distributed_sampler
 from dpex.remaking import own_options, remake
 
+CARRIERS = ("local", "processes")
 GONE_SECONDS = 60
 RANKS = 2
 
 
-def assert_the_same_steps(runs: dict[str, Any]) -> None:
+def assert_the_same_steps(runs: dict[str, Any], **options: Any) -> None:
+    """Compare the runs of both loaders.
+
+    Args:
+        runs: The reports, by run and loader.
+        **options: Options of dpex's loaders, unless they are those of ``OURS``.
+    """
     for name, run in runs.items():
         assert run["dpex"]["steps"] == run["torch"]["steps"], name
         assert run["dpex"]["by_torch"] == [False], f"{name}: torch's workers made batches"
         # The framework reads from loaders of dpex, with all of dpex's options.
         assert run["torch"]["options"] == [], name
         assert run["dpex"]["options"], name
-        assert all(options == OURS for options in run["dpex"]["options"]), name
+        assert all(found == {**OURS, **options} for found in run["dpex"]["options"]), name
 
 
 @pytest.mark.extended
@@ -91,16 +99,15 @@ def test_lightning_forgets_a_loader_s_state_where_a_scheduler_asks_for_the_steps
 def place() -> Iterator[Path]:
     with workplace() as directory:
         yield directory
-        wait_until(lambda: not processes_in(directory), GONE_SECONDS, "end of the ranks' Ray")
 
 
 def assert_every_rank_took_the_same_steps(
-    place: Path, run: subprocess.CompletedProcess[str]
+    place: Path, run: subprocess.CompletedProcess[str], **options: Any
 ) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     reports = [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     for report in reports:
-        assert_the_same_steps(report)
+        assert_the_same_steps(report, **options)
     one, other = ([run["dpex"]["steps"] for run in report.values()] for report in reports)
     assert one != other, "the ranks read the same"
 
@@ -109,21 +116,30 @@ def assert_every_rank_took_the_same_steps(
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("framework", trainer_runs.RUNS)
-def test_ranks_take_the_same_steps(framework: str, place: Path) -> None:
-    program = PROGRAMS / "trainers_program.py"
+def test_ranks_take_the_same_steps(framework: str, place: Path, carrier: str) -> None:
+    address, variables = carrier, {}
+    if carrier == "local":  # ranks of a machine share the Ray of `ray start --head`
+        variables = Cluster(place, head_options=("--num-cpus=2",)).variables
+        address = "auto"
     run = torchrun(
-        program, framework, str(place), ranks=RANKS, place=place, seconds=PROGRAM_SECONDS
+        *(PROGRAMS / "trainers_program.py", framework, str(place), address),
+        ranks=RANKS,
+        place=place,
+        seconds=PROGRAM_SECONDS,
+        **variables,
     )
-    assert_every_rank_took_the_same_steps(place, run)
+    assert_every_rank_took_the_same_steps(place, run, head_address=address)
 
 
 @pytest.mark.extended
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
+def test_workers_of_ray_train_take_the_same_steps(place: Path, carrier: str) -> None:
+    address = "auto" if carrier == "local" else carrier
     program = PROGRAMS / "ray_train_program.py"
-    run = run_program(program, str(place), place=place, seconds=PROGRAM_SECONDS)
-    assert_every_rank_took_the_same_steps(place, run)
+    run = run_program(program, str(place), address, place=place, seconds=PROGRAM_SECONDS)
+    assert_every_rank_took_the_same_steps(place, run, head_address=address)
+    wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of the program's Ray")
 
 
 # --- Accelerate, in one process -------------------------------------------------------------------
@@ -131,7 +147,7 @@ def test_workers_of_ray_train_take_the_same_steps(place: Path) -> None:
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[accelerate.Accelerator]:
-    monkeypatch.setattr(dataloader, "_warned", set())
+    monkeypatch.setattr("dpex.log._warned", set())
     yield accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._reset_state()
     accelerate.state.GradientState._reset_state()

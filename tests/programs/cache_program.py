@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cluster_programs.on_ray import on_ray
 from cluster_programs.output import take_stdout
 
 from dpex import DpexDataLoader
@@ -83,7 +82,7 @@ def epochs() -> None:
     """
     replies = take_stdout()
     options: Any = {"num_workers": 2, "distribute_mode": True, "head_address": "local"}
-    list(on_ray(DpexDataLoader(Arrays(), 10, **options)))
+    list(DpexDataLoader(Arrays(), 10, **options))
     dataset = cached(Arrays())
     dataset[0]
     loader: Any = DpexDataLoader(dataset, 10, **options)

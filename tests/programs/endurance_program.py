@@ -1,6 +1,6 @@
 """A program for ``endurance.py``: a long run, and measurements of its processes.
 
-Usage: endurance_program.py EPOCHS BATCHES OUT
+Usage: endurance_program.py EPOCHS BATCHES OUT HEAD_ADDRESS
 
 It calls ``held()`` ten times during the run, and writes the results to ``OUT``.
 """
@@ -43,6 +43,7 @@ def kind_of(pid: int, command: str) -> str:
         "ray::": "workers",
         "/raylet": "raylet",
         "/gcs_server": "head",
+        Path(__file__).name: "workers",
     }.items():
         if mark in command:
             return kind
@@ -67,7 +68,8 @@ def held(place: Path) -> dict[str, dict[str, int]]:
         }.items():
             of_kind[what] = max(of_kind[what], count)
         of_kind["processes"] += 1
-    found["head"].update(tables())
+    if "head" in found:
+        found["head"].update(tables())
     return found
 
 
@@ -94,7 +96,7 @@ def main() -> None:
         batch_size=BATCH_SIZE,
         num_workers=2,
         distribute_mode=True,
-        head_address="local",
+        head_address=sys.argv[4],
     )
     loader.warm_up(wait=True)
     total = epochs * batches

@@ -1,6 +1,6 @@
 """A program for ``test_trainers.py``: two workers of Ray Train write the steps of both loaders.
 
-Usage: ray_train_program.py DIRECTORY
+Usage: ray_train_program.py DIRECTORY HEAD_ADDRESS
 """
 
 import json
@@ -15,8 +15,18 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+import trainer_runs
 from torch.utils.data import BatchSampler, IterableDataset, SubsetRandomSampler
-from trainer_runs import BATCH_SIZE, EPOCHS, Line, Points, Seen, make_ours, make_torchs, train
+from trainer_runs import (
+    BATCH_SIZE,
+    EPOCHS,
+    Line,
+    Points,
+    Seen,
+    make_ours,
+    make_torchs,
+    train,
+)
 
 from dpex import DpexDataLoader
 from dpex.integrations.ray_train import add_distributed_sampler
@@ -44,6 +54,7 @@ def run(make: Any, prepare: Any) -> Any:
 
 
 def train_loop(config: dict[str, Any]) -> None:
+    trainer_runs.OURS["head_address"] = config["head_address"]
     reports = {
         "torch": run(make_torchs, lambda loader: loader),
         "dpex": run(make_ours, add_distributed_sampler),
@@ -63,12 +74,12 @@ def refusal(sampling: dict[str, Any], text: str) -> None:
 
 
 def main() -> None:
-    directory = sys.argv[1]
-    # Each of the two ranks takes one CPU, and dpex uses the other two.
+    directory, head_address = sys.argv[1:]
+    # Each of the two ranks takes one CPU, and dpex uses the other two if its workers are Ray's.
     ray.init(num_cpus=4, include_dashboard=False)
     ray.train.torch.TorchTrainer(
         train_loop,
-        train_loop_config={"directory": directory},
+        train_loop_config={"directory": directory, "head_address": head_address},
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(storage_path=directory, name="run"),
     ).fit()

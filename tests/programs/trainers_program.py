@@ -1,6 +1,6 @@
 """A program for ``test_trainers.py`` and torchrun: it writes one rank's steps of both loaders.
 
-Usage: trainers_program.py FRAMEWORK DIRECTORY
+Usage: trainers_program.py FRAMEWORK DIRECTORY HEAD_ADDRESS
 """
 
 import json
@@ -13,7 +13,7 @@ import trainer_runs
 
 
 def main() -> None:
-    framework, directory = sys.argv[1:]
+    framework, directory, trainer_runs.OURS["head_address"] = sys.argv[1:]
     reports = trainer_runs.both(framework, int(os.environ["WORLD_SIZE"]), Path(directory))
     Path(directory, f"rank{os.environ['RANK']}.json").write_text(json.dumps(reports))
     if dist.is_initialized():

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from dpex import tuning
+from dpex.compat.late_calls import start_no_ray
 from dpex.errors import SerializationError
 from dpex.protocol.chunks import ALL_ITERATIONS, AssignedChunk, Chunk, Entry
 from dpex.protocol.worker_loop import (
@@ -78,7 +79,7 @@ def run_worker(connection: Connection, start: WorkerStart) -> None:
             machine of the training process, if it reads segments; else an empty string.
         start: What the process starts with.
     """
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a sample that calls Ray starts no other Ray
+    start_no_ray()
     # The training process has been interrupted too, or has ended.
     with contextlib.suppress(KeyboardInterrupt, ConnectionError, ProcessLookupError):
         _make_chunks(_Training(connection, start.training), start)
