@@ -1,4 +1,4 @@
-"""A program for ``test_mapped_memory.py``: datasets on mapped files and on shared memory.
+"""A program for ``test_mapped_memory.py`` and ``test_shared_memory.py``: datasets on mapped files and on shared memory.
 
 Usage: mappings_program.py forked|spawned
        mappings_program.py cluster HOST:PORT FILE
@@ -90,7 +90,7 @@ def ours(context: str) -> Any:
     return lambda dataset, **options: DpexDataLoader(
         dataset,
         distribute_mode=True,
-        head_address="local",
+        head_address="processes",
         multiprocessing_context=context,
         **options,
     )
