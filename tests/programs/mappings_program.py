@@ -144,10 +144,7 @@ def run_cluster(address: str, file: str) -> Any:
 def main() -> None:
     replies = take_stdout()
     kind, *arguments = sys.argv[1:]
-    if kind == "cluster":
-        report = run_cluster(*arguments)
-    else:
-        report = run_local()
+    report = run_cluster(*arguments) if kind == "cluster" else run_local()
     print(json.dumps(report), file=replies)
 
 
