@@ -1,4 +1,4 @@
-"""Files and shared memory that another process has mapped, mapped again in this process."""
+"""Files that another process has mapped, mapped again in this process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ from dpex.wire.memory_map import address_of
 __all__ = [
     "MappedFile",
     "MappedStorage",
-    "rebuild_arena",
     "rebuild_array",
     "rebuild_arrow_buffer",
-    "rebuild_ctypes",
     "rebuild_mmap",
-    "rebuild_semaphore",
-    "rebuild_shared_memory",
     "rebuild_storage",
     "rebuild_tensor",
     "set_attributes",
 ]
-
-_semaphores: dict[tuple[str, int], MappedFile] = {}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,10 +41,9 @@ class MappedFile:
     views of the file share its mapping.
 
     Attributes:
-        path: The file's path; None if it has no name.
+        path: The file's path.
         pid: ID of the process that has mapped it.
-        descriptor: A descriptor of the file in that process; None if it has none.
-        status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
+        status: Device and inode as ``stat`` returns them.
         file: Device and inode as in ``/proc/self/maps``.
         size: The file's size in bytes.
         shared: Whether other processes see writes to the mapping.
@@ -58,10 +51,9 @@ class MappedFile:
         host: ``mounts()`` of that process.
     """
 
-    path: str | None
+    path: str
     pid: int
-    descriptor: int | None
-    status: tuple[int, int] | None
+    status: tuple[int, int]
     file: tuple[str, int]
     size: int
     shared: bool
@@ -91,34 +83,29 @@ class MappedFile:
 
     def _open(self) -> int:
         same_host = self.host == mounts()
-        candidates = [self.path] if self.path is not None else []
-        if same_host and self.descriptor is not None:
-            candidates.append(f"/proc/{self.pid}/fd/{self.descriptor}")
-        problems = []
-        for candidate in candidates:
-            try:
-                writes = self.shared and self.writable
-                descriptor = os.open(candidate, (os.O_RDWR if writes else os.O_RDONLY))
-            except OSError as error:
-                problems.append(str(error.strerror))
-                continue
-            found = os.fstat(descriptor)
-            if same_host and (found.st_dev, found.st_ino) != self.status:
-                problems.append("another file is at its path")
-            elif not stat.S_ISREG(found.st_mode):
-                problems.append("it is not a regular file here")
-            elif found.st_size < self.size or (not same_host and found.st_size != self.size):
-                problems.append(f"the file here has {found.st_size:,} bytes")
-            else:
-                return descriptor
-            os.close(descriptor)
-        problem = (problems or ["it has no name, and belongs to another process"])[0]
-        what = repr(self.path) if self.path else "shared memory"
-        raise NodeDataError(
-            f"{what} cannot be mapped on node {socket.gethostname()} by process {os.getpid()}: "
-            f"{problem}. Process {self.pid} has mapped it with {self.size:,} bytes, and every node "
-            "needs the same file at the same path. Copy it there, or read it into memory "
-            "(numpy.array(...), tensor.clone()), which sends its content"
+        writes = self.shared and self.writable
+        try:
+            descriptor = os.open(self.path, os.O_RDWR if writes else os.O_RDONLY)
+        except OSError as error:
+            raise self._unmapped(str(error.strerror)) from error
+        found = os.fstat(descriptor)
+        if same_host and (found.st_dev, found.st_ino) != self.status:
+            problem = "another file is at its path"
+        elif not stat.S_ISREG(found.st_mode):
+            problem = "it is not a regular file here"
+        elif found.st_size < self.size or (not same_host and found.st_size != self.size):
+            problem = f"the file here has {found.st_size:,} bytes"
+        else:
+            return descriptor
+        os.close(descriptor)
+        raise self._unmapped(problem)
+
+    def _unmapped(self, problem: str) -> NodeDataError:
+        return NodeDataError(
+            f"{self.path!r} cannot be mapped on node {socket.gethostname()} by process "
+            f"{os.getpid()}: {problem}. Process {self.pid} has mapped it with {self.size:,} bytes, "
+            "and every node needs the same file at the same path. Copy it there, or read it into "
+            "memory (numpy.array(...), tensor.clone()), which sends its content"
         )
 
     def _map(self) -> tuple[Any, int]:
@@ -175,32 +162,19 @@ class MappedStorage:
         file: The file that holds its bytes.
         offset: Its offset in the file.
         size: Its size in bytes.
-        by_torch: Whether torch has mapped it, as ``share_memory_()`` does.
     """
 
-    def __init__(self, file: MappedFile, offset: int, size: int, *, by_torch: bool) -> None:
+    def __init__(self, file: MappedFile, offset: int, size: int) -> None:
         self._arguments = file, offset, size
-        self._by_torch = by_torch
-        self._storage: torch.UntypedStorage | None = None
 
     def __reduce__(self) -> Any:
-        return functools.partial(MappedStorage, by_torch=self._by_torch), self._arguments
+        return MappedStorage, self._arguments
 
-    @property
+    @functools.cached_property
     def storage(self) -> torch.UntypedStorage:
         """The storage in this process."""
-        if self._storage is None:
-            file, offset, size = self._arguments
-            if self._by_torch and file.shared and file.writable and offset == 0:
-                # is_shared() is True for a storage that torch maps. Thus share_memory_() does not
-                # copy it.
-                with contextlib.suppress(AttributeError, NodeDataError), file.opened() as opened:
-                    storage: Any = torch.UntypedStorage
-                    self._storage = storage._new_shared_fd_cpu(opened, size)
-            if self._storage is None:
-                memory = file.memory(offset, size)
-                self._storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return self._storage
+        file, offset, size = self._arguments
+        return torch.frombuffer(file.memory(offset, size), dtype=torch.uint8).untyped_storage()
 
 
 def rebuild_storage(mapped: MappedStorage) -> torch.UntypedStorage:
@@ -264,55 +238,8 @@ def rebuild_arrow_buffer(file: MappedFile, offset: int, size: int) -> Any:
     return pa.foreign_buffer(file.address(offset), size, base=file.memory(offset, size))
 
 
-def rebuild_ctypes(element: type, lengths: tuple[int, ...], file: MappedFile, offset: int) -> Any:
-    """Return a ctypes object in mapped memory.
-
-    Args:
-        element: Its type, or the type of an array's elements.
-        lengths: Lengths of an array's dimensions, innermost first; empty for other objects.
-        file: The file that holds it.
-        offset: Its offset in the file.
-    """
-    kind: Any = element
-    for length in lengths:
-        kind = kind * length
-    return kind.from_buffer(file.buffer, offset)
-
-
 def rebuild_mmap(file: MappedFile, offset: int, size: int, position: int) -> mmap.mmap:
     """Return a ``mmap.mmap`` of a part of a file, with a file position."""
     mapping = file.map_part(offset, size)
     mapping.seek(position)
     return mapping
-
-
-def rebuild_shared_memory(cls: type, name: str, file: MappedFile, size: int) -> Any:
-    """Return a ``SharedMemory`` that this process neither tracks nor unlinks."""
-    shared: Any = object.__new__(cls)
-    shared._name, shared._size = name, size
-    shared._fd, shared._track = -1, False
-    shared._mmap = file.map_part(0, size)
-    shared._buf = memoryview(shared._mmap)
-    return shared
-
-
-def rebuild_arena(kind: type, file: MappedFile, offset: int, size: int) -> Any:
-    """Return a ``multiprocessing.heap.Arena`` in mapped memory."""
-    arena: Any = object.__new__(kind)
-    arena.size, arena.fd = size, -1
-    arena.buffer = np.frombuffer(file.memory(offset, size), np.uint8).data
-    return arena
-
-
-def rebuild_semaphore(cls: type, file: MappedFile, offset: int, kind: int, maxvalue: int) -> Any:
-    """Return a ``multiprocessing`` lock or semaphore in mapped memory."""
-    from multiprocessing import synchronize
-
-    # The C object does not keep the mapping alive, so _semaphores keeps it until the process ends.
-    file = _semaphores.setdefault(file.file, file)
-    lock: Any = object.__new__(cls)
-    semlock: Any = synchronize._multiprocessing.SemLock  # type: ignore[attr-defined]
-    lock._semlock = semlock._rebuild(file.address(offset), kind, maxvalue, None)
-    lock._make_methods()
-    lock._is_fork_ctx = True  # forks inherit it; multiprocessing does not pickle it
-    return lock

@@ -1,8 +1,9 @@
 """Pickles that refer to the file of mapped memory and do not hold the memory's content.
 
-The memory of a tensor or array may be mapped from a file, or shared by processes. Then the pickle
-holds the file's identity and the memory's offset in it. The process that unpickles maps the same
-file.
+The memory of a tensor or array may be mapped from a file. Then the pickle holds the file's path and
+the memory's offset in it. The process that unpickles maps the same file. Memory that this process
+shares with others without such a file, as ``share_memory_()`` and multiprocessing do, cannot reach
+the processes of a Ray.
 
 - ``Readers`` describes the processes that unpickle.
 - ``Mappings.reduce`` returns the reduction of an object, or None if the pickle holds its content.
@@ -14,8 +15,6 @@ On a system without ``/proc`` the pickle holds the content of all memory.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import copyreg
 import ctypes
 import functools
 import mmap
@@ -23,9 +22,8 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import context as multiprocessing_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,13 +33,9 @@ from dpex.wire.machine import mounts
 from dpex.wire.mapped_files import (
     MappedFile,
     MappedStorage,
-    rebuild_arena,
     rebuild_array,
     rebuild_arrow_buffer,
-    rebuild_ctypes,
     rebuild_mmap,
-    rebuild_semaphore,
-    rebuild_shared_memory,
     rebuild_storage,
     rebuild_tensor,
     set_attributes,
@@ -52,14 +46,11 @@ from dpex.wire.shared_views import bounds_of
 __all__ = ["Mappings", "Readers", "UnsharedMemoryError"]
 
 _DELETED = " (deleted)"
-# Paths of named shared memory, which only this node has: torch, multiprocessing, semaphores.
-_NAMED_MEMORY = ("/dev/shm/torch_", "/dev/shm/psm_", "/dev/shm/pym-", "/dev/shm/sem.")
+_SHARED_MEMORY = "/dev/shm/"
+# Files of shared memory that torch and multiprocessing delete with their last process.
+_NAMED_MEMORY = tuple(_SHARED_MEMORY + name for name in ("torch_", "psm_", "pym-", "sem."))
 # The files of Ray's object store, whose objects never change: in memory, or unlinked on disk.
 _OBJECT_STORE = "plasma"
-_SEMAPHORE_BYTES = ctypes.sizeof(ctypes.c_void_p) * 4
-
-# Descriptors that this process keeps open so that other processes can map the same memory.
-_opened: dict[tuple[str, int], int] = {}
 
 
 class UnsharedMemoryError(RuntimeError):
@@ -84,21 +75,14 @@ class _Place:
     """The location of a file that this process has mapped, for other processes.
 
     Attributes:
-        path: The file's path; None if it has no name.
-        descriptor: A descriptor of the file in this process; None if it has none.
-        status: Device and inode as ``stat`` returns them; None if the file cannot be opened.
+        path: The file's path.
+        status: Device and inode as ``stat`` returns them.
         size: The file's size in bytes.
     """
 
-    path: str | None
-    descriptor: int | None
-    status: tuple[int, int] | None
+    path: str
+    status: tuple[int, int]
     size: int
-
-    @property
-    def reachable(self) -> bool:
-        """Whether readers on this node can map the file."""
-        return self.path is not None or self.descriptor is not None
 
 
 class Mappings:
@@ -115,7 +99,7 @@ class Mappings:
         self._readers = readers
         self.copied: list[Any] = []
         self._used: set[Span] = set()
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._places: dict[tuple[str, int], _Place | None] = {}
         self._files: dict[tuple[Any, ...], MappedFile] = {}
         self._storages: dict[tuple[int, int], MappedStorage] = {}
         self._anonymous: dict[int, int] | None = None
@@ -162,11 +146,6 @@ class Mappings:
             found = spans()
         except OSError:  # a system without /proc
             found = []
-        mapped = {span.file for span in found}
-        for file in [file for file in _opened if file not in mapped]:
-            descriptor = _opened.pop(file, None)
-            if descriptor is not None:
-                os.close(descriptor)
         return _merged(found)
 
     @functools.cached_property
@@ -207,14 +186,10 @@ class Mappings:
         large = span.end - span.start >= tuning.MAPPED_BYTES
         if not span.shared and (not large or self._is_changed(span)):
             return None
-        place = self._place(span)
-        reachable = place.reachable
-        if not self._readers.same_host:
-            reachable = place.path is not None and not place.path.startswith(_NAMED_MEMORY)
-            if not writes and not large:
-                return None
-        offset = address - span.start + span.offset
-        if not reachable or offset + size > place.size:
+        if not (self._readers.same_host or writes or large):
+            return None
+        place, offset = self._place(span), address - span.start + span.offset
+        if place is None or offset + size > place.size:
             if writes:
                 self._refuse(obj, writeable=writeable)
             return None
@@ -229,20 +204,14 @@ class Mappings:
             self.copied.append(obj)
         elif epoch:
             raise UnsharedMemoryError(
-                "set_epoch() cannot reach persistent workers on other nodes. Pass "
+                "set_epoch() cannot reach persistent workers on a Ray. Pass "
                 "persistent_workers=False: each iteration then reads the epoch as it is at iter()"
-            )
-        elif self._readers.same_host:
-            raise UnsharedMemoryError(
-                "its shared memory has no name and no descriptor, so workers cannot map it. Create "
-                "it with multiprocessing.get_context('spawn'), or use workers that are forks of "
-                "this process (head_address='processes')"
             )
         else:
             raise UnsharedMemoryError(
-                "its memory is shared between processes of this machine, but workers may run on "
-                "other nodes and would write to copies. Use a memory-mapped file that every node "
-                "has (numpy.memmap), or workers on this machine (head_address='processes')"
+                "its memory is shared with other processes, and workers on a Ray would write to "
+                "copies. Use a memory-mapped file that every node has (numpy.memmap), or workers "
+                "that are forks of this process (head_address='processes')"
             )
 
     def _file(self, span: Span, place: _Place) -> MappedFile:
@@ -251,7 +220,6 @@ class Mappings:
             self._files[key] = MappedFile(
                 path=place.path,
                 pid=os.getpid(),
-                descriptor=place.descriptor,
                 status=place.status,
                 file=span.file,
                 size=place.size,
@@ -272,45 +240,15 @@ class Mappings:
             size and span.start <= start < span.end for start, size in self._anonymous.items()
         )
 
-    def _place(self, span: Span) -> _Place:
+    def _place(self, span: Span) -> _Place | None:
+        """Return the location of a mapped file; None if it has no name that other processes use."""
         if span.file not in self._places:
-            self._places[span.file] = self._look_for(span)
+            named = not span.path.endswith(_DELETED) and not span.path.startswith(_NAMED_MEMORY)
+            found, place = _status_of(span.path, span) if named else None, None
+            if found is not None:
+                place = _Place(span.path, (found.st_dev, found.st_ino), found.st_size)
+            self._places[span.file] = place
         return self._places[span.file]
-
-    def _look_for(self, span: Span, path: str | None = None) -> _Place:
-        if path is None and not span.path.endswith(_DELETED):
-            path = span.path
-        found = _status_of(path, span) if path else None
-        if found is not None:
-            status = found.st_dev, found.st_ino
-            # Include a descriptor: another file may have the path when a reader opens it.
-            return _Place(path, self._open_files.get(status), status, found.st_size)
-        descriptor = self._descriptor_of(span)
-        if descriptor is not None:
-            found = os.fstat(descriptor)
-            return _Place(None, descriptor, (found.st_dev, found.st_ino), found.st_size)
-        return _Place(None, None, None, 0)
-
-    @functools.cached_property
-    def _open_files(self) -> dict[tuple[int, int], int]:
-        return _open_files()
-
-    def _descriptor_of(self, span: Span) -> int | None:
-        """Return a descriptor of an unnamed file that this process has mapped, or None."""
-        if span.file in _opened:
-            return _opened[span.file]
-        descriptor = self._open_files.get(_as_stat(span))
-        if descriptor is not None or not span.shared:
-            return descriptor
-        with contextlib.suppress(OSError):  # map_files needs a privilege
-            name = f"/proc/self/map_files/{span.start:x}-{span.end:x}"
-            descriptor = os.open(name, os.O_RDWR if span.writable else os.O_RDONLY)
-            found = os.fstat(descriptor)
-            if (found.st_dev, found.st_ino) == _as_stat(span):
-                _opened[span.file] = descriptor
-                return descriptor
-            os.close(descriptor)
-        return None
 
     # --- kinds of objects -----------------------------------------------------------------------
 
@@ -357,13 +295,12 @@ class Mappings:
         address, size = storage.data_ptr(), storage.nbytes()
         if (address, size) in self._storages:
             return self._storages[address, size]
-        by_torch = storage.is_shared()
-        if by_torch and self._span(address, size) is None:
+        if storage.is_shared() and self._span(address, size) is None:
             self._forget_spans()  # share_memory_() was called after _spans was read
         found = self._find(obj, address, size, writeable=True)
         if found is None:
             return None
-        mapped = self._storages[address, size] = MappedStorage(*found, size, by_torch=by_torch)
+        mapped = self._storages[address, size] = MappedStorage(*found, size)
         return mapped
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
@@ -376,17 +313,13 @@ class Mappings:
         found = self._find(buffer, buffer.address, buffer.size, writeable=buffer.is_mutable)
         return None if found is None else (rebuild_arrow_buffer, (*found, buffer.size))
 
-    def _reduce_ctypes(self, obj: Any) -> Any:
-        size = ctypes.sizeof(obj)
-        found = self._find(obj, ctypes.addressof(obj), size, writeable=True)
-        if found is None or not found[0].writable:
-            return None
-        element: Any = type(obj)
-        lengths: list[int] = []
-        while issubclass(element, ctypes.Array):
-            lengths.insert(0, element._length_)
-            element = element._type_
-        return rebuild_ctypes, (element, tuple(lengths), *found)
+    def _refuse_ctypes(self, obj: Any) -> None:
+        self._find(obj, ctypes.addressof(obj), ctypes.sizeof(obj), writeable=True)
+
+    def _refuse_shared(self, obj: Any) -> None:
+        """Refuse an object of multiprocessing that is nothing but shared memory."""
+        if self._spans:
+            self._refuse(obj, writeable=True)
 
     def _reduce_mmap(self, mapping: mmap.mmap) -> Any:
         try:
@@ -394,55 +327,9 @@ class Mappings:
         except (ValueError, BufferError):  # it is closed
             return None
         found = self._find(mapping, address_of(memory), memory.nbytes, writeable=True)
-        if found is None or (found[0].descriptor is None and found[0].path is None):
-            return None
-        return rebuild_mmap, (*found, memory.nbytes, mapping.tell())
-
-    def _reduce_shared_memory(self, shared: Any) -> Any:
-        if shared.buf is None:
-            return None
-        address = address_of(np.frombuffer(shared.buf, np.uint8))
-        found = self._find(shared, address, shared.size, writeable=True)
-        if found is None or found[1]:
-            return None
-        # _name includes the leading slash, which the property ``name`` omits.
-        return rebuild_shared_memory, (type(shared), shared._name, found[0], shared.size)
-
-    def _reduce_arena(self, arena: Any) -> Any:
-        address = address_of(np.frombuffer(arena.buffer, np.uint8))
-        found = self._find(arena, address, arena.size, writeable=True)
-        return None if found is None else (rebuild_arena, (type(arena), *found, arena.size))
-
-    def _reduce_semaphore(self, lock: Any) -> Any:
-        handle = lock._semlock.handle
-        span, name = self._span(handle, _SEMAPHORE_BYTES), lock._semlock.name
-        if span is not None and name is not None:
-            # The mapping has the name that the C library gave the file at first, and has removed.
-            path = f"/dev/shm/sem.{name.removeprefix('/')}"
-            self._places.setdefault(span.file, self._look_for(span, path))
-        found = self._find(lock, handle, _SEMAPHORE_BYTES, writeable=True)
         if found is None:
             return None
-        return rebuild_semaphore, (type(lock), *found, lock._semlock.kind, lock._semlock.maxvalue)
-
-    def _reduce_condition(self, condition: Any) -> Any:
-        if not self._spans:
-            return None
-        before: Any = multiprocessing_context.get_spawning_popen()
-        # Condition.__getstate__ raises unless multiprocessing is spawning a process.
-        multiprocessing_context.set_spawning_popen(before or cast(Any, self))
-        try:
-            state = condition.__getstate__()
-        finally:
-            multiprocessing_context.set_spawning_popen(before)
-        return copyreg.__newobj__, (type(condition),), state  # type: ignore[attr-defined]
-
-    def _reduce_synchronized(self, synchronized: Any) -> Any:
-        from multiprocessing import sharedctypes
-
-        if not self._spans:
-            return None
-        return sharedctypes.synchronized, (synchronized.get_obj(), synchronized.get_lock())
+        return rebuild_mmap, (*found, memory.nbytes, mapping.tell())
 
     def _note_epoch(self, stream: Any) -> None:
         """Record the epoch of a Hugging Face stream, which is in shared memory."""
@@ -450,14 +337,13 @@ class Mappings:
 
 
 _REDUCERS: dict[str, Callable[[Mappings, Any], Any]] = {
-    "_ctypes._CData": Mappings._reduce_ctypes,
+    "_ctypes._CData": Mappings._refuse_ctypes,
     "datasets.iterable_dataset.IterableDataset": Mappings._note_epoch,
     "mmap.mmap": Mappings._reduce_mmap,
-    "multiprocessing.heap.Arena": Mappings._reduce_arena,
-    "multiprocessing.shared_memory.SharedMemory": Mappings._reduce_shared_memory,
-    "multiprocessing.sharedctypes.SynchronizedBase": Mappings._reduce_synchronized,
-    "multiprocessing.synchronize.Condition": Mappings._reduce_condition,
-    "multiprocessing.synchronize.SemLock": Mappings._reduce_semaphore,
+    "multiprocessing.shared_memory.SharedMemory": Mappings._refuse_shared,
+    "multiprocessing.sharedctypes.SynchronizedBase": Mappings._refuse_shared,
+    "multiprocessing.synchronize.Condition": Mappings._refuse_shared,
+    "multiprocessing.synchronize.SemLock": Mappings._refuse_shared,
     "pyarrow.lib.Buffer": Mappings._reduce_arrow_buffer,
     "torch.storage.UntypedStorage": Mappings._reduce_storage,
 }
@@ -470,11 +356,11 @@ def _is_foreign(span: Span) -> bool:
     """
     if span.path.startswith(f"/memfd:{SEGMENT_NAME}"):
         return True
-    if span.path.startswith("/dev/") and not span.path.startswith("/dev/shm/"):
+    if span.path.startswith("/dev/") and not span.path.startswith(_SHARED_MEMORY):
         # CUDA's pinned memory and anonymous shared memory have the same path, /dev/zero.
         return not span.path.startswith("/dev/zero") or torch.cuda.is_initialized()
     return Path(span.path).name.startswith(_OBJECT_STORE) and (
-        span.path.startswith("/dev/shm/") or span.path.endswith(_DELETED)
+        span.path.startswith(_SHARED_MEMORY) or span.path.endswith(_DELETED)
     )
 
 
@@ -534,13 +420,3 @@ def _as_stat(span: Span) -> tuple[int, int]:
     """Return a file's device and inode as ``stat`` returns them on most file systems."""
     major, minor = (int(number, 16) for number in span.device.split(":"))
     return os.makedev(major, minor), span.inode
-
-
-def _open_files() -> dict[tuple[int, int], int]:
-    """Return this process's lowest descriptor of each file, by device and inode."""
-    found: dict[tuple[int, int], int] = {}
-    for name in sorted(map(int, os.listdir("/proc/self/fd"))):  # noqa: PTH208 - only names
-        with contextlib.suppress(OSError):
-            status = os.fstat(name)
-            found.setdefault((status.st_dev, status.st_ino), name)
-    return found

@@ -1,6 +1,6 @@
-"""A program for ``test_mapped_memory.py``: datasets on mapped files and on shared memory.
+"""A program for tests of shared memory: datasets on mapped files and on shared memory.
 
-Usage: mappings_program.py forked|spawned
+Usage: mappings_program.py processes
        mappings_program.py cluster HOST:PORT FILE
 """
 
@@ -86,19 +86,13 @@ def run_shared(make_loader: Any) -> Any:
     return results
 
 
-def ours(context: str) -> Any:
-    return lambda dataset, **options: DpexDataLoader(
-        dataset,
-        distribute_mode=True,
-        head_address="local",
-        multiprocessing_context=context,
-        **options,
-    )
+def ours(dataset: Any, **options: Any) -> Any:
+    return DpexDataLoader(dataset, distribute_mode=True, head_address="processes", **options)
 
 
-def run_local(context: str) -> Any:
+def run_local() -> Any:
     torchs = run_shared(lambda dataset, **options: DataLoader(dataset, **options))
-    return [torchs, run_shared(ours(context))]
+    return [torchs, run_shared(ours)]
 
 
 class Rows(Dataset[Any]):
@@ -150,10 +144,7 @@ def run_cluster(address: str, file: str) -> Any:
 def main() -> None:
     replies = take_stdout()
     kind, *arguments = sys.argv[1:]
-    if kind == "cluster":
-        report = run_cluster(*arguments)
-    else:
-        report = run_local({"forked": "fork", "spawned": "spawn"}[kind])
+    report = run_cluster(*arguments) if kind == "cluster" else run_local()
     print(json.dumps(report), file=replies)
 
 

@@ -1,8 +1,7 @@
-"""Tests of mapped files and shared memory: worker processes get mappings, not the content."""
+"""Tests of mapped files, which workers on a Ray map too, and of shared memory, which they lack."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import multiprocessing
@@ -10,8 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,10 @@ import torch
 from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from cluster_programs.seeing import hiding
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dpex import DpexDataLoader
 from dpex.errors import NodeDataError, SerializationError
-from dpex.transforms import MappedDataset, Stage
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump, load
 
@@ -53,19 +50,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "numbers"
     np.arange(ROWS * COLUMNS, dtype=np.int64).tofile(path)
     return path
-
-
-@pytest.fixture
-def unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deny access to mapped memory without a descriptor, as for users other than root."""
-    real = os.open
-
-    def checked(path: Any, *arguments: Any, **options: Any) -> int:
-        if "map_files" in str(path):
-            raise PermissionError(path)
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", checked)
 
 
 def sent(obj: Any, readers: Readers = HERE) -> Any:
@@ -143,12 +127,10 @@ def test_objects_in_mapped_memory_keep_their_attributes(file: Path) -> None:
     array: Any = np.memmap(file, np.int64, "r+")
     records: Any = array.view([("id", "<i4"), ("value", "<f4")]).view(np.recarray)
     tensor: Any = torch.from_file(str(file), shared=True, size=ROWS, dtype=torch.int64)
-    shared: Any = torch.zeros(4).share_memory_()
     for name, obj in (("array", array), ("records", records), ("tensor", tensor)):
         obj.tag, obj.own = name, obj
-    shared.tag, shared.own = "shared", shared
-    found = sent([array, records, tensor, shared])
-    assert [obj.tag for obj in found] == ["array", "records", "tensor", "shared"]
+    found = sent([array, records, tensor])
+    assert [obj.tag for obj in found] == ["array", "records", "tensor"]
     assert all(obj.own is obj for obj in found)
 
 
@@ -175,7 +157,6 @@ def test_attributes_that_view_one_mapping_share_it(file: Path) -> None:
     for memory in (
         np.memmap(file, np.int64, "c"),
         torch.from_file(str(file), shared=False, size=ROWS * COLUMNS, dtype=torch.int64),
-        torch.zeros(ROWS).share_memory_(),
     ):
         first, second = sent([memory[1:], memory[:9]])
         first[0] = 77
@@ -229,18 +210,15 @@ def test_small_and_empty_ones(tmp_path: Path) -> None:
 def test_a_file_without_a_name_and_one_in_its_place(file: Path) -> None:
     mapped = np.memmap(file, np.int64, "r+")
     size = ROWS * COLUMNS
-    tensor = torch.from_file(str(file), shared=False, size=size, dtype=torch.int64)
+    private = torch.from_file(str(file), shared=False, size=size, dtype=torch.int64)
     before = dump(mapped, "x", HERE)
-    without_descriptor = dump(tensor, "x", HERE)
     file.with_name("new").write_bytes(bytes(mapped.nbytes))
     file.with_name("new").replace(file)
-    mapped[0] = 5
-    assert run_elsewhere(before, "print(found[:2].tolist())") == "[5, 1]\n"
-    assert sent(mapped)[:2].tolist() == [5, 1]
-    del mapped
-    assert run_elsewhere(dump(tensor, "x", HERE), "print(found[:2].tolist())") == "[5, 1]\n"
     with pytest.raises(NodeDataError, match=f"{file}.*another file is at its path"):
-        load(without_descriptor)
+        load(before)
+    with pytest.raises(SerializationError, match="would write to copies"):
+        dump(mapped, "x", HERE)
+    assert load(dump(private, "x", HERE))[:2].tolist() == [0, 1]
 
 
 def test_a_file_that_became_shorter_is_not_mapped(file: Path) -> None:
@@ -278,117 +256,34 @@ def test_tables_on_a_mapped_file(tmp_path: Path) -> None:
     assert load(pickled).equals(table.slice(100))
 
 
+def test_mmap_keeps_its_position(file: Path) -> None:
+    with file.open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), 5_000, offset=mmap.PAGESIZE)
+    mapped.seek(6)
+    found = sent(mapped)
+    found[3] = 3
+    assert (found.tell(), len(found), mapped[3]) == (6, 5_000, 3)
+
+
 class Noted(torch.Tensor):
     pass
 
 
-def test_tensors_of_other_kinds_in_shared_memory() -> None:
-    tensor = torch.zeros(4, requires_grad=True).share_memory_()
-    parameter = torch.nn.Parameter(torch.zeros(4)).share_memory_()
-    noted = torch.zeros(4).share_memory_().as_subclass(Noted)
-    storage = torch.zeros(4).share_memory_().untyped_storage()
-    found = sent([tensor, parameter, noted, storage])
-    for ours, theirs in zip(found, (tensor, parameter, noted, storage), strict=True):
-        assert type(ours) is type(theirs)
-        assert ours.is_shared(), "torch does not copy it when it is to be shared"
-        assert getattr(ours, "requires_grad", None) == getattr(theirs, "requires_grad", None)
-    found[3].fill_(1)
-    with torch.no_grad():
-        for ours in found[:3]:
-            ours += 1
-    assert [theirs.sum().item() for theirs in (tensor, parameter, noted)] == [4, 4, 4]
-    assert storage.tolist() == [1] * 16
-
-
-def shared_objects() -> dict[str, Any]:
-    return {
-        "Array": multiprocessing.Array(ctypes.c_float, 6),
-        "RawArray": multiprocessing.RawArray(ctypes.c_double * 2, 3),
-        "Value": multiprocessing.Value("i", 5),
-        "RawValue": multiprocessing.RawValue(ctypes.c_short, 6),
-        "spawn": multiprocessing.get_context("spawn").Value("i", 7),
-        "Event": multiprocessing.Event(),
-        "Barrier": multiprocessing.Barrier(2),
-        "Condition": multiprocessing.Condition(),
-        "Semaphore": multiprocessing.Semaphore(2),
-    }
-
-
-USE_OBJECTS = """
-found["Array"][1] = found["RawArray"][2][1] = 9
-for name in ("Value", "RawValue", "spawn"):
-    found[name].value += 10
-found["Event"].wait()
-found["Semaphore"].acquire()
-with found["Condition"]:
-    found["Condition"].notify()
-found["Barrier"].wait()
-"""
-
-
-def test_objects_of_multiprocessing_are_shared_with_processes_that_are_no_forks() -> None:
-    here = shared_objects()
-    pickled = dump(here, "x", HERE)
-    user = threading.Thread(target=run_elsewhere, args=(pickled, USE_OBJECTS))
-    with here["Condition"]:
-        user.start()
-        here["Event"].set()
-        assert here["Condition"].wait(60)
-    here["Barrier"].wait(60)
-    user.join()
-    assert here["Array"][:] == [0, 9, 0, 0, 0, 0]
-    assert [list(row) for row in here["RawArray"]] == [[0, 0], [0, 0], [0, 9]]
-    assert [here[name].value for name in ("Value", "RawValue", "spawn")] == [15, 16, 17]
-    assert here["Semaphore"].acquire(block=False)
-    assert not here["Semaphore"].acquire(block=False), "the other process has it"
-
-
-@pytest.mark.usefixtures("unprivileged")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda context: context.Lock(),
-        lambda context: context.Value("i", 0),
-        lambda context: context.Event(),
-    ],
-    ids=["Lock", "Value", "Event"],
-)
-def test_a_lock_of_the_fork_context_is_refused_and_one_of_the_spawn_context_shared(
-    make: Callable[[Any], Any],
-) -> None:
-    with pytest.raises(SerializationError, match=r"\['lock'\].*spawn.*head_address='processes'"):
-        dump({"lock": make(multiprocessing.get_context("fork"))}, "x", HERE)
-    lock: Any = make(multiprocessing.get_context("spawn"))
-    with pytest.raises(SerializationError, match="nodes"):
-        dump(lock, "x", ELSEWHERE)
-    found = sent(lock)
-    if hasattr(lock, "get_lock"):
-        lock, found = lock.get_lock(), found.get_lock()
-    if hasattr(lock, "set"):
-        lock.set()
-        assert found.is_set()
-    else:
-        with lock:
-            assert not found.acquire(timeout=0)
-
-
-def test_mmap_and_shared_memory(file: Path) -> None:
+@pytest.fixture
+def named() -> Iterator[SharedMemory]:
     shared = SharedMemory(create=True, size=100)
+    yield shared
+    shared.close()
+    shared.unlink()
+
+
+def shared_tensor(strategy: str) -> torch.Tensor:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
     try:
-        view = np.ndarray((10,), np.uint8, shared.buf)
-        with file.open("r+b") as opened:
-            mapped = mmap.mmap(opened.fileno(), 5_000, offset=mmap.PAGESIZE)
-        mapped.seek(6)
-        found, found_view, found_map = sent([shared, view, mapped])
-        found.buf[1], found_view[2], found_map[3] = 1, 2, 3
-        assert (found.name, found.size) == (shared.name, shared.size)
-        assert (found_map.tell(), len(found_map), mapped[3]) == (6, 5_000, 3)
-        assert view.tolist() == [0, 1, 2, *[0] * 7]
-        del view, found_view
-        found.close()
+        return torch.zeros(3).share_memory_()
     finally:
-        shared.close()
-        shared.unlink()
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 class Holder:
@@ -396,20 +291,39 @@ class Holder:
         self.inner = [attributes]
 
 
+@pytest.mark.parametrize("readers", [HERE, ELSEWHERE], ids=["here", "elsewhere"])
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.zeros(3).share_memory_(),
+        lambda: shared_tensor("file_descriptor"),
+        lambda: shared_tensor("file_system"),
+        lambda: torch.zeros(4, requires_grad=True).share_memory_(),
+        lambda: torch.nn.Parameter(torch.zeros(4)).share_memory_(),
+        lambda: torch.zeros(4).share_memory_().as_subclass(Noted),
+        lambda: torch.zeros(4).share_memory_().untyped_storage(),
         lambda: np.frombuffer(multiprocessing.RawArray("d", 3)),
         lambda: multiprocessing.Array("d", 3),
         lambda: multiprocessing.RawValue("d"),
+        lambda: multiprocessing.get_context("spawn").Value("i", 7),
         lambda: multiprocessing.Lock(),
+        lambda: multiprocessing.Event(),
+        lambda: multiprocessing.Barrier(2),
+        lambda: multiprocessing.Condition(),
+        lambda: multiprocessing.Semaphore(2),
         lambda: np.frombuffer(mmap.mmap(-1, 4096), np.uint8),
     ],
 )
-def test_other_nodes_cannot_write_to_shared_memory(make: Callable[[], Any]) -> None:
-    with pytest.raises(SerializationError, match=r"^x\.inner\[0\]\['memory'\] \(of type .*nodes"):
-        dump(Holder(memory=make()), "x", ELSEWHERE)
+def test_shared_memory_is_refused(make: Callable[[], Any], readers: Readers) -> None:
+    with pytest.raises(
+        SerializationError, match=r"^x\.inner\[0\]\['memory'\].*head_address='processes'"
+    ):
+        dump(Holder(memory=make()), "x", readers)
+
+
+def test_shared_memory_with_a_name_is_refused(named: SharedMemory) -> None:
+    for memory in (named, np.ndarray((10,), np.uint8, named.buf)):
+        with pytest.raises(SerializationError, match="head_address='processes'"):
+            dump(memory, "x", HERE)
 
 
 def test_other_nodes_read_a_copy_of_shared_memory_that_is_only_readable() -> None:
@@ -418,13 +332,6 @@ def test_other_nodes_read_a_copy_of_shared_memory_that_is_only_readable() -> Non
     with pytest.warns(UserWarning, match=r"^dpex: x\.inner\[0\]\['memory'\] is in memory"):
         pickled = dump(Holder(memory=array), "x", ELSEWHERE)
     assert load(pickled).inner[0]["memory"].tolist() == [1, 2, 3]
-
-
-@pytest.mark.usefixtures("unprivileged")
-def test_memory_that_nobody_can_open_is_refused() -> None:
-    memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
-    with pytest.raises(SerializationError, match="no name and no descriptor"):
-        dump(memory, "x", HERE)
 
 
 def test_batches_and_systems_without_proc_have_content(
@@ -446,79 +353,6 @@ def _no_proc(*_: Any) -> Any:
 # --- with worker processes ------------------------------------------------------------------------
 
 
-class Cache(Dataset[torch.Tensor]):
-    """Samples that are made in the first epoch, and read from shared memory in the second."""
-
-    def __init__(self, file: Path) -> None:
-        self.made = torch.zeros(12, dtype=torch.bool).share_memory_()
-        self.rows = np.frombuffer(multiprocessing.RawArray("d", 12 * 8)).reshape(12, 8)
-        self.numbers = np.memmap(file, np.int64, "r").reshape(ROWS, COLUMNS)
-        self.reads = multiprocessing.Value("i", 0)
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        if not self.made[index]:
-            self.rows[index] = self.numbers[index, :8]
-            self.made[index] = True
-            with self.reads.get_lock():
-                self.reads.value += 1
-        return self.rows[index], self.numbers[index]
-
-
-@pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_fill_a_cache_as_torch_s_do(
-    file: Path, persistent: bool, assert_same: Callable[[Any, Any], None]
-) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
-    dataset, theirs = Cache(file), Cache(file)
-    expected = DataLoader(theirs, multiprocessing_context="fork", **options)
-    with DpexDataLoader(dataset, distribute_mode=True, **options) as loader:
-        for _ in range(2):
-            assert_same([*loader], [*expected])
-            assert dataset.made.all()
-            assert dataset.reads.value == theirs.reads.value == 12
-
-
-class Counting:
-    """A transform that counts its samples."""
-
-    def __init__(self) -> None:
-        self.count = multiprocessing.Value("i", 0)
-
-    def __call__(self, sample: int) -> int:
-        with self.count.get_lock():
-            self.count.value += 1
-        return sample
-
-
-@pytest.mark.usefixtures("shared_ray")
-def test_a_later_stage_shares_memory_too() -> None:
-    counting = Counting()
-    dataset = MappedDataset(range(20), [Stage(counting)])
-    with DpexDataLoader(dataset, 5, num_workers=2, distribute_mode=True) as loader:
-        for _ in range(2):
-            assert len([*loader]) == 4
-    assert counting.count.value == 40
-
-
-@pytest.mark.parametrize("strategy", sorted(torch.multiprocessing.get_all_sharing_strategies()))
-def test_both_of_torch_s_ways_to_share(strategy: str) -> None:
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy(strategy)
-    try:
-        tensor = torch.zeros(3).share_memory_()
-        found = sent(tensor)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    found[1] = 5
-    assert tensor.tolist() == [0, 5, 0]
-    with pytest.raises(SerializationError, match="nodes"):
-        dump(tensor, "x", ELSEWHERE)
-
-
 @pytest.mark.usefixtures("shared_ray")
 def test_batches_on_a_mapped_file_are_the_training_loop_s_own(file: Path) -> None:
     class Rows(Dataset[Any]):
@@ -535,16 +369,6 @@ def test_batches_on_a_mapped_file_are_the_training_loop_s_own(file: Path) -> Non
         assert batch[0].flags.writeable
         batch[0][:] = -1
     assert np.fromfile(file, np.int64, 5).tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["forked", "spawned"])
-def test_memory_is_shared_as_with_torch_s_forks(kind: str) -> None:
-    with workplace() as place:
-        done = run_program(PROGRAM, kind, place=place, seconds=PROGRAM_SECONDS)
-        assert done.returncode == 0, done.stderr
-        torchs, ours = json.loads(done.stdout)
-        assert ours == torchs
 
 
 def outcomes(cluster: Cluster, file: Path) -> Any:
