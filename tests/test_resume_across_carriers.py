@@ -33,6 +33,13 @@ class Drawing(Dataset[Any]):
         return index, torch.rand(2), random.random()
 
 
+class DrawingLate(Drawing):
+    """Samples of which only later ones draw."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index > 9 else (index, torch.zeros(2), 0.0)
+
+
 class Stream(IterableDataset[Any]):
     """The shard of the worker, with random numbers."""
 
@@ -58,6 +65,7 @@ class StatefulStream(Stream):
 
 DATASETS: dict[str, dict[str, Any]] = {
     "map": {"dataset": Drawing(), "shuffle": True},
+    "map, draws late": {"dataset": DrawingLate()},
     "stream": {"dataset": Stream()},
     "stateful stream": {"dataset": StatefulStream()},
 }

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -30,6 +30,7 @@ from dpex import tuning, user_code
 from dpex.errors import SerializationError
 from dpex.log import warn
 from dpex.wire.classes_by_value import reduce_class
+from dpex.wire.local_modules import SCRIPTS
 from dpex.wire.mapped_files import set_attributes
 from dpex.wire.mapped_memory import Mappings, Readers, UnsharedMemoryError
 from dpex.wire.reducers import reduce
@@ -43,6 +44,7 @@ __all__ = [
     "give_back_memory",
     "load",
     "own_copy",
+    "share_script",
 ]
 
 _ADVICE = {
@@ -218,6 +220,28 @@ class _Buffers:
         return False
 
 
+_script_is_shared = False
+
+
+def share_script() -> None:
+    """Pickle classes and functions of batches by their names in the script, as torch's workers do.
+
+    Call it in a process that multiprocessing has started from the one that unpickles.
+    """
+    global _script_is_shared
+    _script_is_shared = True
+
+
+def _name_in_script(obj: Any) -> str | None:
+    """Return the name of a class or function in the script, or None if it has none there."""
+    if obj.__module__ not in SCRIPTS:
+        return None
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return str(obj.__qualname__) if found is obj else None
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, with the bytes of plain CPU tensors and PIL images out of band."""
 
@@ -279,6 +303,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return importlib.import_module, (name,)
         if kind is object and self._mappings is not None and id(obj) in self._sentinels:
             return _sentinel, self._sentinels[id(obj)][1:]
+        if _script_is_shared and isinstance(obj, type | FunctionType) and self._mappings is None:
+            name = _name_in_script(obj)
+            if name is not None:
+                return name  # pickle then refers to it
         reduced = super().reducer_override(obj)
         if isinstance(obj, type):
             # What a batch brings does not change a class of the process that reads it.

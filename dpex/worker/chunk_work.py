@@ -31,6 +31,7 @@ class ChunkWork:
         ask: Function that sends a request for the next chunk.
         note_change: Function that reports a released logical worker whose batch has changed its
             copy.
+        may_read_again: Whether a bound logical worker may read the samples of a batch again.
 
     Attributes:
         writer: The writer of the present block.
@@ -43,12 +44,15 @@ class ChunkWork:
         make_copy: Callable[[], Job],
         ask: Callable[[Ask], None],
         note_change: Callable[[int], None] = lambda _: None,
+        *,
+        may_read_again: bool = False,
     ) -> None:
         self._loop = loop
         self._where = where
         self._make_copy = make_copy
         self._ask = ask
         self._note_change = note_change
+        self._may_read_again = may_read_again
         self.writer = BlockWriter("", 0)
         self._batches: Iterator[tuple[Entry, Costs]] = iter(())
 
@@ -65,6 +69,7 @@ class ChunkWork:
             cancelled,
             binding=assigned.binding,
             restarted=assigned.restarted,
+            may_read_again=self._may_read_again,
             nearly_made=self._ask_early if self._loop.asks_early else None,
             seen_unchanged=functools.partial(self._note_state, chunk.worker),
         )

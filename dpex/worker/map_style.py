@@ -100,6 +100,7 @@ def fetch_chunk(
     *,
     binding: Binding = Binding.ALWAYS,
     restarted: bool = False,
+    may_read_again: bool = False,
     nearly_made: Callable[[], object] | None = None,
     seen_unchanged: Callable[[bool], object] = lambda _: None,
 ) -> Iterator[tuple[Entry, Costs]]:
@@ -113,6 +114,8 @@ def fetch_chunk(
         binding: Which worker processes may make batches of the chunk's logical worker.
         restarted: Whether the logical worker starts again, because the task that it was bound to
             has ended.
+        may_read_again: Whether a bound logical worker may read the samples of a batch again. If it
+            keeps state, the state would change twice.
         nearly_made: Called between samples of the chunk's last batch, once the remaining samples
             should take only milliseconds. It may be called several times or never.
         seen_unchanged: Called after a batch if its copy was compared; gets whether the copy is
@@ -137,7 +140,7 @@ def fetch_chunk(
             try:
                 copy = _enter_worker(worker_id, run, read_job, binding, restarted=restarted)
                 failures = Failures(left_out=copy.job.skips_errors)
-                once = binding is Binding.ALWAYS
+                once = binding is Binding.ALWAYS and not may_read_again
                 with copy.generators.at_work():
                     value = _fetch(copy, indices, key, position, between, at, failures, once=once)
                 if not copy.job.finishes:

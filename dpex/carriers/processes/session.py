@@ -13,6 +13,7 @@ from dpex.carriers.processes.worker_process import WorkerStart
 from dpex.carriers.processes.worker_processes import WorkerProcesses
 from dpex.cluster.limits import free_cores
 from dpex.errors import ClusterError
+from dpex.protocol.binding import Binding
 from dpex.wire import classes_by_value
 from dpex.wire.arrivals import Arrivals, Decoder
 from dpex.wire.buffer_pool import MemoryPool
@@ -22,7 +23,6 @@ from dpex.worker.training_settings import InheritedSettings
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-    from dpex.protocol.binding import Binding
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
     from dpex.worker.later_stage import StageJob
@@ -122,19 +122,19 @@ class ProcessSession:
         Args:
             run: Key of the iteration.
             job: What the processes start with.
-            binding: Without effect: each logical worker has its own process.
+            binding: Whether the logical workers are known to keep state.
             pin_device: As for ``Decoder``.
 
         Raises:
             OSError: A process cannot be started.
         """
-        processes = self._processes(job)
+        processes = self._processes(job, binding)
         processes.begin(Decoder(run, self._pool, pin_device))
         opened = ProcessRun(processes, persistent=self._persistent)
         self._in_use.add(opened)
         return lambda: opened
 
-    def _processes(self, job: ProcessJob) -> WorkerProcesses:
+    def _processes(self, job: ProcessJob, binding: Binding) -> WorkerProcesses:
         if self._kept is not None:
             kept_job, kept = self._kept
             if kept_job is job and kept.open:
@@ -144,7 +144,8 @@ class ProcessSession:
         if job.context.get_start_method() == "fork":
             classes_by_value.remember(everywhere=not self._started)
             self._started = True
-        start = WorkerStart(job.job, job.later, os.getpid(), job.stream)
+        keeps_state = binding is Binding.ALWAYS
+        start = WorkerStart(job.job, job.later, os.getpid(), job.stream, keeps_state)
         processes = WorkerProcesses(job.context, start, self._num_workers)
         if self._persistent:
             self._kept = job, processes

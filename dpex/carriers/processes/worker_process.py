@@ -28,7 +28,7 @@ from dpex.protocol.worker_loop import (
     WorkerLoop,
     next_step,
 )
-from dpex.wire.pickling import dump_in_band
+from dpex.wire.pickling import dump_in_band, share_script
 from dpex.wire.segments import OWN_SEGMENTS
 from dpex.wire.timings import Costs
 from dpex.worker.chunk_work import ChunkWork
@@ -62,12 +62,14 @@ class WorkerStart:
         later: The jobs of the later stages.
         training: Process id of the training process.
         stream: Whether the dataset is an ``IterableDataset``.
+        keeps_state: Whether the logical workers are known to keep state.
     """
 
     job: Job
     later: Sequence[StageJob]
     training: int
     stream: bool
+    keeps_state: bool = False
 
 
 def run_worker(connection: Connection, start: WorkerStart) -> None:
@@ -80,6 +82,7 @@ def run_worker(connection: Connection, start: WorkerStart) -> None:
         start: What the process starts with.
     """
     start_no_ray()
+    share_script()
     # The training process has been interrupted too, or has ended.
     with contextlib.suppress(KeyboardInterrupt, ConnectionError, ProcessLookupError):
         _make_chunks(_Training(connection, start.training), start)
@@ -88,7 +91,9 @@ def run_worker(connection: Connection, start: WorkerStart) -> None:
 def _make_chunks(training: _Training, start: WorkerStart) -> None:
     loop = WorkerLoop(serves_one=True)
     where = f"node {os.uname().nodename}, pid {os.getpid()}"
-    work = ChunkWork(loop, where, _Copies(start), training.ask)
+    work = ChunkWork(
+        loop, where, _Copies(start), training.ask, may_read_again=not start.keeps_state
+    )
     steps = loop.run()
     answer: Any = None
     training.send(Report.STARTED)

@@ -489,7 +489,7 @@ def test_what_is_ignored_is_told() -> None:
     loader = DpexDataLoader(
         Squares(), batch_size=4, num_workers=2, worker_options={"memory": 1 << 20}, **OURS
     )
-    with pytest.warns(UserWarning, match=r"ignores worker_options\['memory'\]"):
+    with pytest.warns(UserWarning, match=r"ignore worker_options\['memory'\]"):
         assert values(loader) == EXPECTED
 
 
@@ -500,6 +500,58 @@ def test_a_late_batch_says_who_makes_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert values([next(iterator), next(iterator)]) == EXPECTED[:2]
     with pytest.raises(RuntimeError, match="2 of 2 worker processes of this machine"):
         next(iterator)
+
+
+class DrawsLate(Squares):
+    """Samples of which only the later ones draw."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(()) if index >= 10 else torch.zeros(())
+
+
+def test_a_late_first_draw_does_not_depend_on_the_workers() -> None:
+    drawn = []
+    for workers in (1, 2, 3):
+        generator = torch.Generator().manual_seed(3)
+        loader = DpexDataLoader(
+            DrawsLate(), batch_size=4, num_workers=workers, generator=generator, **OURS
+        )
+        drawn.append(torch.cat(list(loader)))
+    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
+    assert len(set(drawn[0].tolist())) > 2
+
+
+OF_SCRIPT = """
+import threading
+from dpex import DpexDataLoader
+
+lock = threading.Lock()  # no pickle can have it
+
+
+class Pair:
+    def __init__(self, sample):
+        with lock:
+            self.sample = sample
+
+
+def collate(samples):
+    return Pair(samples[0])
+
+
+if __name__ == "__main__":
+    loader = DpexDataLoader(range(4), num_workers=2, collate_fn=collate, distribute_mode=True)
+    pairs = list(loader)
+    assert {type(pair) for pair in pairs} == {Pair}
+    print([pair.sample for pair in pairs])
+"""
+
+
+@pytest.mark.multiprocess
+def test_classes_of_the_script_need_no_pickle_of_their_code() -> None:
+    with workplace() as place:
+        (place / "program.py").write_text(OF_SCRIPT)
+        said = run_program(place / "program.py", place=place, seconds=60)
+    assert (said.returncode, said.stdout) == (0, "[0, 1, 2, 3]\n"), said.stderr
 
 
 END_WHILE_UNPICKLING = """
