@@ -295,7 +295,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         # A Ray that starts later changes nothing for a loader that has found none.
         wanted = demand.head_address, demand.only_ray
         if self._chosen is None or self._chosen[0] != wanted or self._chosen[1] == "auto":
-            self._chosen = wanted, choose_address(demand)
+            had_ray = self._chosen == (wanted, "auto")
+            self._chosen = wanted, choose_address(demand, again=had_ray)
         return new_session(demand, self._chosen[1])
 
     def _record(self, iterator: ClusterIter | LocalIter) -> ClusterIter | LocalIter:

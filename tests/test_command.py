@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 def make_loader():
     return DataLoader(list(range(4000)), batch_size=10, num_workers=1)
 """
-MISSING = "ray is not installed, and dpex makes no batch without it"
+MISSING = "ray is not installed, and dpex makes no batch here without it"
 
 
 def dpex_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from dpex.transforms.stage import Stage
 
 __all__ = ["Demand", "choose_address", "new_session"]
+
+logger = logging.getLogger("dpex")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,12 @@ class Demand:
         return options + [repr(stage) for stage in self.stages if stage.needs_ray]
 
 
-def choose_address(demand: Demand) -> str:
+def choose_address(demand: Demand, *, again: bool) -> str:
     """Return the ``head_address`` of a loader, in which ``"auto"`` is decided if there is no Ray.
+
+    Args:
+        demand: What the loader asks of its workers.
+        again: Whether the loader has had a Ray, which has ended.
 
     Raises:
         ValueError: RAY_ADDRESS has none of the forms of an address.
@@ -57,6 +64,11 @@ def choose_address(demand: Demand) -> str:
             f"no Ray cluster found, and {', '.join(demand.only_ray)} needs Ray: a local Ray starts"
         )
         return "local"
+    if again:
+        logger.warning(
+            "the Ray of this loader has ended, and there is no other. Worker processes of this "
+            "machine make its batches from now on"
+        )
     return PROCESSES
 
 

@@ -180,7 +180,9 @@ class RemoteRun:
             # Ray Client raises an Exception already here once the connection is lost.
             asked = self._actor.handle.tasks_at_work.remote(self._pipeline_key, self._run)
             return int(ray.get(asked, timeout=tuning.HEAD_ANSWER_S))
-        except Exception:
+        except Exception as error:
+            # A frame of Ray's has the error, whose traceback has that frame and this one.
+            error.__traceback__ = None
             return None
 
     def failure(self) -> BaseException | None:

@@ -150,7 +150,8 @@ def test_a_ray_that_starts_later_is_for_later_loaders(place: Path) -> None:
     assert lines[0] == TWO_PROCESSES
     assert lines[1] == f"dpex: 2 worker processes {CORES}"
     assert "(this process was connected to it): 1 node, 2 CPUs" in lines[2]
-    assert len(lines) == 3, done.stderr
+    assert lines[3].startswith("dpex: the Ray of this loader has ended, and there is no other")
+    assert len(lines) == 4, done.stderr
 
 
 NEEDS_RAY = """
