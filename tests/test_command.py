@@ -61,9 +61,17 @@ def test_a_time_is_a_number_above_zero(tmp_path: Path, wrong: str) -> None:
         assert option in done.stderr
 
 
-def test_without_ray_the_doctor_says_how_to_install_it() -> None:
+def test_without_ray_the_doctor_examines_worker_processes() -> None:
     with workplace() as place:
         done = dpex_in(place, "doctor", program=("-c", WITHOUT_RAY))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok: the same batches as torch's loader, to the bit" in done.stdout
+
+
+def test_where_ray_is_needed_the_doctor_says_how_to_install_it() -> None:
+    with workplace() as place:
+        given = ("doctor", "--head-address", "local")
+        done = dpex_in(place, *given, program=("-c", WITHOUT_RAY))
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     *facts, verdict = done.stdout.splitlines()
@@ -75,7 +83,8 @@ def test_without_ray_the_doctor_times_the_user_s_loader_and_torch_s() -> None:
     with workplace() as place:
         (place / "train.py").write_text(LOADER)
         given = ("doctor", "--loader", "train.py:make_loader", "--seconds", "1", "--step-ms", "2")
-        done = dpex_in(place, *given, "--json", program=("-c", WITHOUT_RAY))
+        there = ("--head-address", "local", "--json")
+        done = dpex_in(place, *given, *there, program=("-c", WITHOUT_RAY))
     assert done.returncode == 1, done.stderr
     assert "printed by the user's module" in done.stderr
     report = json.loads(done.stdout)

@@ -99,6 +99,7 @@ def test_room_counts_only_if_some_node_must_have_it(
     assert has_room(options, free, nodes) is room
 
 
+@pytest.mark.extended
 @pytest.mark.multiprocess
 def test_results_are_the_same_in_actors() -> None:
     with workplace() as place:

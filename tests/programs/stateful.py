@@ -55,12 +55,11 @@ class Counts(Numbers):
 
 
 class Alone(Numbers):
-    """Sample i is i; shared memory counts the times that two processes were one logical worker."""
+    """Sample i is i; a mapped file counts the times that two processes were one logical worker."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self.length = length
-        self.processes = torch.zeros(8, dtype=torch.int64).share_memory_()
-        self.met = torch.zeros(8, dtype=torch.int64).share_memory_()
+        self.processes, self.met = mapped_file()[:16].reshape(2, 8)
 
     def __len__(self) -> int:
         return self.length
@@ -174,7 +173,7 @@ class CountsBatches:
 
 
 class SharedCache(Numbers):
-    """Sample i is i, and the number that an earlier epoch wrote for it to shared memory."""
+    """Sample i is i, and the number that an earlier epoch wrote for it to a mapped file."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -255,7 +254,6 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
         "dataset": DrawsFromModule(),
         "worker_init_fn": seed_module,
     },
-    "shared tensor": lambda: {"dataset": SharedCache(torch.zeros(LENGTH).share_memory_())},
     "mapped file": lambda: {"dataset": SharedCache(mapped_file())},
     "stream": lambda: {"dataset": Stream(), "worker_init_fn": seed_numpy},
 }

@@ -97,15 +97,14 @@ def compare(read: list[Any], combinations: list[Any]) -> None:
 @pytest.mark.timeout(240)
 def test_state_is_torch_s_in_forked_workers() -> None:
     with workplace() as place:
-        compare(read_in_program("local", PAIRWISE[::2], place), PAIRWISE[::2])
-        wait_until(lambda: not processes_in(place), 20, "end of Ray and of the fork server")
+        compare(read_in_program("processes", PAIRWISE, place), PAIRWISE)
+        wait_until(lambda: not processes_in(place), 20, "end of the worker processes")
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_state_is_torch_s_in_forked_workers_whatever_else(part: int) -> None:
+def test_state_is_torch_s_in_forked_workers_whatever_else() -> None:
     with workplace() as place:
-        compare(read_in_program("local", FULL[part::2], place), FULL[part::2])
+        compare(read_in_program("processes", FULL, place), FULL)
 
 
 def read_on_two_nodes(combinations: list[Any], cpus: int) -> None:

@@ -566,7 +566,16 @@ iterator = iter(loader)
 """
 
 
-@pytest.mark.parametrize("end", ["", "del iterator", "ray.shutdown()"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        *(
+            pytest.param(end, marks=pytest.mark.extended)
+            for end in ("del iterator", "ray.shutdown()")
+        ),
+    ],
+)
 def test_a_reader_that_starts_when_ray_has_gone_starts_no_other(place: Path, end: str) -> None:
     """By default, every call of Ray starts one."""
     program = place / "program.py"
