@@ -321,4 +321,9 @@ class States:
     def _is_first(self, worker: int, iteration: int, index: int) -> bool:
         """Return whether no earlier batch of the iteration changes the logical worker's copy."""
         first, _ = self._ranges[iteration][worker]
-        return index == first or not self._world.plan.keeps_state(worker, index - 1)
+        plan = self._world.plan
+        # A batch that kills every process leaves no copy, and an error takes its place.
+        deadly = {batch // plan.workers for batch in plan.deadly if batch % plan.workers == worker}
+        if deadly.issuperset(range(first, index)):
+            return True
+        return not plan.keeps_state(worker, index - 1)
