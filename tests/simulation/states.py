@@ -306,6 +306,8 @@ class States:
         """Return whether the last batch on a copy is the one before ``place``."""
         last, begins, (iteration, index) = copy.last, place == life.begins, place
         if not (begins or self._is_first(chunk.worker, iteration, index)):
+            if last is None and self._kill_all(chunk.worker, iteration, index):
+                return True
             return last == (iteration, index - 1)
         if last is None:
             return begins or not (0 <= life.known < iteration)
@@ -321,9 +323,14 @@ class States:
     def _is_first(self, worker: int, iteration: int, index: int) -> bool:
         """Return whether no earlier batch of the iteration changes the logical worker's copy."""
         first, _ = self._ranges[iteration][worker]
+        return index == first or not self._world.plan.keeps_state(worker, index - 1)
+
+    def _kill_all(self, worker: int, iteration: int, index: int) -> bool:
+        """Return whether all earlier batches of the iteration kill every process.
+
+        They leave no copy, and errors take their places.
+        """
+        first, _ = self._ranges[iteration][worker]
         plan = self._world.plan
-        # A batch that kills every process leaves no copy, and an error takes its place.
         deadly = {batch // plan.workers for batch in plan.deadly if batch % plan.workers == worker}
-        if deadly.issuperset(range(first, index)):
-            return True
-        return not plan.keeps_state(worker, index - 1)
+        return deadly.issuperset(range(first, index))
