@@ -155,7 +155,7 @@ def test_a_node_with_another_torch(place: Path) -> None:
 
 def test_little_shared_memory(place: Path) -> None:
     small = hiding(Path("/dev/shm"), more="mount -o remount,size=64m /dev/shm")
-    status, lines, output = doctor(place, under=small)
+    status, lines, output = doctor(place, "--head-address", "local", under=small)
     assert status == 1, output
     assert lines["/dev/shm"].startswith("0.1 GiB")
     assert "docker run --shm-size=" in lines["verdict"]

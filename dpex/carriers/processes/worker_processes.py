@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from dpex import tuning
@@ -40,11 +41,27 @@ logger = logging.getLogger("dpex")
 _live: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
 
 
+# The process that has registered ``_kill_at_exit`` with multiprocessing.
+_registered_in = 0
+
+
 @atexit.register
 def _kill_at_exit() -> None:
     """Kill the processes that are left, so that no thread reads their batches any more."""
     for processes in list(_live):
         processes.kill()
+
+
+def _kill_before_join() -> None:
+    """Let ``_kill_at_exit`` run before multiprocessing joins the children of this process.
+
+    A process that multiprocessing has started calls no ``atexit`` handlers, and forgets at its
+    start what its parent has registered.
+    """
+    global _registered_in
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        Finalize(None, _kill_at_exit, exitpriority=0)
 
 
 os.register_at_fork(after_in_child=_live.clear)
@@ -90,10 +107,9 @@ class _Worker:
         process, self.process = self.process, None
         if process is None:
             return "worker process died"
+        # Not closed: another thread may join all children, as multiprocessing does at exit.
         process.join()
         code, pid = process.exitcode, process.pid
-        with contextlib.suppress(ValueError):  # another thread has just reaped it
-            process.close()
         if code is not None and code < 0:
             return f"worker process {pid} was killed by {signal.Signals(-code).name}"
         return f"worker process {pid} exited with status {code}"
@@ -156,6 +172,7 @@ class WorkerProcesses:
         self._reader = BackgroundThread(target=self._receive, name="dpex-processes", daemon=True)
         self._reader.start()
         _live.add(self)
+        _kill_before_join()
 
     def _start_process(self, worker: _Worker) -> None:
         ours, theirs = self._context.Pipe()

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_programs import environment, processes_in, spawn, wait_until, workplace
+from cluster_programs import (
+    environment,
+    processes_in,
+    run_program,
+    spawn,
+    wait_until,
+    workplace,
+)
 from torch.utils.data import DataLoader, Dataset
 
 from dpex import DpexDataLoader
@@ -286,3 +293,31 @@ print("the end is reached")
 def test_the_number_of_open_files_may_be_small() -> None:
     """macOS and many shells allow 256. torch needs a file for each tensor of each kept batch."""
     assert run(FEW_FILES) == "the end is reached\n"
+
+
+ENDS_IN_MID_EPOCH = """
+import multiprocessing
+from dpex import DpexDataLoader
+
+def train():
+    global batches
+    loader = DpexDataLoader(range(400), num_workers=6, distribute_mode=True)
+    batches = iter(loader)
+    next(batches)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        rank = multiprocessing.get_context(method).Process(target=train)
+        rank.start()
+        rank.join()
+        print(rank.exitcode)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_of_multiprocessing_may_end_in_mid_epoch() -> None:
+    with workplace() as place:
+        (place / "program.py").write_text(ENDS_IN_MID_EPOCH)
+        done = run_program(place / "program.py", place=place, seconds=PROGRAM_SECONDS)
+    assert done.stdout.split() == ["0", "0"], done.stderr
+    assert "Traceback" not in done.stderr
