@@ -48,8 +48,12 @@ demo: $(VENV)/.installed-demo ## Train a small CNN with torch, dpex, and a Ray c
 # Two at a time: most tests wait for processes that start or are found to be dead.
 IN_PARALLEL := --numprocesses 2 --dist worksteal
 
+# If PYTHONDONTWRITEBYTECODE is set, each of the thousand processes of the tests would compile dpex.
+COMPILE := $(RUN) -m compileall -q dpex tests/programs
+
 .PHONY: test
 test: check ## check, then the tests (TEST_ARGS="-k parity")
+	$(COMPILE)
 	$(RUN) -m pytest -m "not extended" $(IN_PARALLEL) --durations=15 $(TEST_ARGS)
 
 .PHONY: simulate
@@ -64,6 +68,7 @@ simulate-scale: $(VENV)/.installed-test ## Simulate 64 and 256 nodes with measur
 
 .PHONY: test-extended
 test-extended: $(VENV)/.installed-test ## The examples, and clusters whose nodes and links die
+	$(COMPILE)
 	$(RUN) -m pytest -m "extended and not (dist or long or sabotage)" $(IN_PARALLEL) \
 		--durations=30 $(TEST_ARGS)
 

@@ -16,6 +16,6 @@ def address_of(peer: str) -> str:
             processes of this machine, or a local Ray in revisions that had no choice of a carrier.
             ``"local"``: a local Ray, with the whole Ray Data pipeline.
     """
-    if peer == "dpex" and find_spec("dpex.carriers.choice"):
+    if peer == "dpex" and find_spec("dpex.carriers") and find_spec("dpex.carriers.choice"):
         return "processes"
     return "local"

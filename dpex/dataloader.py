@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
 import time
@@ -17,7 +18,7 @@ from dpex.cluster.connect import parse_address
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
-from dpex.log import announce_once, has_warned, warn_once
+from dpex.log import announce_once, warn_once
 from dpex.pipeline.worker_options import WorkerOptions
 from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.chunk_sizes import ChunkPlanner
@@ -102,9 +103,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             node. ``"ray://host:port"``: on the cluster at this address, through Ray Client.
         worker_options: Ray options of one worker, as ``Dataset.map_batches`` takes them:
             ``num_cpus``, ``memory``, ``resources``, ``accelerator_type``, ``label_selector``,
-            ``fallback_strategy``, ``runtime_env``. ``scheduling_strategy`` is deprecated. Processes
-            of this machine ignore ``num_cpus`` and ``memory`` with a warning. The other options
-            need a Ray.
+            ``fallback_strategy``, ``runtime_env``. Processes of this machine ignore ``num_cpus``
+            and ``memory`` with a warning. The other options need a Ray.
         prefetch_bytes: Total bytes of batches that may be in flight; 512 MiB by default. At least
             ``prefetch_factor`` batches per logical worker are in flight, whatever their size.
         on_error: ``"raise"`` raises the error of a sample in the training loop. ``"skip"`` leaves
@@ -263,7 +263,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         return self._record(
             ClusterIter(
                 self,
-                session.store(jobs),
+                session.store(jobs, self._pickle),
                 session,
                 state.planner_for(self),
                 state.versions,
@@ -338,7 +338,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             return
         jobs = self._jobs()
         session = self._state(jobs).session
-        session.warm_up(session.store(jobs), binding=initial_binding(self), wait=wait)
+        session.warm_up(session.store(jobs, self._pickle), binding=initial_binding(self), wait=wait)
 
     def _note_pickling(self, seconds: float) -> None:
         """Warn once, from the second epoch on, if every ``iter()`` pickles the dataset slowly.
@@ -347,12 +347,12 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if seconds < tuning.SLOW_PICKLING_S or self.persistent_workers:
             return
-        if self._pickled_slowly and not has_warned("dataset size"):
+        if self._pickled_slowly:
             warn_once(
                 f"iter() took {seconds:.1f} s to pickle the dataset, and does so in every epoch, "
                 "because it may have changed since the last one. Pass persistent_workers=True to "
                 "pickle it once, or keep the data in a numpy array, an Arrow table or a file",
-                key="pickling",
+                key="dataset size",  # one warning about a large dataset is enough
             )
         self._pickled_slowly = True
 
@@ -374,7 +374,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         )
         stream = self._dataset_kind == DatasetKind.Iterable
         context = self.multiprocessing_context or multiprocessing.get_context()
-        return LoaderJobs(job, later, stream, context, self._pickle)
+        return LoaderJobs(job, later, stream, context)
 
     def check_worker_number_rationality(self) -> None:
         """Check ``num_workers`` against this machine's cores, unless dpex makes the batches."""
@@ -519,59 +519,8 @@ class DataLoader(DpexDataLoader[T_co]):
         dataset: This and all other arguments are those of ``DpexDataLoader``.
     """
 
-    @untraced
-    def __init__(
-        self,
-        dataset: Dataset[T_co],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Sampler[Any] | Iterable[Any] | None = None,
-        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: Any = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        distribute_mode: bool = True,
-        head_address: str = "auto",
-        worker_options: WorkerOptions | None = None,
-        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-        on_error: Literal["raise", "skip"] = "raise",
-        max_skipped: int = DEFAULT_MAX_SKIPPED,
-    ) -> None:
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            distribute_mode=distribute_mode,
-            head_address=head_address,
-            worker_options=worker_options,
-            prefetch_bytes=prefetch_bytes,
-            on_error=on_error,
-            max_skipped=max_skipped,
-        )
+    if not TYPE_CHECKING:  # mypy does not know partialmethod(); the types are the same
+        __init__ = functools.partialmethod(DpexDataLoader.__init__, distribute_mode=True)
 
 
 class _ClusterState:

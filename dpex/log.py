@@ -10,7 +10,7 @@ import warnings
 
 from dpex import user_code
 
-__all__ = ["announce", "announce_once", "has_warned", "show_messages", "waits", "warn", "warn_once"]
+__all__ = ["announce", "announce_once", "show_messages", "waits", "warn", "warn_once"]
 
 logger = logging.getLogger("dpex")
 waits = logging.getLogger("dpex.waits")
@@ -68,11 +68,6 @@ def warn_once(text: str, key: str = "") -> None:
     if (key or text) not in _warned:
         _warned.add(key or text)
         warn(text)
-
-
-def has_warned(key: str) -> bool:
-    """Return whether ``warn_once`` has issued a warning with this key."""
-    return key in _warned
 
 
 announce_once = functools.cache(announce)

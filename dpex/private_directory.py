@@ -1,15 +1,26 @@
-"""Directories that no other user of the machine can access, even if others were there first."""
+"""Directories that no other user of the machine can access, even if others were there first.
+
+A process may claim such a directory. A later process removes the directories whose claimants have
+ended, however they ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import grp
 import os
 import pwd
+import shutil
 import stat
 from pathlib import Path
+from typing import IO
 
-__all__ = ["NotPrivate", "check_way", "make_private"]
+__all__ = ["NotPrivate", "check_way", "claim", "make_private", "remove_claimed", "remove_unused"]
+
+_LOCK = "lock"
+# Never closed. A fork shares the claims of its parent: a lock of flock() belongs to the open file.
+_claims: dict[Path, IO[str]] = {}
 
 
 class NotPrivate(PermissionError):
@@ -44,6 +55,46 @@ def make_private(directory: Path, *, readable: bool = False, sticky: bool = Fals
             f"files. Run `chmod 700 {directory}` if it is yours, or choose another directory"
         )
     return directory.resolve()
+
+
+def claim(directory: Path, *, shared: bool) -> None:
+    """Create a directory and claim it: no process removes it before this one and its forks end.
+
+    Args:
+        directory: The directory. A claimed one stays as it is.
+        shared: Whether other processes may claim it too.
+
+    Raises:
+        BlockingIOError: Another process has claimed the directory, and ``shared`` is False.
+        NotPrivate: As for ``make_private``.
+        OSError: The directory cannot be created.
+    """
+    while directory not in _claims:
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+            make_private(directory)
+            lock = opened.enter_context((directory / _LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Otherwise another process found the directory unused and removed it: try again.
+            if (directory / _LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino:
+                opened.pop_all()
+                _claims[directory] = lock
+
+
+def remove_unused(directory: Path) -> None:
+    """Remove a directory with its files, if all processes that have claimed it have ended."""
+    with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:
+        _remove(directory, lock)
+
+
+def remove_claimed(directory: Path) -> None:
+    """Remove a directory that this process has claimed, unless a process but a fork claims it."""
+    with contextlib.suppress(OSError):
+        _remove(directory, _claims[directory])
+
+
+def _remove(directory: Path, lock: IO[str]) -> None:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    shutil.rmtree(directory)
 
 
 def check_way(path: Path, *, sticky: bool = False) -> None:

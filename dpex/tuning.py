@@ -98,7 +98,7 @@ They may be those of logical workers that have not started. So dpex starts more 
 STUCK_S = 3.0
 """The same time on a machine without an idle processor, where samples may also just take long."""
 LOOK_S = 0.1
-"""How often the scheduler checks conditions that change with time."""
+"""How often the scheduler checks conditions that change with time, and a worker process its run."""
 MAX_DEATHS = 4
 """How often a worker process may die on one chunk or block. Ray restarts tasks without limit."""
 MOST_LOSSES = 3
@@ -136,8 +136,6 @@ GONE_S = 3.0
 """Time without a report after which an actor counts as idle or dead, and ``GONE_PAUSES``."""
 CALM_S = 5.0
 """Time without a waiting task after which each job may keep one, which an autoscaler sees."""
-RECORDER_S = 5.0
-"""How often an actor looks up the recorder."""
 
 # --- blocks and messages --------------------------------------------------------------------------
 # Benchmark: `bench-null` for sizes, `bench-jpeg` and `bench-latency` for times.
@@ -162,8 +160,6 @@ NEARLY_S = 0.01
 The pipeline actor answers within some milliseconds if all tasks ask at once. A chunk must not wait
 longer than this for a task that is still making another chunk.
 """
-CANCEL_CHECK_S = 0.1
-"""How often a worker process of this machine looks whether its run is cancelled."""
 KEEP_CPU_S = 1.0
 """How long a task that waits for an answer keeps its CPU.
 
@@ -179,14 +175,16 @@ FETCHES = 4
 
 OUT_OF_BAND_BYTES = 2048
 """A smaller buffer stays in the pickle: an out-of-band buffer would cost more than the copy."""
-OWN_COLUMN_BYTES = 1 << 20
-"""An array of this size is an Arrow column; a memcpy of a smaller one costs less than a column."""
-REUSED_BYTES = 1 << 20
-"""Memory of this size is reused for later batches; malloc itself reuses smaller pieces."""
+LARGE_ARRAY_BYTES = 1 << 20
+"""An array of this size is an Arrow column, or is mapped.
+
+A memcpy of a smaller one costs less than a column or the system calls of a mapping, which also
+keeps a file open.
+"""
 MOST_SPARE = 1.25
-"""Reused memory may be larger than the array in it by at most this factor."""
+"""A segment may be larger than the tensor in it by at most this factor."""
 IDLE_BYTES = 128 << 20
-"""Idle memory that a pool keeps for later batches."""
+"""Idle segments that a worker process keeps for later batches."""
 SEGMENT_BYTES = 1 << 20
 """A tensor of this size is always in a segment, and is made there if dpex collates it."""
 SEGMENTS_FOR_BLOCK = 8
@@ -203,14 +201,8 @@ TRIM_SHARE = 1 / 8
 """Share of the idle mapped segments, or of their limit, that is released before the next look."""
 IDLE_MAPPED_BYTES = 512 << 20
 """Idle segments that the training process keeps mapped. Living processes would keep most anyway."""
-PROCESS_END_S = 1.0
-"""How long an ending process may still seem alive, although its segments are gone."""
 MOST_SEGMENTS = 128
 """Segments of a worker process, each of which is an open file."""
-COLLATE_BYTES = 1 << 17
-"""A separate copy of a smaller tensor takes more time than reading it from memory once more."""
-MAPPED_BYTES = 1 << 20
-"""Arrays of this size are mapped. A mapping takes several system calls and keeps a file open."""
 MALLOC_KEEPS_BYTES = 1 << 29
 """Free memory that malloc keeps in a worker process for the next batch."""
 
@@ -235,32 +227,28 @@ TASKS_START_S = 60.0
 
 Ray itself holds tasks of one kind back for up to 10 s.
 """
-TASKS_LOOK_S = 5.0
-"""How often dpex looks then whether a node has room for a task."""
+CLUSTER_LOOK_S = 5.0
+"""How often dpex looks at what costs a call to the head: its nodes, their room, the recorder."""
 QUIET_S = 1.0
 """A new iteration waits this long for the tasks of a cancelled one."""
 STATE_QUIET_S = 60.0
 """The same for persistent logical workers, which keep state: torch waits for them as well."""
 END_S = 5.0
 """How long a closed pipeline waits for its execution and tasks; torch gives its workers as long."""
-KILLED_S = 1.0
-"""How long a closed pipeline waits then for the end of the tasks whose process it has killed."""
-END_POLL_S = 0.01
-"""How often a worker process looks whether a process that it replaces has ended."""
+PROCESS_END_S = 1.0
+"""How long the end of a process may take that is killed, or whose segments are gone already."""
 NODE_REPLACED_S = 10.0
 """Ray mostly restarts the work of a dead node elsewhere within this time."""
 NODE_JOINS_S = 300.0
 """How long a loader waits for a node that meets ``worker_options``, if nothing starts nodes."""
 ACTOR_AWAY_S = 30.0
 """How long a worker process calls a pipeline actor that it cannot reach."""
-ACTOR_PAUSE_S = 0.02
-"""Pause before each of these calls."""
+PAUSE_S = 0.02
+"""Pause before each of these calls, or before a look whether a replaced process has ended."""
 ASK_AGAIN_S = 2.0
 """Pause before a worker process asks again whether its pipeline is closed."""
 RECORDER_ANSWER_S = 2.0
 """How long a pipeline actor waits for the recorder of shared CPUs."""
-HEAD_LOOK_S = 5.0
-"""A late answer makes dpex check the nodes this often."""
 HEAD_ANSWER_S = 1.0
 """How long the cluster's head may take then; a dead head is left to Ray."""
 SLOW_WAIT_S = 5.0
@@ -278,19 +266,15 @@ CLUSTER_ANSWER_S = 15.0
 """How long dpex waits for the head of a cluster that the user names."""
 JOIN_S = 30.0
 """How long a process takes at most to join a cluster whose head has answered."""
-STALE_S = 2.0
-"""How long the head of a cluster may take that this machine started, before it counts as gone."""
 CLIENT_JOIN_S = 45.0
 """How long an attempt to connect through Ray Client takes at most.
 
 Its server starts a process that loads Ray and dpex, and waits at most 30 s for that process.
 """
-CLIENT_END_S = 10.0
-"""How long such an attempt may take to end after dpex has cancelled it."""
 CLIENT_JOIN_TRIES = 3
-"""How often a Ray Client tries to connect."""
+"""How often a Ray Client tries to connect if the server's process for it crashes."""
 LOOKUP_S = 2.0
-"""How long a name server may take for the address of a host."""
+"""How long a name server may take for an address, or the head of a cluster of this machine."""
 VERSIONS_S = 10.0
 """How long the nodes of a cluster have to tell their versions; later answers are not checked."""
 START_S = 120.0
@@ -320,12 +304,8 @@ MAX_ENDED_LEASES = 256
 """Ended leases that are kept, because Ray restarts a task if its output is lost."""
 MAX_REPLACED = 16
 """Processes that a task waits for, because Ray has restarted their tasks: more than die at once."""
-MAX_BLOCKS_TRIED = 10_000
-"""Blocks of which the attempts by a later stage are counted: far more than are in flight."""
-MAX_SENDERS = 10_000
-"""Worker processes of which the latest messages are known: far more than work at once."""
-MAX_CLOSED_PIPELINES = 10_000
-"""Names of closed pipelines that are kept, because late calls ask for them."""
+MOST_REMEMBERED = 10_000
+"""Blocks, senders and closed pipelines that an actor remembers: far more than exist at once."""
 MOST_NODES_ASKED = 64
 """Nodes that tell their versions: the nodes of a cluster come from a few images."""
 PACKAGE_KEPT_S = 60 * 86_400

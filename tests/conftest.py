@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -49,11 +50,50 @@ DENSE_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_la
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set a longer timeout for extended tests than for their programs, which report a hang."""
+    """Mark what `make test` leaves to `make test-extended`, and set timeouts of extended tests.
+
+    These are longer than those of their programs, which report a hang.
+    """
+    for item in _without_new_pairs(items):
+        item.add_marker(pytest.mark.extended)
     for item in items:
         own = any(mark.name == "timeout" for mark in item.own_markers)
         if item.get_closest_marker("extended") and not own:
             item.add_marker(pytest.mark.timeout(PROGRAM_SECONDS + 100), append=False)
+
+
+def _without_new_pairs(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield every second test of a product of carriers and two or more ``parametrize`` marks.
+
+    The other tests contain each pair of its values, and each value with each carrier. A module
+    whose carriers have marks says itself what is extended.
+    """
+    places: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        carriers = getattr(getattr(item, "module", None), "CARRIERS", [None])
+        plain = all(isinstance(carrier, str) for carrier in carriers)
+        if callspec is None or not plain or item.get_closest_marker("only_ray"):
+            continue
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        marks = [names.split(",") if isinstance(names, str) else names for names in given]
+        position = 0
+        for names in [*marks, ["carrier"]]:
+            seen = places[item.nodeid.partition("[")[0], *names]
+            values = tuple(id(callspec.params[name.strip()]) for name in names)
+            position += seen.setdefault(values, len(seen))
+        if len(marks) > 1 and position % 2:
+            yield item
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules from garbage collections.
+
+    The tests cause thousands of full collections. With the million objects of these modules, each
+    would take a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 
+import pytest
+from cluster_programs import spawn, workplace
+
 WAITS = """
 import signal
 import sys
@@ -38,8 +41,12 @@ while rounds < 30:
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the program ends with pytest on Linux only")
 def test_ctrl_c_wakes_the_main_thread_while_a_background_thread_starts_threads() -> None:
-    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE) as program:
+    with (
+        workplace() as place,
+        spawn([sys.executable, "-c", WAITS], place, stdout=subprocess.PIPE) as program,
+    ):
         assert program.stdout is not None
         try:
             for _ in program.stdout:

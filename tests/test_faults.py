@@ -316,9 +316,8 @@ def iter_of_rows() -> Any:
 
 @pytest.mark.only_ray
 def test_worker_options_that_ray_refuses_reach_the_training_loop() -> None:
-    with pytest.warns(DeprecationWarning, match="scheduling_strategy"):
-        loader = loader_of(Plain(), worker_options={"scheduling_strategy": "nowhere"})
-    with pytest.raises(RuntimeError, match="scheduling_strategy"):
+    loader = loader_of(Plain(), worker_options={"label_selector": {"disk": "like(f*)"}})
+    with pytest.raises(RuntimeError, match=r"like\(f\*\)"):
         next(iter(loader))
 
 

@@ -28,9 +28,16 @@ pytestmark = [
 ]
 
 
-def run(how: str, *flags: str, ranks: int = 1, **variables: str) -> None:
+# A process that multiprocessing has started does not shut its Ray down: Ray's agents end later.
+AGENTS_GONE_SECONDS = 120
+GONE_SECONDS = 20
+
+
+def run(
+    how: str, *flags: str, ranks: int = 1, seconds: float = GONE_SECONDS, **variables: str
+) -> None:
     with workplace() as place:
-        run_in(place, PROGRAM, how, flags=flags, ranks=ranks, **variables)
+        run_in(place, PROGRAM, how, flags=flags, ranks=ranks, seconds=seconds, **variables)
 
 
 def run_in(
@@ -39,35 +46,26 @@ def run_in(
     *how: str,
     flags: tuple[str, ...] = (),
     ranks: int = 1,
+    seconds: float = GONE_SECONDS,
     **variables: str,
 ) -> None:
+    """Run a program that compares loaders in each rank, and wait until all processes have ended."""
     done = run_program(
         program, *how, place=place, seconds=PROGRAM_SECONDS, flags=flags, **variables
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("reads what torch's loader reads") == ranks
-    # A process that multiprocessing has started does not shut its Ray down: Ray's agents end later.
-    wait_until(lambda: not processes_in(place), 120, "end of all processes")
+    wait_until(lambda: not processes_in(place), seconds, "end of all processes")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("-s",),
-        pytest.param(("-I",), marks=pytest.mark.extended),
-        pytest.param(("-O",), marks=pytest.mark.extended),
-        pytest.param(("-X", "dev"), marks=pytest.mark.extended),
-        pytest.param(("-W", "error::DeprecationWarning:__main__"), marks=pytest.mark.extended),
-    ],
+    [("-I",), ("-O", "-X", "dev", "-W", "error::DeprecationWarning:__main__")],
     ids=" ".join,
 )
 def test_the_interpreter_may_have_any_flags(flags: tuple[str, ...]) -> None:
     run("alone", *flags)
-
-
-@pytest.mark.extended
-def test_there_may_be_no_packages_of_the_user_s() -> None:
-    run("alone", PYTHONNOUSERSITE="1")
 
 
 @pytest.mark.extended
@@ -115,8 +113,8 @@ def test_the_script_may_submit_itself_to_submitit() -> None:
         run_in(place, JOBS, "submitit")
 
 
-def test_warnings_may_be_errors() -> None:
-    run("warnings are errors")
+def test_warnings_may_be_errors_and_there_may_be_no_packages_of_the_user_s() -> None:
+    run("warnings are errors", "-s", PYTHONNOUSERSITE="1")  # the variable reaches Ray's processes
 
 
 @pytest.mark.extended
@@ -129,7 +127,7 @@ def test_the_settings_may_change_between_iterations() -> None:
 def test_the_script_s_own_classes_may_come_from_a_process_that_multiprocessing_started(
     how: str, ranks: int
 ) -> None:
-    run(how, ranks=ranks)
+    run(how, ranks=ranks, seconds=AGENTS_GONE_SECONDS)
 
 
 @pytest.mark.parametrize("carrier", ["local", "processes"])
@@ -137,4 +135,4 @@ def test_a_script_s_globals_are_those_of_a_fork(carrier: str) -> None:
     with workplace() as place:
         done = run_program(GLOBALS, carrier, place=place, seconds=PROGRAM_SECONDS)
         assert done.stdout == "as torch's fork\n", done.stdout + done.stderr
-        wait_until(lambda: not processes_in(place), 20, "end of all processes")
+        wait_until(lambda: not processes_in(place), GONE_SECONDS, "end of all processes")

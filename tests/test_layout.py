@@ -21,7 +21,7 @@ RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {
     *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
     "dpex.compat.late_calls",
-    *("dpex.cluster.limits", "dpex.pipeline.worker_options"),
+    *("dpex.cluster.limits", "dpex.cluster.own_process", "dpex.pipeline.worker_options"),
 }
 WITH_RAY = {
     "dpex.wire.receiver",

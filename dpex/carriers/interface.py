@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
     from dpex.wire.arrivals import Arrivals
-    from dpex.worker.loader_jobs import LoaderJobs
+    from dpex.worker.loader_jobs import LoaderJobs, PickleJob
 
 __all__ = ["CarrierRun", "CarrierSession"]
 
@@ -77,7 +77,7 @@ class CarrierSession(Protocol):
     def check_process(self) -> None:
         """Raise ``ClusterError`` in a fork of the process that created the session."""
 
-    def store(self, jobs: LoaderJobs) -> Any:
+    def store(self, jobs: LoaderJobs, pickle: PickleJob) -> Any:
         """Return what ``open`` needs of a loader's jobs.
 
         Raises:
@@ -85,7 +85,7 @@ class CarrierSession(Protocol):
         """
 
     def settings(self) -> Any:
-        """Return the settings that worker processes take over from this process."""
+        """Return the ``Settings`` that worker processes take over, or None if they inherit them."""
 
     def warm_up(self, job: Any, *, binding: Binding, wait: bool) -> None:
         """Prepare the next iteration, as far as that is possible before ``open``.
@@ -114,8 +114,8 @@ class CarrierSession(Protocol):
     def first_tasks(self) -> int:
         """Return how many processes may work at once at first."""
 
-    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
-        """Export the increase of an epoch's statistics; return whether that is possible."""
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
+        """Export the increase of an epoch's statistics, if something exports metrics."""
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
         """Return a text that says why a batch is late."""

@@ -13,7 +13,7 @@ from dpex.cluster.tokens import token_hint
 from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
-__all__ = ["SCHEME", "check_server", "join_through_client"]
+__all__ = ["SCHEME", "join_through_client"]
 
 logger = logging.getLogger("dpex")
 
@@ -54,20 +54,17 @@ def join_through_client(address: str, where: str) -> None:
             f"the Ray Client server at {where} answers but cannot be joined: "
             f"{str(error).rstrip('.')}. {token_hint()}. Client and cluster need the same version "
             "of Ray and the same minor version of Python. If the server fails only sometimes, "
-            "start the head with GRPC_ENABLE_FORK_SUPPORT=0"
+            "start the head with GRPC_ENABLE_FORK_SUPPORT=0, and this process again"
         ) from error
 
 
 def _join(address: str, where: str) -> None:
     # The server forks while gRPC's threads run, so the child sometimes crashes (Ray issue 63202).
-    # If the child hangs, the server never answers.
     for tries_left in reversed(range(tuning.CLIENT_JOIN_TRIES)):
         try:
             init_ray(tuning.CLIENT_JOIN_S, address=address, runtime_env=_our_package())
-        except (ConnectionAbortedError, TimeoutError) as error:
-            # An aborted attempt has ended by itself.
-            ended = isinstance(error, ConnectionAbortedError) or _end_attempt()
-            if not (ended and tries_left):
+        except ConnectionAbortedError as error:
+            if not tries_left:
                 raise
             reason = str(error).strip().splitlines()[-1]
             logger.warning(
@@ -81,32 +78,6 @@ def _join(address: str, where: str) -> None:
             return
 
 
-def _end_attempt() -> bool:
-    """End the attempt that got no answer; return whether this process can connect again."""
-    from dpex.compat.cluster_state import end_client_start
-
-    return end_client_start(tuning.CLIENT_END_S)
-
-
 def _our_package() -> dict[str, Any]:
     """Return the ``runtime_env`` with which all processes of this job import this dpex."""
     return {"py_modules": [str(PACKAGE)], "excludes": ["**/__pycache__"]}
-
-
-def check_server(request: str) -> None:
-    """Raise an error if this process is connected to another Ray Client server than requested.
-
-    Args:
-        request: ``"auto"``, ``"cluster"`` or ``"ray://host:port"``.
-
-    Raises:
-        ClusterError: This process is connected to another server.
-    """
-    from dpex.compat.cluster_state import client_server
-
-    connected = client_server()
-    if connected is not None and request not in {"auto", "cluster", SCHEME + connected}:
-        raise ClusterError(
-            f"head_address={request!r}, but this process is connected to {SCHEME}{connected}. "
-            "Pass head_address='auto' to use that one, or call ray.shutdown() first"
-        )

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dpex import tuning
 from dpex.cluster import versions
-from dpex.cluster.client import SCHEME, check_server, join_through_client
+from dpex.cluster.client import SCHEME, join_through_client
 from dpex.cluster.forked_exit import leave_ray_to_parent
 from dpex.cluster.interrupted_exit import die_by_interrupt
 from dpex.cluster.limits import ranks_here, usable_cores
@@ -35,7 +35,6 @@ from dpex.cluster.nodes_here import (
     same_endpoint,
     split,
 )
-from dpex.cluster.own_process import FORKED, ray_job
 from dpex.cluster.raylet_end import log_end_of_raylet
 from dpex.cluster.standard_streams import open_missing_streams
 from dpex.cluster.tokens import MODE, forget_token, hide_token, require_token, token_hint
@@ -52,6 +51,7 @@ __all__ = [
     "cpu_users",
     "finds_ray",
     "parse_address",
+    "ray_job",
 ]
 
 logger = logging.getLogger("dpex")
@@ -59,6 +59,11 @@ logger = logging.getLogger("dpex")
 PROCESSES = "processes"
 """The ``head_address`` of a loader whose workers are processes of this machine, without Ray."""
 
+_FORKED = (
+    "this process was forked from one connected to Ray, and Ray does not survive a fork: start it "
+    "with the 'spawn' or 'forkserver' method instead, or run the loader's workers without Ray: "
+    f"head_address={PROCESSES!r}"
+)
 
 _lock = threading.Lock()
 _current: tuple[tuple[str, str], Connection] | None = None
@@ -80,6 +85,7 @@ class Connection:
             dpex; ``None`` if they need none.
         origin: Why this Ray is used, for the log.
         dashboard: ``"host:port"`` of the cluster's dashboard, if it has one and dpex knows it.
+        server: ``"ray://host:port"`` of the Ray Client server that dpex connected to; else empty.
     """
 
     kind: Literal["existing", "cluster", "local", "client"]
@@ -88,6 +94,7 @@ class Connection:
     runtime_env: dict[str, Any] | None
     origin: str = ""
     dashboard: str = ""
+    server: str = ""
 
     def __str__(self) -> str:
         """Return one line that names the Ray and its size."""
@@ -99,8 +106,7 @@ class Connection:
         size = f"{nodes} node{'s' * (nodes != 1)}, {cpus:g} CPU{'s' * (cpus != 1)}"
         if gpus:
             size += f", {gpus:g} GPU{'s' * (gpus != 1)}"
-        scheme = SCHEME if self.kind == "client" else ""
-        return f"Ray at {scheme}{self.address}{origin}: {size}"
+        return f"Ray at {self.server or self.address}{origin}: {size}"
 
 
 def connect(head_address: str) -> Connection:
@@ -121,7 +127,7 @@ def connect(head_address: str) -> Connection:
     versions.check_programs()
     with _lock, _undivided():
         if _forked_from_driver:
-            raise ClusterError(FORKED)
+            raise ClusterError(_FORKED)
         die_by_interrupt()
         open_missing_streams()
         connection = _existing(request) if _is_connected() else _new(request)
@@ -219,7 +225,6 @@ def _existing(request: str) -> Connection:
     job = ray_job()
     known = _current[1] if _current is not None and _current[0] == job else None
     address = job[0]
-    through_client = ray.util.client.ray.is_connected()
     if request == "local":
         if known is None or known.kind != "local":
             raise ClusterError(
@@ -232,17 +237,35 @@ def _existing(request: str) -> Connection:
             "head_address='cluster' asks for a cluster, but this process uses a local Ray. Call "
             "ray.shutdown() first, or pass head_address='auto' to use the local Ray"
         )
-    elif through_client:
-        check_server(request)
-    elif request not in {"auto", "cluster"} and not same_endpoint(request, address):
+    elif request not in {"auto", "cluster"} and not _is_same(request, address, known):
+        connected = known.server if known is not None and known.server else address
         raise ClusterError(
-            f"head_address={request!r}, but this process is connected to the Ray at {address}. "
+            f"head_address={request!r}, but this process is connected to the Ray at {connected}. "
             "Pass head_address='auto' to use that one, or call ray.shutdown() first"
         )
     if known is not None:
         return known
     origin = "this process was connected to it"
-    return _checked_client(origin, ours=False) if through_client else _checked("existing", origin)
+    if ray.util.client.ray.is_connected():
+        return _checked_client(origin)
+    return _checked("existing", origin)
+
+
+def _is_same(request: str, address: str, known: Connection | None) -> bool:
+    """Return whether a request can mean the Ray that this process is connected to.
+
+    Args:
+        request: ``"host:port"`` or ``"ray://host:port"``.
+        address: Address of the head.
+        known: The connection, if dpex knows it already.
+    """
+    import ray
+
+    if not request.startswith(SCHEME):
+        return same_endpoint(request, address)
+    # Ray does not say which server the program itself has connected to.
+    server = known.server if known is not None else ""
+    return ray.util.client.ray.is_connected() and server in {"", request}
 
 
 def choose(head_address: str) -> tuple[str, str]:
@@ -303,7 +326,7 @@ def _new(head_address: str) -> Connection:
         dashboard = _join(request, where)
     try:
         if through_client:
-            return _checked_client(origin, ours=True)
+            return _checked_client(origin, server=request)
         return replace(_checked("cluster", origin), dashboard=dashboard)
     except ClusterError:
         launch.disconnect()
@@ -316,14 +339,15 @@ def _checked(kind: Literal["existing", "cluster"], origin: str) -> Connection:
     return Connection(kind, ray_job()[0], single_host, runtime_env, origin)
 
 
-def _checked_client(origin: str, *, ours: bool) -> Connection:
+def _checked_client(origin: str, *, server: str = "") -> Connection:
     """Return the connection through Ray Client, after a check that its job can import dpex.
 
     The server's process for this client imports dpex.
 
     Args:
         origin: Why this Ray is used.
-        ours: Whether dpex made the connection, and so sent its package along.
+        server: The server to which dpex connected and sent its package; empty if the program made
+            the connection.
 
     Raises:
         ClusterError: The nodes cannot run dpex's tasks, or lack dpex and the job does not bring it.
@@ -332,7 +356,7 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
 
     context = ray.get_runtime_context()
     lacking = versions.check_nodes(single_host=False, including=context.get_node_id())
-    if lacking is not None and not ours:
+    if lacking is not None and not server:
         raise ClusterError(
             "this process was connected through Ray Client (ray://) without this dpex, which the "
             "cluster lacks too. Connect with "
@@ -342,7 +366,7 @@ def _checked_client(origin: str, *, ours: bool) -> Connection:
         )
     modules = list(context.runtime_env.get("py_modules") or [])
     runtime_env = {"py_modules": modules} if modules else None
-    return Connection("client", ray_job()[0], False, runtime_env, origin)
+    return Connection("client", ray_job()[0], False, runtime_env, origin, server=server)
 
 
 def _local() -> Connection:
@@ -383,7 +407,7 @@ def _running_cluster() -> str | None:
         logger.debug("ignoring %s: no node of %s runs on this machine any more", file, address)
         return None
     try:
-        probe(address, tuning.STALE_S)
+        probe(address, tuning.LOOKUP_S)
     except OSError as error:
         logger.debug("ignoring %s: nobody answers at %s (%s)", file, address, error)
         return None
@@ -464,6 +488,14 @@ def _auth_mode_of(raylet_pid: int) -> dict[str, str]:
             if mode in Path(f"/proc/{raylet_pid}/environ").read_bytes().split(b"\0"):
                 return {MODE: "token"}
     return {}
+
+
+def ray_job() -> tuple[str, str]:
+    """Return the address of the cluster that this process is connected to, and its job's ID."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.get_job_id())
 
 
 def _node_here() -> str:

@@ -1,4 +1,4 @@
-"""The Ray job of this process, and its objects, which its forks must not use."""
+"""Objects of this process that its forks cannot use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import os
 
 from dpex.errors import ClusterError
 
-__all__ = ["FORKED", "OwnProcess", "ray_job"]
-
-FORKED = (
-    "this process was forked from one connected to Ray, and Ray does not survive a fork: start it "
-    "with the 'spawn' or 'forkserver' method instead, or run the loader's workers without Ray: "
-    "head_address='processes'"
-)
-"""Message of the error for a fork of a process that is connected to Ray."""
+__all__ = ["OwnProcess"]
 
 
 class OwnProcess:
@@ -34,12 +27,7 @@ class OwnProcess:
             ClusterError: It is a fork of that process.
         """
         if self.forked:
-            raise ClusterError(FORKED)
-
-
-def ray_job() -> tuple[str, str]:
-    """Return the address of the cluster that this process is connected to, and its job's ID."""
-    import ray
-
-    context = ray.get_runtime_context()
-    return str(context.gcs_address), str(context.get_job_id())
+            raise ClusterError(
+                "this process is a fork of the one that began the iteration, and the worker "
+                "processes send their batches there. Call iter(loader) in this process"
+            )

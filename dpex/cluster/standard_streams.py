@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -31,18 +30,10 @@ def no_stream() -> TextIO:
     return Path(os.devnull).open("w")
 
 
-@contextlib.contextmanager
-def stderr_for_ray() -> Iterator[None]:
+def stderr_for_ray() -> contextlib.AbstractContextManager[object]:
     """Give this process a ``sys.stderr`` inside the context, if it has none.
 
     Ray passes ``sys.stderr`` to ``faulthandler.enable``, which keeps the descriptor.
     """
-    if sys.stderr is not None:
-        yield
-        return
-    sys.stderr = no_stream()
-    try:
-        yield
-    finally:
-        if sys.stderr is no_stream():
-            sys.stderr = None
+    none = sys.stderr is None
+    return contextlib.redirect_stderr(no_stream()) if none else contextlib.nullcontext()

@@ -32,7 +32,7 @@ def private_mappings(
         For each view, a writable array of the same bytes. None if the view has less than 1 MB
         or the object store cannot be mapped: the caller must copy it.
     """
-    large = [view for view in views if view.nbytes >= tuning.MAPPED_BYTES]
+    large = [view for view in views if view.nbytes >= tuning.LARGE_ARRAY_BYTES]
     if not large or not private_ray_allowed():
         return [None] * len(views)
     start = min(map(address_of, large))
@@ -47,7 +47,7 @@ def private_mappings(
     memory = np.frombuffer(copy, np.uint8)[copy.offset :]
     return [
         memory[address_of(view) - start :][: view.nbytes]
-        if view.nbytes >= tuning.MAPPED_BYTES
+        if view.nbytes >= tuning.LARGE_ARRAY_BYTES
         else None
         for view in views
     ]

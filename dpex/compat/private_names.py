@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 
 import dpex.compat
-from dpex.compat.contracts import CONTRACTS
 from dpex.compat.shortcut import Shortcut
 
 __all__ = ["all_shortcuts", "table"]
@@ -28,7 +27,7 @@ def all_shortcuts() -> list[Shortcut]:
 
 
 def table() -> str:
-    """Return Markdown: a table of names for each shortcut, then a table of the contracts."""
+    """Return Markdown: a table of names for each shortcut."""
     parts = []
     for shortcut in all_shortcuts():
         rows = [
@@ -39,9 +38,4 @@ def table() -> str:
             f"## {title}\n\nWithout these names: {shortcut.without}.\n\n"
             "| name | dpex uses it because it | checked by |\n|---|---|---|\n" + "\n".join(rows)
         )
-    rows = [f"| {c.habit} | `{c.used_in}` | {c.without} |" for c in CONTRACTS]
-    parts.append(
-        "## Contracts that are no names\n\n| Ray's processes do this | dpex uses it in | without "
-        "it |\n|---|---|---|\n" + "\n".join(rows)
-    )
     return "\n\n".join(parts) + "\n"

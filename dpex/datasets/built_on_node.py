@@ -8,7 +8,6 @@ import os
 import re
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from dpex.datasets.locks import lock_for
-from dpex.datasets.node_memory import job_name
-from dpex.datasets.shared_arrays import forget_at_exit, share_arrays
+from dpex.datasets.node_memory import job_name, use_until_exit
+from dpex.datasets.shared_arrays import MEMORY, share_arrays
 from dpex.errors import NodeDataError
+from dpex.recent import Recent
 from dpex.worker.batched_reads import reads_batches
 
 __all__ = ["KEY_PREFIX", "OnNode", "on_node"]
@@ -35,7 +35,7 @@ _SHOWN = {
 }
 
 # Keyed by process: a fork must not read from files that its parent opened.
-_built: OrderedDict[tuple[int, str], Any] = OrderedDict()
+_built: Recent[tuple[int, str], Any] = Recent(_MAX_BUILT)
 
 
 def on_node(
@@ -123,7 +123,7 @@ class OnNode(Dataset[Any]):
         forget.atexit = False
         self._sharing_job = job_name() if arrays_in_common else None
         if self._sharing_job:
-            forget_at_exit(self._sharing_job)
+            use_until_exit(MEMORY, self._sharing_job)
         self.length: int | None = None
 
     @property
@@ -139,8 +139,6 @@ class OnNode(Dataset[Any]):
             if dataset is None:
                 dataset = self._build()
             _built[key] = dataset  # the last one
-        while len(_built) > _MAX_BUILT:
-            _built.popitem(last=False)
         return dataset
 
     def _build(self) -> Any:

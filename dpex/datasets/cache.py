@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +12,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dpex.datasets.fingerprint import fingerprint
 from dpex.datasets.locks import lock_for
-from dpex.datasets.node_memory import job_directory, job_name
-from dpex.datasets.sameness import same
+from dpex.datasets.node_memory import at_exit, job_directory, job_name, use_until_exit
 from dpex.transforms.mapped import MappedDataset
 from dpex.transforms.splitting import flattened, is_random
-from dpex.wire.pickling import dump
+from dpex.wire.pickling import dump, dump_in_band
 from dpex.wire.timings import count
 from dpex.worker.batched_reads import read_at_once, reads_batches
 from dpex.worker.seeding import generator_states, generators_kept, own_seeds_are, seed_generators
@@ -111,7 +108,7 @@ class Cached(Dataset[Any]):
                 "dpex.transforms.split_deterministic divides a chain there"
             )
         try:
-            import lmdb  # noqa: F401
+            from dpex.datasets.sample_store import MEMORY, keep_for_good
         except ImportError as error:
             raise ImportError(
                 "cached() needs lmdb, which is not installed: pip install lmdb"
@@ -122,9 +119,9 @@ class Cached(Dataset[Any]):
         self._max_bytes = max_bytes
         self._owner = fingerprint(dataset, version)
         if self._directory is None:
-            _jobs.add(self._job)
+            use_until_exit(MEMORY, self._job)
         else:
-            _keep_at_exit(self._directory)
+            at_exit(keep_for_good, self._directory)
         self._begin()
 
     def _begin(self) -> None:
@@ -205,19 +202,20 @@ class Cached(Dataset[Any]):
         """Check that a sample does not depend on random numbers; restore the generators.
 
         Raises:
+            SerializationError: The sample cannot be pickled.
             ValueError: The sample draws from a global generator, or differs between seeds.
         """
-        made, drew = [], False
+        made, drew = set(), False
         with generators_kept():
             for seed in range(_SEEDS_TRIED):
                 seed_generators(seed)
                 states = generator_states()
                 with own_seeds_are(seed) as own:
-                    made.append(self._made(index))
+                    made.add(dump_in_band(self._made(index), "sample"))
                 drew = drew or states != generator_states()
                 if seed and not own.asked:
                     break
-        if drew or not all(same(made[0], other) for other in made[1:]):
+        if drew or len(made) > 1:
             raise ValueError(
                 f"sample {index} cannot be cached: making it "
                 f"{'draws random numbers' if drew else 'twice gave two different samples'}. Apply "
@@ -246,34 +244,6 @@ class Cached(Dataset[Any]):
     def info(self) -> CacheInfo:
         """Return this process's hits and misses, and the size of the cache on this node."""
         return CacheInfo(self._hits, self._misses, *self._store.size())
-
-
-# Jobs whose caches this process removes from its node's memory at exit; its forks do not.
-_jobs: set[str] = set()
-os.register_at_fork(after_in_child=_jobs.clear)
-
-
-# Exit handlers run in reverse order. This one is registered at import, usually before Ray's, and so
-# runs when Ray's worker processes have ended and no longer have the cache open.
-@atexit.register
-def _forget_jobs() -> None:
-    for job in _jobs:
-        from dpex.datasets.sample_store import forget_memory
-
-        forget_memory(job)
-
-
-@functools.cache
-def _keep_at_exit(directory: Path) -> None:
-    """Flush a directory's samples to disk at exit, whichever process wrote them."""
-    process = os.getpid()
-
-    @atexit.register
-    def keep() -> None:
-        if os.getpid() == process:
-            from dpex.datasets.sample_store import keep_for_good
-
-            keep_for_good(directory)
 
 
 def _transforms_of(dataset: Any) -> Iterator[Any]:

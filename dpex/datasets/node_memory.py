@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import os
-import shutil
 import sys
 import tempfile
 import time
 import uuid
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import xxhash
 
-from dpex.private_directory import make_private
+from dpex.private_directory import claim, make_private, remove_claimed, remove_unused
 
 __all__ = [
-    "claim",
-    "forget",
+    "at_exit",
     "job_directory",
     "job_name",
     "memory",
     "one_at_a_time",
+    "use_until_exit",
 ]
 
 _PROCESS = uuid.uuid4().hex
-_IN_USE = "in-use"
-# At the end of a job, `forget` waits at most this long for worker processes to release its memory.
+# At exit, `_forget` waits at most this long for other processes to release a job's directory.
 _LET_GO_S = 3.0
 
-_swept: set[tuple[int, Path]] = set()
-_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+# What this process calls at exit, in this order; its forks do not.
+_exit_calls: dict[tuple[Callable[[Path], None], Path], None] = {}
+os.register_at_fork(after_in_child=_exit_calls.clear)
+
+
+# Exit handlers run in reverse order. This one is registered at import, usually before Ray's, and so
+# runs when Ray's worker processes have ended and claim no directory any more.
+@atexit.register
+def _exit() -> None:
+    for call, directory in _exit_calls:
+        call(directory)
+
+
+def at_exit(call: Callable[[Path], None], directory: Path) -> None:
+    """Call a function once when this process exits, but not when its forks do."""
+    _exit_calls[call, directory] = None
 
 
 def job_name() -> str:
@@ -62,8 +74,11 @@ def memory(kind: str) -> Path:
     return base / f"dpex-{kind}-{os.getuid()}"
 
 
+@functools.cache
 def job_directory(kind: str, job: str) -> Path:
     """Return a job's directory in memory, and remove the directories of jobs that have ended.
+
+    No other job removes it before this process and its forks end.
 
     Args:
         kind: Name of the kind of data that the job keeps.
@@ -72,42 +87,28 @@ def job_directory(kind: str, job: str) -> Path:
     Raises:
         PermissionError: The parent directory belongs to another user, or others can access it.
     """
-    base = memory(kind)
-    make_private(base)
-    if (os.getpid(), base / job) not in _swept:
-        _swept.add((os.getpid(), base / job))
-        for other in base.iterdir():
-            if other.name != job:
-                _remove_unused(other)
-    return base / job
+    base = make_private(memory(kind))
+    directory = base / job
+    claim(directory, shared=True)
+    for other in base.iterdir():
+        if other != directory:
+            remove_unused(other)
+    return directory
 
 
-def claim(directory: Path) -> IO[str]:
-    """Create a directory and claim it: no process removes it while the returned file is open.
-
-    A fork of this process does not inherit the claim.
-    """
-    while True:
-        make_private(directory, readable=True)
-        try:
-            in_use = (directory / _IN_USE).open("w")
-        except FileNotFoundError:  # another process found the directory unused and removed it
-            continue
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):
-            if (directory / _IN_USE).stat().st_ino == os.fstat(in_use.fileno()).st_ino:
-                _held.add(in_use)
-                return in_use
-        in_use.close()
+def use_until_exit(kind: str, job: str) -> None:
+    """Claim a job's directory for this process and its forks; this process removes it at exit."""
+    with contextlib.suppress(OSError):  # the first sample raises the error
+        at_exit(_forget, job_directory(kind, job))
 
 
-def _let_go_in_fork() -> None:
-    # flock() locks belong to the open file, which a fork shares: it would keep the lock.
-    for in_use in _held:
-        in_use.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_fork)
+def _forget(directory: Path) -> None:
+    """Remove a directory that this process has claimed, unless another process still uses it."""
+    deadline = time.monotonic() + _LET_GO_S
+    remove_claimed(directory)
+    while directory.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        remove_claimed(directory)
 
 
 @contextlib.contextmanager
@@ -119,19 +120,3 @@ def one_at_a_time(directory: Path) -> Iterator[None]:
             yield
         finally:  # closing is not enough: a fork may have the file open
             fcntl.flock(opening, fcntl.LOCK_UN)
-
-
-def forget(kind: str, job: str) -> None:
-    """Remove a job's directory in memory, unless another process still uses it."""
-    directory = memory(kind) / job
-    deadline = time.monotonic() + _LET_GO_S
-    with contextlib.suppress(OSError):
-        while directory.exists() and time.monotonic() < deadline:
-            _remove_unused(directory)
-            time.sleep(0.02)
-
-
-def _remove_unused(directory: Path) -> None:
-    with contextlib.suppress(OSError), (directory / _IN_USE).open("w") as in_use:
-        fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory)

@@ -23,12 +23,12 @@ import torch
 import xxhash
 
 from dpex.datasets.locks import lock_for
-from dpex.datasets.node_memory import claim, forget, memory, one_at_a_time
+from dpex.datasets.node_memory import memory, one_at_a_time
 from dpex.private_directory import check_way, make_private
 from dpex.wire.machine import boot_id
 from dpex.wire.pickling import Pickled, dump_in_band, load
 
-__all__ = ["MEMORY", "SampleStore", "forget_memory", "keep_for_good", "open_store"]
+__all__ = ["MEMORY", "SampleStore", "keep_for_good", "open_store"]
 
 MEMORY = "cache"
 """The ``kind`` of a job's samples in ``node_memory``."""
@@ -51,7 +51,9 @@ _SYNC_S = 5.0
 # Number of the last transaction if nothing has been written.
 _NOTHING = "0"
 
-_open: dict[Path, tuple[int, SampleStore]] = {}
+# LMDB allows one environment for a directory in a process, and none that a fork inherits.
+_open: dict[Path, SampleStore] = {}
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def open_store(directory: Path, max_bytes: int) -> SampleStore:
@@ -63,22 +65,11 @@ def open_store(directory: Path, max_bytes: int) -> SampleStore:
     check_way(directory)
     directory = directory.resolve()
     with lock_for(directory):
-        pid, store = _open.get(directory, (0, None))
-        if store is None or pid != os.getpid():
-            if store is not None:
-                store.close()  # inherited from the parent: a fork must not read it
-            store = SampleStore(directory, max_bytes)
-            _open[directory] = (os.getpid(), store)
+        if directory not in _open:
+            _open[directory] = SampleStore(directory, max_bytes)
+        store = _open[directory]
         store.grow(max_bytes)
     return store
-
-
-def forget_memory(job: str) -> None:
-    """Remove a job's samples from memory, unless another process still uses them."""
-    _, own = _open.pop((memory(MEMORY) / job).resolve(), (0, None))
-    if own is not None:
-        own.close()
-    forget(MEMORY, job)
 
 
 def keep_for_good(directory: Path) -> None:
@@ -104,7 +95,7 @@ class SampleStore:
         self._max_bytes = max_bytes
         # Samples in memory do not survive a reboot, so they need not be flushed to disk.
         self._lasting = memory(MEMORY).resolve() not in directory.parents
-        self._in_use = claim(directory)
+        make_private(directory, readable=True)
         self._refused_at: dict[bytes, float] = {}
         self._touched: dict[bytes, float] = {}
         self._wrote_at: float | None = None
@@ -287,11 +278,6 @@ class SampleStore:
             self._touched[owner] = now
             with contextlib.suppress(OSError):  # a full disk
                 self._mark(owner).touch()
-
-    def close(self) -> None:
-        """Close the environment and release the directory; the store cannot be used afterwards."""
-        self._environment.close()
-        self._in_use.close()
 
     def size(self) -> tuple[int, int]:
         """Return the number of samples of all processes, and their size in bytes."""

@@ -8,19 +8,16 @@ Sharing is opt-in: other references to an array, in a list or in a thread, keep 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
-import functools
 import hashlib
 import logging
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,20 +25,18 @@ import xxhash
 from torch.utils.data import Dataset
 
 from dpex import tuning
-from dpex.datasets.node_memory import claim, job_directory, memory, one_at_a_time
+from dpex.datasets.node_memory import job_directory, one_at_a_time
 from dpex.wire.memory_map import address_of, memory_in
 from dpex.wire.pickling import give_back_memory
 
-__all__ = ["forget_at_exit", "share_arrays"]
+__all__ = ["MEMORY", "share_arrays"]
 
 logger = logging.getLogger("dpex")
 
-_MEMORY = "arrays"
+MEMORY = "arrays"
+"""The ``kind`` of a job's arrays in ``node_memory``."""
 # Each shared region keeps a file open.
 _MOST_REGIONS = 64
-
-# Keyed by process: a fork does not inherit a claim.
-_claims: dict[tuple[int, str], IO[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ def _exchange(dataset: Any, job: str) -> bool:
     regions = _regions(list(_arrays(dataset, set())))
     if not regions:
         return False
-    directory = _claimed(job)
+    directory = job_directory(MEMORY, job)
     # Arrays in mapped files and in shared memory stay where they are.
     mapped = memory_in(lambda span: span.inode)
     for arrays in regions:
@@ -133,22 +128,8 @@ def _regions(arrays: list[_Array]) -> list[list[_Array]]:
         clusters[-1].append(array)
         end = max(end, array.start + array.size)
     same = (c for c in clusters if len({(array.start, array.size) for array in c}) == 1)
-    large = [cluster for cluster in same if cluster[0].size >= tuning.MAPPED_BYTES]
+    large = [cluster for cluster in same if cluster[0].size >= tuning.LARGE_ARRAY_BYTES]
     return sorted(large, key=lambda cluster: -cluster[0].size)[:_MOST_REGIONS]
-
-
-@functools.cache
-def forget_at_exit(job: str) -> None:
-    """Remove a job's arrays from this node when this process exits, but not when its forks do.
-
-    Processes that have mapped the arrays keep their mappings.
-    """
-    process = os.getpid()
-
-    @atexit.register
-    def forget_arrays() -> None:
-        if os.getpid() == process:
-            shutil.rmtree(memory(_MEMORY) / job, ignore_errors=True)
 
 
 def _arrays(holder: Any, seen: set[int]) -> Iterator[_Array]:
@@ -196,15 +177,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _bytes_at(address: int, size: int) -> np.ndarray[Any, Any]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-
-def _claimed(job: str) -> Path:
-    """Return the directory of a job's arrays, claimed for the lifetime of this process."""
-    directory = job_directory(_MEMORY, job)
-    key = (os.getpid(), job)
-    if key not in _claims:
-        _claims[key] = claim(directory)
-    return directory
 
 
 def _common(content: np.ndarray[Any, Any], directory: Path) -> np.ndarray[Any, Any]:

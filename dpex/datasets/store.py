@@ -170,7 +170,7 @@ class Store:
 
         with self.reading(""):
             filesystem, base = self._client()
-            if isinstance(filesystem, pafs.LocalFileSystem):
+            if _is_local(filesystem):
                 return _below(base)
             found = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
         strange = next((f.path for f in found if not f.path.startswith(base)), None)
@@ -200,11 +200,9 @@ class Store:
         """Open a file for random access; errors are the client's own, see ``reading``."""
         filesystem, base = self._client()
         whole = f"{base}/{path}" if path else base
-        if _is_utf8(whole):
-            return filesystem.open_input_file(whole)
-        import pyarrow as pa
-
-        return pa.PythonFile(Path(whole).open("rb"))
+        if _is_local(filesystem):  # Arrow cannot open a name that is not UTF-8
+            return Path(whole).open("rb")
+        return filesystem.open_input_file(whole)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -364,6 +362,10 @@ def _has_credentials(uri: str) -> bool:
     return bool(at) and (":" in name or scheme not in _NAMED)
 
 
+def _is_local(filesystem: pafs.FileSystem) -> bool:
+    return bool(filesystem.type_name == "local")
+
+
 def _below(folder: str) -> tuple[list[str], list[str]]:
     """Return the sorted relative paths of all files, and of all folders, in a local folder.
 
@@ -381,11 +383,3 @@ def _below(folder: str) -> tuple[list[str], list[str]]:
         folders += [prefix + name for name in inner]
         files += [prefix + name for name in names]
     return sorted(files), sorted(folders)
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dpex.datasets.sameness import same
 from dpex.transforms import MappedDataset
 from dpex.transforms.splitting import flattened
+from dpex.wire.pickling import dump_in_band
 from dpex.worker.seeding import generators_kept, seed_generators
 
 __all__ = ["from_torchvision"]
@@ -25,6 +25,7 @@ def from_torchvision(dataset: Any) -> MappedDataset:
         contains the transforms of a ``Compose`` one by one.
 
     Raises:
+        SerializationError: The first sample cannot be pickled.
         TypeError: ``dataset`` does not store or does not apply its transforms as torchvision's
             datasets do. To check this, ``from_torchvision`` reads the first sample twice.
     """
@@ -47,7 +48,7 @@ def from_torchvision(dataset: Any) -> MappedDataset:
             [] if dataset.transform is None else flattened(dataset.transform),
             target_transform=dataset.target_transform,
         )
-    if len(apart) and not same(_first_sample(dataset), _first_sample(apart)):
+    if len(apart) and _first_sample(dataset) != _first_sample(apart):
         raise TypeError(
             f"{type(dataset).__name__} does not apply its transforms as torchvision's datasets do, "
             "to the first and the second item of a sample: its first sample would change. Pass its "
@@ -56,8 +57,8 @@ def from_torchvision(dataset: Any) -> MappedDataset:
     return apart
 
 
-def _first_sample(dataset: Any) -> Any:
-    """Return a dataset's first sample, made with a fixed seed."""
+def _first_sample(dataset: Any) -> bytes:
+    """Return the pickle of a dataset's first sample, made with a fixed seed."""
     with generators_kept():
         seed_generators(0)
-        return dataset[0]
+        return dump_in_band(dataset[0], "sample")

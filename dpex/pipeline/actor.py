@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pickle
 import threading
 import time
 import uuid
@@ -22,8 +23,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex import tuning
+from dpex.cluster.connect import ray_job
 from dpex.cluster.limits import IdleCores
-from dpex.cluster.own_process import ray_job
 from dpex.compat.executor import failed_shortcuts, tune_executor
 from dpex.pipeline.copy_holders import CopyHolders
 from dpex.pipeline.dataset import PipelineSpec, build
@@ -35,7 +36,7 @@ from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.recent import Recent
-from dpex.wire.packing import pack_answer, packed
+from dpex.wire.packing import packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, loss_of
 from dpex.worker.process_identity import process_of, runs_here
 
@@ -66,7 +67,7 @@ class Reply:
     def pack(self) -> bytes | Reply:
         """Return the pickled reply, or the reply if only Ray can pickle its references."""
         whole = all(isinstance(block, bytes) for block, *_ in self.blocks)
-        return pack_answer(self) if whole else self
+        return pickle.dumps(self, protocol=5) if whole else self
 
 
 class _Pipeline:
@@ -76,6 +77,7 @@ class _Pipeline:
         until_idle: Whether an execution of the pipeline ends when its tasks have ended.
         arrived: The latest messages from worker processes, to recognise resent messages.
         earlier: Closed pipelines whose tasks may still make samples, each as a future of the end.
+        left: The future of this pipeline's end, if its tasks were making samples at ``close``.
     """
 
     def __init__(
@@ -121,9 +123,10 @@ class _Pipeline:
         )
         self.requests = TaskRequests(self.scheduler, self.note_loss)
         # Number of attempts of a later stage for each block.
-        self._starts: Recent[tuple[str, Part], int] = Recent(tuning.MAX_BLOCKS_TRIED)
+        self._starts: Recent[tuple[str, Part], int] = Recent(tuning.MOST_REMEMBERED)
         self.arrived = Arrived()
         self.earlier = earlier
+        self.left: asyncio.Future[None] | None = None
         self._serve(run)
         self._failed_before = failed_shortcuts()
         self._executions: list[Execution] = []
@@ -192,7 +195,7 @@ class _Pipeline:
                 error = TimeoutError(f"{text}, although CPUs are free")
                 self._task_pools.fail(error)
                 self._take_end(error)
-            await asyncio.sleep(tuning.TASKS_LOOK_S)
+            await asyncio.sleep(tuning.CLUSTER_LOOK_S)
 
     def close(self) -> None:
         """Cancel the run and end all task leases."""
@@ -203,7 +206,7 @@ class _Pipeline:
 
     def join(self) -> None:
         """Wait some seconds for the executions to end, and so for their tasks."""
-        deadline = time.monotonic() + tuning.END_S + tuning.KILLED_S
+        deadline = time.monotonic() + tuning.END_S + tuning.PROCESS_END_S
         for execution in self._executions:
             execution.close(deadline)
 
@@ -338,9 +341,9 @@ class _PipelineActor:
     def __init__(self) -> None:
         self._pipelines: dict[str, asyncio.Future[_Pipeline]] = {}
         # A call asks for a closed pipeline soon after its end.
-        self._closed: Recent[str, CopyHolders | None] = Recent(tuning.MAX_CLOSED_PIPELINES)
-        # The closed pipelines whose tasks may still make samples.
-        self._at_work: set[asyncio.Future[None]] = set()
+        self._closed: Recent[str, CopyHolders | None] = Recent(tuning.MOST_REMEMBERED)
+        # The closed pipelines whose tasks have not all ended.
+        self._ending: dict[str, _Pipeline] = {}
         # See ``Scheduler``. The processes of a closed pipeline may still run.
         self._replaced: deque[str] = deque(maxlen=tuning.MAX_REPLACED)
         self._task_pools = TaskPools()
@@ -362,6 +365,12 @@ class _PipelineActor:
         pipeline = await self._opening(pipeline_key)
         return pipeline if pipeline.run == run else None
 
+    async def _with_tasks(self, pipeline_key: str) -> _Pipeline | None:
+        """Return a pipeline if it may have tasks: also a closed one, until they have ended."""
+        if pipeline_key in self._ending:
+            return self._ending[pipeline_key]
+        return None if pipeline_key in self._closed else await self._opening(pipeline_key)
+
     def _somebody_waits(self) -> bool:
         """Return whether any pipeline of this actor has tasks that wait to begin."""
         now = time.monotonic()
@@ -369,6 +378,10 @@ class _PipelineActor:
 
     def _opened(self) -> list[_Pipeline]:
         return [o.result() for o in self._pipelines.values() if o.done() and not o.exception()]
+
+    def _at_work(self) -> tuple[asyncio.Future[None], ...]:
+        """Return the ends of the closed pipelines whose tasks may still make samples."""
+        return tuple(p.left for p in self._ending.values() if p.left is not None)
 
     async def open(self, pipeline_key: str, spec: PipelineSpec, run: str) -> None:
         """Start a pipeline that serves ``run`` first."""
@@ -381,7 +394,7 @@ class _PipelineActor:
                 run,
                 asyncio.get_running_loop(),
                 self._somebody_waits,
-                tuple(self._at_work),
+                self._at_work(),
                 self._replaced,
                 self._task_pools,
             )
@@ -409,7 +422,7 @@ class _PipelineActor:
             closed = pipeline_key in self._closed
             return False, pipeline.scheduler.keeps_state and not closed
         pipeline.begin(run)
-        pipeline.earlier = tuple(self._at_work)
+        pipeline.earlier = self._at_work()
         return True, False
 
     @packed
@@ -481,9 +494,9 @@ class _PipelineActor:
             unchanged: See ``Scheduler.request``.
             early: See ``Scheduler.request``.
         """
-        if pipeline_key in self._closed:
+        pipeline = await self._with_tasks(pipeline_key)
+        if pipeline is None:
             return None
-        pipeline = await self._opening(pipeline_key)
         name, attempt = origin
         chunk = await pipeline.requests.next_chunk(
             name, place, made, attempt, early=early, unchanged=unchanged
@@ -510,10 +523,9 @@ class _PipelineActor:
             content: Its content.
             stored: A reference to the block that it delivers, if the block is not in the content.
         """
-        if pipeline_key not in self._closed:
-            pipeline = await self._opening(pipeline_key)
-            if pipeline.arrived.add(number):
-                pipeline.accept(subject, content, stored)
+        pipeline = await self._with_tasks(pipeline_key)
+        if pipeline is not None and pipeline.arrived.add(number):
+            pipeline.accept(subject, content, stored)
 
     async def may_begin(self, pipeline_key: str, task: str, part: Part, process: str) -> int | None:
         """Return the iteration of a block that a later stage may begin in a process, or None.
@@ -587,16 +599,18 @@ class _PipelineActor:
             return
         finally:
             self._pipelines.pop(pipeline_key, None)
+        self._ending[pipeline_key] = pipeline
         pipeline.close()
-        left = asyncio.get_running_loop().create_future()
-        if pipeline.scheduler.has_work:
-            self._at_work.add(left)
         loop = asyncio.get_running_loop()
+        if pipeline.scheduler.has_work:
+            pipeline.left = loop.create_future()
         try:
             await loop.run_in_executor(None, pipeline.join)
         finally:
-            left.set_result(None)
-            self._at_work.discard(left)
+            del self._ending[pipeline_key]
+            pipeline.scheduler.note_joined()
+            if pipeline.left is not None:
+                pipeline.left.set_result(None)
         del pipeline
         # Ray Data's plan is a reference cycle, which keeps the job in the object store.
         await loop.run_in_executor(None, gc.collect)

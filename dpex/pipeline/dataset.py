@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from dpex.compat.executor import POLICIES, limit_to_concurrency
-from dpex.pipeline.worker_options import NODE_LABEL, instead_of
+from dpex.pipeline.worker_options import NODE_LABEL
 from dpex.pipeline.worker_pool import actor_pool, scale_by_leases, task_pool
 from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import sources
@@ -114,7 +114,6 @@ def build(spec: PipelineSpec, *, leases: int, further: bool, started: int) -> ra
     import ray.data
 
     first_options = {**_NO_MEMORY, "num_cpus": 1, **spec.options}
-    scheduling_strategy = first_options.pop("scheduling_strategy", None)
     whose = {"actor_name": spec.actor_name, "pipeline_key": spec.pipeline_key}
     parts = [ray.data.from_blocks([lease_block() for _ in range(leases)])] if leases else []
     if further:
@@ -159,7 +158,7 @@ def build(spec: PipelineSpec, *, leases: int, further: bool, started: int) -> ra
             **whose,
         }
         dataset = _with_stage(dataset, spec, stage, what, first_options)
-    _configure(dataset.context, scheduling_strategy, has_later_stages=bool(spec.later))
+    _configure(dataset.context, has_later_stages=bool(spec.later))
     if spec.in_actors:
         scale_by_leases(dataset.context)
     return dataset
@@ -237,14 +236,11 @@ def _with_stage(
     )
 
 
-def _configure(
-    context: ray.data.DataContext, scheduling_strategy: Any, *, has_later_stages: bool
-) -> None:
+def _configure(context: ray.data.DataContext, *, has_later_stages: bool) -> None:
     """Set the options of Ray Data that concern the whole Dataset.
 
     Args:
         context: The Dataset's context.
-        scheduling_strategy: Ray's scheduling strategy of the tasks; None for Ray Data's own.
         has_later_stages: Whether the Dataset has later stages.
     """
     # The training process puts the batches in order.
@@ -256,8 +252,6 @@ def _configure(
         limit_to_concurrency(context)
     else:
         context.set_config(POLICIES, [])
-    if scheduling_strategy is not None:
-        _set_strategy(context, scheduling_strategy)
     # A training process that evaluates for an hour, and reads no batch, is not stuck.
     for name, value in (
         ("execution_no_progress_timeout_s", -1),
@@ -271,22 +265,6 @@ def _configure(
             setattr(context, name, value)
     if hasattr(context, "issue_detectors_config"):
         context.issue_detectors_config.detectors = []
-
-
-def _set_strategy(context: ray.data.DataContext, strategy: Any) -> None:
-    """Set Ray's scheduling strategy of all tasks, in a Ray that still has this deprecated setting.
-
-    Raises:
-        ValueError: Ray Data lacks the setting. It would ignore an attribute of this name.
-    """
-    if not hasattr(context, "scheduling_strategy"):
-        raise ValueError(
-            f"worker_options['scheduling_strategy']={strategy!r} has no effect with Ray "
-            f"{ray.__version__}: Ray Data no longer has this setting. {instead_of(strategy)}"
-        )
-    context.scheduling_strategy = strategy
-    if hasattr(context, "scheduling_strategy_large_args"):
-        context.scheduling_strategy_large_args = strategy
 
 
 def _on_this_node() -> dict[str, Any]:

@@ -92,7 +92,7 @@ def ask_others(name: str, waits: bool) -> tuple[OtherJobs | None, float]:
     If the recorder does not answer, the other jobs are None.
     """
     try:
-        recorder = _recorder(int(time.monotonic() / tuning.RECORDER_S))
+        recorder = _recorder(int(time.monotonic() / tuning.CLUSTER_LOOK_S))
         answer = ray.get(recorder.others.remote(name, waits), timeout=tuning.RECORDER_ANSWER_S)
         others, pause_s = cast("tuple[OtherJobs | None, float]", answer)
     except Exception:  # it has died, or has another dpex version: sharing must not stop work

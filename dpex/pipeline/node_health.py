@@ -86,10 +86,10 @@ class Nodes:
             Exception: The pipeline actor raised it, or the actor has died.
         """
         began = time.monotonic()
-        logged_s = tuning.HEAD_LOOK_S
+        logged_s = tuning.CLUSTER_LOOK_S
         while True:
             try:
-                return ray.get(ref, timeout=tuning.HEAD_LOOK_S)
+                return ray.get(ref, timeout=tuning.CLUSTER_LOOK_S)
             except ray.exceptions.GetTimeoutError:
                 self.look()
             waited_s = time.monotonic() - began

@@ -19,7 +19,6 @@ from dpex.pipeline.node_health import Nodes
 from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
 from dpex.protocol.chunks import Chunk
 from dpex.wire.arrivals import Arrivals
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.packing import pack
 from dpex.worker.map_style import pickled_chunks
 
@@ -73,7 +72,6 @@ class RemoteRun:
         run: str,
         nodes: Nodes,
         token: RunToken,
-        pool: MemoryPool,
         *,
         pin_device: int | None,
         through_client: bool,
@@ -90,7 +88,6 @@ class RemoteRun:
         self._token: RunToken | None = token
         self._began_at = time.monotonic()
         self._failure: BaseException | None = None
-        self._pool = pool
         self._pin_device = pin_device
         self._through_client = through_client
         self._receiver: Receiver | None = None
@@ -107,7 +104,6 @@ class RemoteRun:
                 self._pipeline_key,
                 self._run,
                 self.arrivals,
-                self._pool,
                 pin_device=self._pin_device,
                 through_client=self._through_client,
             )

@@ -37,7 +37,6 @@ from dpex.pipeline.wait_text import likely_cause, wait_text
 from dpex.pipeline.worker_options import WorkerOptions, unmet
 from dpex.pipeline.worker_pool import wants_actors
 from dpex.protocol.binding import Binding
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled
 from dpex.wire.segments import readable_segments
@@ -46,7 +45,7 @@ from dpex.worker.training_settings import Settings
 if TYPE_CHECKING:
     from dpex.stats import LoaderStats
     from dpex.transforms.stage import Stage
-    from dpex.worker.loader_jobs import LoaderJobs
+    from dpex.worker.loader_jobs import LoaderJobs, PickleJob
 
 __all__ = ["Session", "StoredJob"]
 
@@ -104,7 +103,6 @@ class Session(OwnProcess):
         self._check_resources()
         self._number = str(next(_numbers))
         self._nodes = Nodes()
-        self._pool = MemoryPool()
         self._served = False
         self._stored: StoredJob | None = None
         # All jobs that an iteration may still use.
@@ -179,7 +177,7 @@ class Session(OwnProcess):
         claim = float(self._options.get("num_cpus", 1)) or 1.0
         return max(1, int(ray.available_resources().get("CPU", 0) / claim))
 
-    def store(self, jobs: LoaderJobs) -> StoredJob:
+    def store(self, jobs: LoaderJobs, pickle: PickleJob) -> StoredJob:
         """Store a loader's jobs for the worker processes, unless the same bytes are stored.
 
         Returns:
@@ -196,8 +194,8 @@ class Session(OwnProcess):
         differ = changed()
         try:
             with by_value() if differ or not here_only else contextlib.nullcontext():
-                pickled = jobs.pickle(jobs.job, here_only)
-                pickled_stages = [jobs.pickle(job, here_only) for _, job in jobs.later]
+                pickled = pickle(jobs.job, here_only)
+                pickled_stages = [pickle(job, here_only) for _, job in jobs.later]
         except SerializationError as error:
             if differ:
                 error.add_note(
@@ -330,52 +328,46 @@ class Session(OwnProcess):
             in_actors=wants_actors(),
         )
         token = RunToken()
-        new = functools.partial(self._new, run, spec, token)
-        try:
-            begins = self._pipelines.begin(run, spec, token)
-        except ACTOR_LOST:
-            begins = self._on_new_actor(new)
+
+        def new() -> PipelineStart:
+            return self._pipelines.new(run, replace(spec, actor_name=self._actor.name), token)
+
+        begins = self._or_on_new_actor(lambda: self._pipelines.begin(run, spec, token), new)
         # The first chunk needs Ray Data, which takes about as long to load as the actor to start.
         if _RECEIVER not in sys.modules:
             loading = BackgroundThread(target=_load_ray_data, name="dpex-load", daemon=True)
             loading.start()
             importing.add(loading)
-        return functools.partial(self._opened, run, token, new, begins, pin_device)
 
-    def _new(self, run: str, spec: PipelineSpec, token: RunToken) -> PipelineStart:
-        """Start a new pipeline on the present actor."""
-        return self._pipelines.new(run, replace(spec, actor_name=self._actor.name), token)
+        def begun() -> PipelineStart:
+            # A pipeline that has not begun this run still works for a cancelled run.
+            return begins if self._pipelines.begun(begins) else new()
 
-    def _on_new_actor(self, new: Callable[[], PipelineStart]) -> PipelineStart:
-        """Start a pipeline on a new pipeline actor, because the old actor has died."""
-        self._replace_actor()
-        return new()
+        def opened() -> RemoteRun:
+            pipeline = self._or_on_new_actor(begun, new).pipeline
+            self._served = True
+            return RemoteRun(
+                self._actor,
+                pipeline.key,
+                run,
+                self._nodes,
+                token,
+                pin_device=pin_device,
+                through_client=self._connection.kind == "client",
+                persistent=self._persistent,
+            )
 
-    def _opened(
-        self,
-        run: str,
-        token: RunToken,
-        new: Callable[[], PipelineStart],
-        begins: PipelineStart,
-        pin_device: int | None,
-    ) -> RemoteRun:
+        return opened
+
+    def _or_on_new_actor(
+        self, start: Callable[[], PipelineStart], new: Callable[[], PipelineStart]
+    ) -> PipelineStart:
+        """Call ``start``, or ``new`` on a new pipeline actor if the old actor has died."""
         try:
-            if not self._pipelines.begun(begins):  # it still works for a cancelled run
-                begins = new()
+            return start()
         except ACTOR_LOST:
-            begins = self._on_new_actor(new)
-        self._served = True
-        return RemoteRun(
-            self._actor,
-            begins.pipeline.key,
-            run,
-            self._nodes,
-            token,
-            self._pool,
-            pin_device=pin_device,
-            through_client=self._connection.kind == "client",
-            persistent=self._persistent,
-        )
+            self._replace_actor()
+            return new()
 
     def _replace_actor(self) -> None:
         self._actor.lost = True
@@ -393,10 +385,9 @@ class Session(OwnProcess):
         be_ready()
         self._release.atexit = False
 
-    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
-        """Publish the increase of an epoch's statistics, and return True; see ``metrics``."""
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
+        """Publish the increase of an epoch's statistics; see ``metrics``."""
         publish(stats, before, loader=self._number)
-        return True
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
         """Return a text that says why a batch is late; see ``wait_text``.

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, TypedDict
 
-from dpex.log import warn
-
-__all__ = ["NODE_LABEL", "WorkerOptions", "check", "instead_of", "needs_ray", "unmet"]
+__all__ = ["NODE_LABEL", "WorkerOptions", "check", "needs_ray", "unmet"]
 
 NODE_LABEL = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -22,9 +20,12 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "num_cpus": (Real, "a number"),
     "resources": (Mapping, "a dict of numbers"),
     "runtime_env": (Mapping, "a dict"),
-    "scheduling_strategy": (object, ""),
 }
 _GPU_HINT = "For a transform that needs a GPU, use Stage(fn, num_gpus=1)"
+_HINTS = {
+    "num_gpus": f"{_GPU_HINT}. ",
+    "scheduling_strategy": "Ray Data removes it: label the nodes, and pass a label_selector. ",
+}
 _OWN_OPTIONS = {"CPU": "num_cpus", "memory": "memory"}
 # The value of a label selector in Ray: ``v``, ``!v``, ``in(a,b)`` or ``!in(a,b)``.
 _SELECTED = re.compile(r"(?P<no>!?)(?:in\((?P<some>[^()]*)\)|(?P<one>[^()]*))")
@@ -42,7 +43,6 @@ class WorkerOptions(TypedDict, total=False):
         fallback_strategy: Label selectors for the case that no node meets ``label_selector``, as
             ``[{"label_selector": {...}}, ...]``.
         runtime_env: The runtime environment of a worker process.
-        scheduling_strategy: Deprecated.
     """
 
     num_cpus: float
@@ -52,7 +52,6 @@ class WorkerOptions(TypedDict, total=False):
     label_selector: Mapping[str, str]
     fallback_strategy: Sequence[Mapping[str, Any]]
     runtime_env: Mapping[str, Any]
-    scheduling_strategy: Any
 
 
 def check(options: Any) -> None:
@@ -69,7 +68,7 @@ def check(options: Any) -> None:
         raise TypeError(f"worker_options must be a dict of Ray options or None, got {options!r}")
     unknown = sorted(set(options) - set(_TYPES), key=repr)
     if unknown:
-        hint = f"{_GPU_HINT}. " if "num_gpus" in unknown else ""
+        hint = "".join(hint for name, hint in _HINTS.items() if name in unknown)
         raise ValueError(
             f"worker_options does not accept {', '.join(map(repr, unknown))}. {hint}Accepted: "
             f"{', '.join(_TYPES)}"
@@ -90,34 +89,11 @@ def check(options: Any) -> None:
     for name, amount in _amounts(options).items():
         if amount < 0:
             raise ValueError(f"worker_options asks for {amount} of {name!r}; it must be >= 0")
-    if options.get("scheduling_strategy") is not None:
-        strategy = options["scheduling_strategy"]
-        warn(
-            f"worker_options['scheduling_strategy']={strategy!r} is deprecated: Ray Data no longer "
-            "accepts it for one stage from Ray 2.64 on, and removes it for whole datasets after "
-            f"January 2027. {instead_of(strategy)}",
-            DeprecationWarning,
-        )
 
 
 def needs_ray(options: Mapping[str, Any]) -> list[str]:
     """Return the options that a process without Ray cannot meet: all but its CPUs and memory."""
     return [name for name, value in options.items() if value and name not in _OWN_OPTIONS.values()]
-
-
-def instead_of(strategy: Any) -> str:
-    """Return the sentence that names the replacement of a deprecated scheduling strategy."""
-    if isinstance(strategy, str):
-        instead = "Leave it out: Ray Data spreads tasks by itself"
-    elif (node := getattr(strategy, "node_id", None)) is not None:
-        instead = f"Pass label_selector={ {NODE_LABEL: node} }"
-        if getattr(strategy, "soft", False):
-            instead += f", fallback_strategy=[{ {'label_selector': {NODE_LABEL: '!' + node}} }]"
-    elif hasattr(strategy, "hard"):
-        instead = "Pass the same labels as label_selector, and soft ones as fallback_strategy"
-    else:
-        instead = "Give the nodes a label, and pass it as label_selector"
-    return instead
 
 
 def unmet(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:

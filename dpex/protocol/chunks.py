@@ -149,7 +149,7 @@ class AssignedChunk:
         skipped_blocks: Number of blocks of earlier chunks that the task need not recompute.
         replaced: Names of processes whose tasks Ray has restarted, but that may not have ended. The
             task waits for their end, because they may make batches of the same logical worker.
-        iteration: Number of its iteration on the pipeline; the first has number 1.
+        iteration: Number of its iteration on the pipeline, from 1; 0 if the iteration has ended.
     """
 
     payload: bytes

@@ -22,8 +22,8 @@ from dpex import tuning
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, PickledChunk, Replaced, insert_in_turn
 from dpex.protocol.leases import Leases
-from dpex.protocol.loss_causes import Loss, LossCause
-from dpex.protocol.task_lease import DeadlyChunkError, TaskLease
+from dpex.protocol.loss_causes import Loss, LossCause, lost_block
+from dpex.protocol.task_lease import DeadlyChunkError, LeaseState, TaskLease
 from dpex.protocol.task_starts import TaskStarts
 from dpex.protocol.worker_bindings import WorkerBindings
 
@@ -228,11 +228,12 @@ class Scheduler:
         replaced = lease.attempt
         if lease.unanswered and replaced != attempt:
             self._actions.append(Answer(name, replaced, Replaced()))
-        if lease.note_request(attempt, place, made, early=early):
+        unfinished = lease.note_request(attempt, place, made, early=early)
+        if unfinished:
             self._replaced.append(replaced)
         lease.unanswered, lease.asked_at = True, now
-        if place < lease.given:
-            self._repeat(lease, place)
+        if place < lease.given and not self.closed:
+            self._repeat(lease, place, unfinished=unfinished)
         else:
             lease.ask()
             self._bindings.note_asked(lease)
@@ -255,6 +256,8 @@ class Scheduler:
         lease = self._leases.get(name)
         if lease is not None and lease.attempt == attempt:
             lease.finish(place)
+        elif attempt in self._replaced:  # it makes no samples any more
+            self._replaced.remove(attempt)
         return self._decided()
 
     def note_change(self, now: float, name: str, worker: int) -> list[Answer | Loss]:
@@ -266,7 +269,10 @@ class Scheduler:
             worker: The logical worker of the batch.
         """
         self._now = now
-        self._bindings.note_change(self._leases.get(name), worker)
+        lease = self._leases.get(name)
+        if lease is not None and lease.run != self.run and not self._bindings.persistent:
+            lease = None  # the copy goes with its iteration
+        self._bindings.note_change(lease, worker)
         return self._decided()
 
     def note_others(self, now: float, others: OtherJobs | None) -> list[Answer | Loss]:
@@ -309,6 +315,14 @@ class Scheduler:
         for lease, _ in list(self._repeating.values()):
             if self._holds_resources and now - lease.asked_at >= tuning.IDLE_S:
                 self._give_back(lease)
+        wanted: set[int | None] = {chunk.worker for chunk in self._chunks}
+        wanted |= {lease.repeats for lease, _ in self._repeating.values()}
+        for worker in wanted:
+            for lease in list(self._leases.holding(worker)):
+                quiet = now - lease.asked_at >= tuning.STATE_QUIET_S
+                if lease.ended and quiet and lease.name not in self._repeating:
+                    # Ray may have replaced the process, so that nobody learns of its end.
+                    self._give_back(lease)
         return self._decided()
 
     @property
@@ -331,6 +345,15 @@ class Scheduler:
             self._end(lease)
         self.prepared = False
         return self._decided()
+
+    def note_joined(self) -> None:
+        """Record that the tasks have ended, after ``close``.
+
+        A process that was making a chunk and has not asked since may be one that Ray cannot reach.
+        One that has asked, also early, has ended its task. Ray may have given it another task.
+        """
+        unheard = (lease for lease in self._leases.values() if lease.runs is not None)
+        self._replaced.extend(lease.attempt for lease in unheard)
 
     def _decided(self) -> list[Answer | Loss]:
         """Return what the present event has decided, and start the tasks that are needed now."""
@@ -357,20 +380,31 @@ class Scheduler:
 
     # --- chunks -----------------------------------------------------------------------------------
 
-    def _repeat(self, lease: TaskLease, place: int) -> None:
+    def _repeat(self, lease: TaskLease, place: int, *, unfinished: bool) -> None:
         """Give a restarted task a chunk that it has to make again, once its logical worker is free.
 
         Such a chunk waits only for a process that makes samples of its logical worker. A lease may
         hold the logical worker for a later chunk, and wait in turn for a chunk to repeat.
+
+        Args:
+            lease: The lease.
+            place: How many chunks the task has made since it was restarted.
+            unfinished: Whether its process before had not reported the end of its samples.
         """
         had_ended = lease.ended
-        if had_ended and lease.run != self.run:
-            # Nothing waits for its chunks. A process that Ray has replaced may ask so late, and
-            # would hold the logical worker of a chunk for ever.
-            self._answer(lease, None)
+        made = lease.state is LeaseState.ENDED and not (unfinished or self._later_stages)
+        if made or (had_ended and lease.run != self.run):
+            # Nothing needs output of this task again. If the process is one that Ray has replaced,
+            # nobody learns of its end, so it must not hold a logical worker.
+            self._give_back(lease)
             return
         try:
-            self._repeating[lease.name] = lease, lease.repeat(place, self._bindings.of(lease))
+            chunk = lease.repeat(place, self._bindings.of(lease))
+            if chunk.iteration == self.run and self.in_run:
+                self._bindings.note_repeated(lease)
+            else:  # a new process does not know that the iteration has ended
+                chunk = replace(chunk, iteration=0)
+            self._repeating[lease.name] = lease, chunk
         except DeadlyChunkError as error:
             if not had_ended:
                 self._note_ended()
@@ -378,16 +412,24 @@ class Scheduler:
             self._answer(lease, None)
 
     def _give_back(self, lease: TaskLease) -> None:
-        """End the lease of a restarted task, and let another task repeat its chunks.
+        """End the lease of a restarted task, so that another task makes its chunks.
 
         The process that makes samples of its logical worker may be dead too, and unable to restart,
-        because this task holds the resources.
+        because this task holds the resources. Or the lease had ended.
         """
-        if not lease.ended:
+        had_ended = lease.ended
+        chunks = lease.give_back(self.run)
+        if had_ended:
+            # They had been made. Their logical workers may have made later chunks since, and must
+            # not make these after them unless their blocks are lost.
+            reason = "the process that made it has ended"
+            self._actions += [lost_block(reason, chunk.part) for chunk in chunks]
+        else:
             self._note_ended()
-        self._chunks.extendleft(reversed(lease.give_back()))
-        del self._repeating[lease.name]
-        self._answer(lease, None)
+            self._chunks.extendleft(reversed(chunks))
+        self._repeating.pop(lease.name, None)
+        if lease.unanswered:
+            self._answer(lease, None)
         self._changed = True
 
     def _patience_of(self, lease: TaskLease) -> float:
@@ -526,6 +568,7 @@ class Scheduler:
         self._waiting.pop(lease.name, None)
         if not lease.ended:
             lease.end()
+            self._bindings.note_ended(lease)
             self._note_ended()
             if lease.unanswered:
                 self._answer(lease, None)

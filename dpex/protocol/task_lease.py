@@ -43,7 +43,7 @@ class LeaseState(enum.Enum):
                      ▼                │
                    ENDED <────────────┘
                   ▲     │
-              ask │     │ repeat: Ray has lost output of a task that had ended
+              ask │     │ repeat: Ray needs output again of a task that had ended
                   │     ▼
                  REPEATING
 
@@ -69,7 +69,7 @@ class TaskLease:
         waiting: Whether the task waits for a chunk or for the next iteration.
         busy: Whether the task has a chunk, and has not requested the next one.
         ended: Whether the task gets no more chunks.
-        given: How many chunks the task got in all.
+        given: How many chunks the task got in all; 0 if it must repeat none of them.
         run: Number of the iteration in which it got the last chunk.
         alone: Whether the lease may contain no chunk but the last chunk.
         last_worker: The logical worker of the last chunk.
@@ -82,6 +82,7 @@ class TaskLease:
         workers: The logical workers that are bound to the task's process.
         restarted: Those of them whose state starts again in this process, because it was in another
             one. Their next chunk says so.
+        fresh: Those of them of which no batch has been made, as far as is known.
         made: How many blocks the process had made at its last request, or was about to finish.
         unanswered: Whether the last request has no answer yet.
         answer: The last answer.
@@ -106,6 +107,7 @@ class TaskLease:
     repeats: int | None = None
     workers: set[int] = field(default_factory=set)
     restarted: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
     made: int = 0
     unanswered: bool = False
     answer: AssignedChunk | None = None
@@ -152,6 +154,9 @@ class TaskLease:
         held = self.running if self.ended else self.running | self.workers
         if self.repeats is not None:
             held.add(self.repeats)
+        if self._repeats:
+            # Later chunks of these logical workers must not come before those to repeat.
+            held.update(chunk.worker for chunk in list(self._chunks)[self._repeated + 1 :])
         return held
 
     @property
@@ -165,7 +170,7 @@ class TaskLease:
 
     def has_asked(self, attempt: str, place: int) -> bool:
         """Return whether a process repeats its last request, because it got no answer."""
-        known = self.unanswered or self.answer is not None
+        known = self.unanswered or self.answer is not None or self.ended
         return known and attempt == self.attempt and place == self._asked
 
     def note_request(self, attempt: str, place: int, made: int, *, early: bool) -> bool:
@@ -187,9 +192,11 @@ class TaskLease:
             self._past_attempts.add(self.attempt)
             self.attempt, self._finished = attempt, -1
             self.restarted |= self.workers
+            self.fresh.clear()
         elif made > self._made_before and self.runs is not None:
             # Otherwise the chunk was cancelled before its first batch, and nothing was reported.
             self.restarted.discard(self.runs)
+            self.fresh.discard(self.runs)
         self.made, self._asked, self._repeats = made, place, place < self.given
         self.making = self.runs if early and self._finished < place else None
         self.runs = self.repeats = None
@@ -206,7 +213,7 @@ class TaskLease:
         self._finished = place
         if place >= self._asked:
             self.making = None
-            if not self._repeats:
+            if self._chunks and not self._repeats:
                 self._deaths = self._chunks[-1].deaths
             self.changed(self)
 
@@ -215,6 +222,7 @@ class TaskLease:
         workers = set(self.workers) if worker is None else {worker}
         self.workers -= workers
         self.restarted -= workers
+        self.fresh -= workers
         self.changed(self)
 
     def give(self, chunk: PickledChunk, run: int) -> None:
@@ -258,9 +266,11 @@ class TaskLease:
         """
         self._deaths += place == 0
         if self._deaths >= tuning.MAX_DEATHS:
-            self.end()
             text = f"its worker process died {self._deaths} times in a row. Ray's logs say why"
-            raise DeadlyChunkError(text, (chunk.part for chunk in self._chunks))
+            error = DeadlyChunkError(text, (chunk.part for chunk in self._chunks))
+            self._forget_chunks()
+            self.end()
+            raise error
         self._enter(LeaseState.REPEATING if self.ended else LeaseState.WORKING)
         # Invariant: ``_chunks[kept]`` is the chunk after the first ``place`` chunks. If that one
         # is discarded, the task starts at the oldest kept chunk, and the blocks before it count as
@@ -287,9 +297,24 @@ class TaskLease:
             self.runs, self.repeats = self.repeats, None
             self.changed(self)
 
-    def give_back(self) -> list[PickledChunk]:
-        """End the lease, and return the chunks that its task has not repeated."""
-        self.repeats = None
+    def give_back(self, run: int) -> list[PickledChunk]:
+        """End the lease, which then has no chunk to repeat.
+
+        Args:
+            run: Number of the present iteration.
+
+        Returns:
+            The chunks of this iteration that the task has not repeated.
+        """
+        first = self._repeated if self.repeats is not None else 0
+        kept = list(zip(self._chunks, self._runs, strict=True))[first:]
+        self._forget_chunks()
         self.end()
-        chunks = list(self._chunks)[self._repeated :]
+        chunks = [chunk for chunk, its_run in kept if its_run == run]
         return [replace(chunk, resent=True, deaths=self._deaths) for chunk in chunks]
+
+    def _forget_chunks(self) -> None:
+        """Leave a restarted task no chunk to repeat, and no logical worker to hold."""
+        for had in (self._chunks, self._runs, self._blocks):
+            had.clear()
+        self.given, self.repeats, self.runs, self.making = 0, None, None, None

@@ -33,6 +33,7 @@ class WorkerBindings:
 
     Attributes:
         binding: The current binding of logical workers.
+        persistent: Whether logical workers outlive an iteration.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WorkerBindings:
         self._leases = leases
         self._num_workers = num_workers
         self.binding = binding
-        self._persistent = persistent
+        self.persistent = persistent
         # Logical workers that have had a process, in this iteration or, if persistent, in any.
         self._placed: set[int] = set()
         # Leases that have not reported yet whether their chunk changes its dataset copy.
@@ -57,11 +58,11 @@ class WorkerBindings:
     @property
     def keeps_state(self) -> bool:
         """Whether logical workers keep state from one iteration to the next."""
-        return self._persistent and self.bound
+        return self.persistent and self.bound
 
     def holds_state(self, lease: TaskLease, *, in_run: bool) -> bool:
         """Return whether state of logical workers would end with a lease."""
-        return bool(lease.workers) and (in_run or self._persistent)
+        return bool(lease.workers) and (in_run or self.persistent)
 
     def of(self, lease: TaskLease) -> Binding:
         """Return the binding of a lease's chunk: a watched chunk stays watched until it reports."""
@@ -101,24 +102,47 @@ class WorkerBindings:
         """Bind a logical worker to a lease."""
         lease.workers.add(worker)
         lease.changed(lease)
-        if worker in self._placed:
-            lease.restarted.add(worker)
+        (lease.restarted if worker in self._placed else lease.fresh).add(worker)
+        self._placed.add(worker)
+
+    def note_ended(self, lease: TaskLease) -> None:
+        """Record the end of a lease: logical workers that it made no batch of have no state."""
+        self._placed -= lease.fresh
+        lease.fresh.clear()
 
     def note_given(self, lease: TaskLease, worker: int) -> None:
         """Record that a lease got a chunk of a logical worker."""
-        if self.bound:
-            if worker not in lease.workers:
-                self.bind(lease, worker)
-            self._placed.add(worker)
+        if self.bound and worker not in lease.workers:
+            self.bind(lease, worker)
         if self.binding is Binding.WATCHED:
             self._unreported.add(lease.name)
 
+    def note_repeated(self, lease: TaskLease) -> None:
+        """Record that a restarted task repeats a chunk, of a logical worker that may be bound now.
+
+        When it got the chunk before, the logical worker may have had no process of its own.
+        """
+        worker = lease.repeats
+        if worker is None or self.binding is not Binding.ALWAYS:
+            return
+        self._unreported.discard(lease.name)  # the chunk is not watched any more
+        if not lease.ended and worker not in self._placed and worker not in self.taken():
+            self.bind(lease, worker)
+
     def note_asked(self, lease: TaskLease) -> None:
         """Record that a lease's task has requested its next chunk."""
-        # Without a report, the chunk was cancelled or not started.
-        self._unreported.discard(lease.name)
+        self._drop_unreported(lease)
         if not self.bound:
             lease.unbind()
+
+    def _drop_unreported(self, lease: TaskLease) -> None:
+        """Unbind a logical worker whose watched chunk was cancelled, because it has no state."""
+        if lease.name not in self._unreported:
+            return
+        self._unreported.discard(lease.name)
+        if self.binding is not Binding.ALWAYS:
+            self._placed.discard(lease.last_worker)
+            lease.unbind(lease.last_worker)
 
     def note_state(self, lease: TaskLease, unchanged: bool) -> None:
         """Record whether the last batch of a chunk left its dataset copy unchanged.
@@ -155,16 +179,18 @@ class WorkerBindings:
         self.binding = Binding.ALWAYS
         if lease and not lease.workers and worker not in self.taken():
             self.bind(lease, worker)  # the process has its state now
-            self._placed.add(worker)
+            lease.fresh.discard(worker)
 
     def begin(self, *, in_run: bool) -> None:
         """Start an iteration, or a pause between iterations.
 
         Unless logical workers are persistent, each restarts on a new dataset copy.
         """
+        for lease in [self._leases[name] for name in self._unreported if name in self._leases]:
+            self._drop_unreported(lease)
         self._unreported.clear()
         self._unchanged.clear()
-        if in_run and not self._persistent:
+        if in_run and not self.persistent:
             self._placed.clear()
             for lease in self._leases.values():
                 lease.unbind()

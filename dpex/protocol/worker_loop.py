@@ -231,6 +231,9 @@ class WorkerLoop:
         """Return the value of ``finished`` for the next step, and report an early request once."""
         if self._request is not _Request.EARLY or not (chunk_ended or self.made >= self._made_then):
             return None
+        # A block that the request has announced counts even if its chunk was cancelled. Otherwise
+        # the scheduler would not count the first block of the next chunk.
+        self.made = self._made_then
         self._request = _Request.SENT
         return self.place
 

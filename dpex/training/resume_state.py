@@ -19,7 +19,7 @@ __all__ = ["ResumeState"]
 
 @dataclass(frozen=True)
 class ResumeState:
-    """Contents of the dict that ``state_dict`` returns; ``state_schema`` checks them.
+    """Contents of the dict that ``state_dict`` returns.
 
     Attributes:
         in_progress: Whether an epoch is in progress; False between two epochs.

@@ -12,7 +12,6 @@ import torch
 from dpex.protocol.chunks import Entry
 from dpex.protocol.loss_causes import Loss, lost_block
 from dpex.wire.block_format import Block, decode, places_in
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.segments import SegmentLostError, SegmentReader
 
 __all__ = ["Arrival", "Arrivals", "Decoder"]
@@ -41,14 +40,12 @@ class Decoder:
 
     Args:
         run: Key of the run.
-        pool: Source of the batches' memory, unless it is pinned.
         pin_device: Index of the device for which batches are copied to pinned memory; None if they
             are not.
     """
 
-    def __init__(self, run: str, pool: MemoryPool, pin_device: int | None) -> None:
+    def __init__(self, run: str, pin_device: int | None) -> None:
         self._run = run
-        self._pool = pool
         self._segments = SegmentReader()
         self._pin_device = pin_device
         self._closed = False
@@ -71,7 +68,7 @@ class Decoder:
             torch.accelerator.set_device_index(self._pin_device)
         try:
             batches = []
-            for entry in decode(block, self._pool, self._segments, pin_memory=pin_memory):
+            for entry in decode(block, self._segments, pin_memory=pin_memory):
                 if not self._reads(block.run):
                     return unread
                 batches.append(entry)

@@ -1,9 +1,9 @@
-"""The formats of a block, which holds consecutive batches: a pickle, or one Arrow row.
+"""The format of a block, which holds consecutive batches: a pickle, with large buffers apart.
 
-A message carries the pickle of a small block. Ray's object store has the row of any other block:
-one column holds all small buffers, and each large buffer has a separate column. Thus the writer
-copies a large tensor only once, into Ray's object store. The reader copies every buffer once, into
-memory that belongs to the batch. With ``pin_memory`` this memory is pinned.
+A message carries the pickle of a small block. Ray's object store has any other block as one Arrow
+row: one column holds all small buffers, and each large buffer has a separate column. Thus the
+writer copies a large tensor only once, into Ray's object store. The reader copies every buffer
+once, into memory that belongs to the batch. With ``pin_memory`` this memory is pinned.
 
 If the reader is on the same machine, large tensors are in segments. The writer then copies only
 those that are not in a segment yet, and the reader copies none, except to pinned memory.
@@ -22,8 +22,7 @@ import numpy as np
 from dpex import tuning
 from dpex.compat.torch_names import ExceptionWrapper
 from dpex.protocol.chunks import Entry, Part
-from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.pickling import Bytes, Pickled, load
+from dpex.wire.pickling import Bytes, Pickled, load, own_copy
 from dpex.wire.pinning import pinned
 from dpex.wire.segments import Place, SegmentPool, SegmentReader
 from dpex.wire.timings import Costs
@@ -31,9 +30,7 @@ from dpex.wire.timings import Costs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Block", "BlockWriter", "decode", "places_in", "read_block", "read_message"]
-
-_ALIGNMENT = 64
+__all__ = ["Block", "BlockWriter", "decode", "places_in", "read_block"]
 
 
 @dataclass(frozen=True)
@@ -161,12 +158,11 @@ class BlockWriter:
         return block
 
     def message(self) -> bytes | None:
-        """Return the block for ``read_message`` and start the next one; None if it is not small."""
+        """Return the block for ``read_block`` and start the next one; None if it is not small."""
         self._shorten()
         if self.size_bytes >= tuning.SMALL_BYTES:
             return None
-        # Not as arrays: a pickled array names modules of numpy, which differ between versions.
-        packed = pickle.dumps(_with_buffers(self._block(), pickle.PickleBuffer), protocol=5)
+        packed = _packed(self._block())
         if len(packed) >= tuning.SMALL_BYTES:
             return None
         self._clear()
@@ -176,52 +172,27 @@ class BlockWriter:
         """Return the block as a row of a table and start the next one.
 
         Returns:
-            A table of one row and large_binary columns: ``head``, ``small``, and one column for
-            each large buffer.
+            A table of one row and large_binary columns: the pickle with the sizes of its buffers,
+            all small buffers, and each large buffer.
         """
         import pyarrow as pa  # takes 0.2 s, so `import dpex` does not import it
 
         self._shorten()
-        placements: list[list[Place | tuple[int, int, int]]] = []
-        columns: dict[str, pa.Array] = {}
-        small: list[tuple[int, np.ndarray[Any, Any]]] = []
-        end = 0
-        for entry in self._entries:
-            places: list[Place | tuple[int, int, int]] = []
-            for buffer in entry.value.buffers:
-                if isinstance(buffer, Place):
-                    places.append(buffer)
-                elif buffer.nbytes >= tuning.OWN_COLUMN_BYTES:
-                    places.append((len(columns), 0, buffer.nbytes))
-                    columns[f"buffer{len(columns)}"] = _binary_column(buffer)
-                else:
-                    places.append((-1, end, buffer.nbytes))
-                    small.append((end, buffer))
-                    end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
-            placements.append(places)
-        gathered = np.empty(end, dtype=np.uint8)
-        for start, buffer in small:
-            gathered[start : start + buffer.nbytes] = buffer
-        head = pickle.dumps(
-            (
-                self._run,
-                self._chunk,
-                self._costs.plain(),
-                [
-                    (replace(e, value=None), e.value.head, e.value.slots, places)
-                    for e, places in zip(self._entries, placements, strict=True)
-                ],
-            ),
-            protocol=5,
-        )
+        buffers: list[pickle.PickleBuffer] = []
+        stream = _packed(self._block(), buffers.append)
         self._clear()
-        return pa.table(
-            {
-                "head": _binary_column(head),
-                "small": _binary_column(gathered),
-                **columns,
-            }
-        )
+        views = [buffer.raw() for buffer in buffers]
+        head = pickle.dumps((stream, [view.nbytes for view in views]), protocol=5)
+        small = b"".join(view for view in views if view.nbytes < tuning.LARGE_ARRAY_BYTES)
+        large = (view for view in views if view.nbytes >= tuning.LARGE_ARRAY_BYTES)
+        columns = map(_binary_column, (head, small, *large))
+        return pa.table({f"part{number}": column for number, column in enumerate(columns)})
+
+
+def _packed(block: Block, take: Callable[[pickle.PickleBuffer], object] | None = None) -> bytes:
+    """Return the pickle of a block, without its buffers if ``take`` gets them."""
+    # Not as arrays: a pickled array names modules of numpy, which differ between versions.
+    return pickle.dumps(_with_buffers(block, pickle.PickleBuffer), 5, buffer_callback=take)
 
 
 def _place(segments: SegmentPool, buffers: list[Any], slot: int) -> None:
@@ -241,46 +212,39 @@ def _tensors(batch: Pickled, least_bytes: int) -> list[int]:
     ]
 
 
-def _view(table: pa.Table, column: int) -> np.ndarray[Any, Any]:
-    """Return the bytes of a one-row large_binary column, without a copy."""
-    array = table.column(column).chunk(0)
+def _view(column: pa.ChunkedArray) -> np.ndarray[Any, Any]:
+    """Return the bytes of a one-row large_binary column, read-only and without a copy."""
+    array = column.chunk(0)
     start, end = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + 2]
-    data = array.buffers()[2]
-    if data is None:
-        return np.empty(0, dtype=np.uint8)
-    return np.frombuffer(data, dtype=np.uint8)[start:end]
+    view = np.frombuffer(array.buffers()[2] or b"", dtype=np.uint8)[start:end]
+    view.flags.writeable = False
+    return view
 
 
-def read_block(table: pa.Table) -> Block:
-    """Return the content of a block.
+def read_block(block: pa.Table | bytes) -> Block:
+    """Return the content of a block that ``BlockWriter.table`` or ``message`` returned.
 
-    The buffers of its batches are views of the table, or places in segments.
-
-    Args:
-        table: A block that ``BlockWriter.table`` returned.
+    The buffers of its batches are read-only views of the table, their own memory, or places in
+    segments.
     """
-    run, chunk, costs, rows = pickle.loads(_view(table, 0).tobytes())
-    gathered = _view(table, 1)
-    size_bytes = table.nbytes
-
-    def buffer_at(place: Place | tuple[int, int, int]) -> Any:
-        nonlocal size_bytes
-        if isinstance(place, Place):
-            size_bytes += place.nbytes
-            return place
-        column, start, size = place
-        return gathered[start : start + size] if column < 0 else _view(table, column + 2)
-
-    entries = [
-        replace(entry, value=Pickled(head, list(map(buffer_at, places)), *slots))
-        for entry, head, slots, places in rows
-    ]
-    return Block(run, chunk, entries, Costs(*costs), size_bytes)
+    if isinstance(block, bytes):
+        read: Block = pickle.loads(block)
+    else:
+        head, small, *large = map(_view, block.columns)
+        stream, sizes = pickle.loads(head.data)
+        read = pickle.loads(stream, buffers=_buffers(sizes, small, iter(large)))
+    return _with_buffers(read, functools.partial(np.frombuffer, dtype=np.uint8))
 
 
-def read_message(message: bytes) -> Block:
-    """Return the content of a block that ``BlockWriter.message`` returned."""
-    return _with_buffers(pickle.loads(message), functools.partial(np.frombuffer, dtype=np.uint8))
+def _buffers(sizes: list[int], small: Bytes, large: Iterator[Bytes]) -> Iterator[Bytes]:
+    """Yield the buffers of a block in the order of their sizes."""
+    start = 0
+    for size in sizes:
+        if size >= tuning.LARGE_ARRAY_BYTES:
+            yield next(large)
+        else:
+            yield small[start : start + size]
+            start += size
 
 
 def _with_buffers(block: Block, convert: Callable[[Any], Any]) -> Block:
@@ -292,15 +256,12 @@ def _with_buffers(block: Block, convert: Callable[[Any], Any]) -> Block:
     return replace(block, entries=entries)
 
 
-def decode(
-    block: Block, pool: MemoryPool, segments: SegmentReader, *, pin_memory: bool
-) -> Iterator[Entry]:
+def decode(block: Block, segments: SegmentReader, *, pin_memory: bool) -> Iterator[Entry]:
     """Yield the batches of a block, unpickled into memory that belongs to each batch.
 
     Args:
-        block: The result of ``read_block``, whose table must still be alive, or of
-            ``read_message``.
-        pool: Source of the batches' memory, unless it is pinned or in a segment.
+        block: The result of ``read_block``, whose table must still be alive, or a block that this
+            process has unpickled.
         segments: The segments of worker processes on this machine.
         pin_memory: Whether to copy the batches' arrays to pinned memory.
 
@@ -309,12 +270,11 @@ def decode(
     """
     for entry in block.entries:
         outcome = entry.outcome
-        batch, shared = _with_segments(entry.value, segments)
+        buffers = [segments.view(b) if isinstance(b, Place) else b for b in entry.value.buffers]
+        batch = replace(entry.value, buffers=buffers)
+        del buffers
         try:
-            if pin_memory and outcome == "batch":
-                value = pinned(batch)
-            else:
-                value = load(batch, functools.partial(_owned, shared=shared, pool=pool))
+            value = pinned(batch) if pin_memory and outcome == "batch" else load(batch, _owned)
         except Exception:
             outcome = "error"
             value = ExceptionWrapper(where=f"while batch {entry.batch} was unpacked")
@@ -327,15 +287,6 @@ def places_in(block: Block) -> list[Place]:
     return [b for entry in block.entries for b in entry.value.buffers if isinstance(b, Place)]
 
 
-def _with_segments(batch: Pickled, segments: SegmentReader) -> tuple[Pickled, frozenset[int]]:
-    """Return a batch with segments' memory in place of its places, and the ids of that memory."""
-    buffers = [segments.view(b) if isinstance(b, Place) else b for b in batch.buffers]
-    shared = frozenset(
-        id(view) for place, view in zip(batch.buffers, buffers, strict=True) if view is not place
-    )
-    return replace(batch, buffers=buffers), shared
-
-
-def _owned(buffer: Bytes, *, shared: frozenset[int], pool: MemoryPool) -> Bytes:
-    """Return a buffer that belongs to the batch: a segment's memory itself, or a copy."""
-    return buffer if id(buffer) in shared else pool.copy(buffer)
+def _owned(buffer: Bytes) -> Bytes:
+    """Return a buffer that belongs to the batch: itself, or a copy of a view of a table."""
+    return buffer if buffer.flags.writeable else own_copy(buffer)

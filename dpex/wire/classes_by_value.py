@@ -8,10 +8,9 @@ first. A fork of the training process has the classes with their keys.
 
 from __future__ import annotations
 
-import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dpex.wire.local_modules import SCRIPTS, users_modules
@@ -24,19 +23,13 @@ _keys: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 _unfilled: set[str] = set()
 
 
-def remember(*, everywhere: bool = True) -> None:
+def remember() -> None:
     """Give keys to classes of the script and the user's modules before this process forks.
 
-    Args:
-        everywhere: Whether to look for all of them, also for those that functions have defined. If
-            not, only the script's names are looked up. To look at all classes of a process takes 9
-            ms: the last fork has write-protected their pages, and Python counts references there.
+    Classes with names in the script need no key; see ``share_script``. To look at all classes of a
+    process takes 9 ms: the last fork has write-protected their pages, and Python counts references
+    there.
     """
-    for kind in _all_classes() if everywhere else _script_classes():
-        _key_of(kind)
-
-
-def _all_classes() -> Iterator[type]:
     modules = {*SCRIPTS, *(name for name, _ in users_modules())}
     pending, seen = [object], {object}
     while pending:
@@ -45,19 +38,7 @@ def _all_classes() -> Iterator[type]:
                 seen.add(kind)
                 pending.append(kind)
                 if kind.__module__ in modules:
-                    yield kind
-
-
-def _script_classes() -> Iterator[type]:
-    """Yield the classes of the script that have names in it, or in other such classes."""
-    pending: list[Any] = [sys.modules[name] for name in SCRIPTS if name in sys.modules]
-    seen = set()
-    while pending:
-        for value in list(vars(pending.pop()).values()):
-            if isinstance(value, type) and value.__module__ in SCRIPTS and value not in seen:
-                seen.add(value)
-                pending.append(value)
-                yield value
+                    _key_of(kind)
 
 
 def class_keys() -> list[str]:

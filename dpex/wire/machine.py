@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
-import socket
 import time
 from pathlib import Path
 
-__all__ = ["boot_id", "machine", "mounts", "process_start", "started"]
+__all__ = ["boot_id", "machine", "process_start", "started"]
 
 
 @functools.cache
@@ -24,12 +22,13 @@ def boot_id() -> str:
 
 @functools.cache
 def machine() -> str:
-    """Return a name of this machine, user and process table; empty if there can be no segments.
+    """Return a name of this machine, its mounts, processes and user; empty if there is none.
 
-    Two processes with the same name can map each other's segments, and see each other's ids.
+    Two processes with the same name can map each other's segments, see each other's ids, and see
+    equal paths.
     """
     try:
-        spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "user")]
+        spaces = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("mnt", "pid", "user")]
         shown_as = str(Path("/proc/self").readlink())
         name = " ".join([boot_id(), *spaces, str(os.getuid())])
     except OSError:
@@ -37,18 +36,6 @@ def machine() -> str:
     # In a container, /proc may show the processes of the namespace around it.
     usable = boot_id() and hasattr(os, "memfd_create") and shown_as == str(os.getpid())
     return hashlib.blake2s(name.encode(), digest_size=8).hexdigest() if usable else ""
-
-
-@functools.cache
-def mounts() -> str:
-    """Return a name of this machine and its mounts; processes with the same name see equal paths.
-
-    If this process cannot know it, no other process has the name.
-    """
-    with contextlib.suppress(OSError):
-        if boot_id():
-            return f"{boot_id()}/{Path('/proc/self/ns/mnt').stat().st_ino}"
-    return f"{socket.gethostname()}/{os.getpid()}"
 
 
 @functools.cache

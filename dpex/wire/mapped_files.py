@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,12 +15,11 @@ import numpy as np
 import torch
 
 from dpex.errors import NodeDataError
-from dpex.wire.machine import mounts
+from dpex.wire.machine import machine
 from dpex.wire.memory_map import address_of
 
 __all__ = [
     "MappedFile",
-    "MappedStorage",
     "rebuild_array",
     "rebuild_arrow_buffer",
     "rebuild_mmap",
@@ -44,17 +40,15 @@ class MappedFile:
         path: The file's path.
         pid: ID of the process that has mapped it.
         status: Device and inode as ``stat`` returns them.
-        file: Device and inode as in ``/proc/self/maps``.
         size: The file's size in bytes.
         shared: Whether other processes see writes to the mapping.
         writable: Whether the process may write to the mapping.
-        host: ``mounts()`` of that process.
+        host: ``machine()`` of that process.
     """
 
     path: str
     pid: int
     status: tuple[int, int]
-    file: tuple[str, int]
     size: int
     shared: bool
     writable: bool
@@ -65,24 +59,13 @@ class MappedFile:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mapped": None}
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open the file, and close it when the context ends.
-
-        Yields:
-            A descriptor of the file.
+    def _open(self) -> int:
+        """Return a descriptor of the file.
 
         Raises:
             NodeDataError: The file cannot be opened here, or another file has its path.
         """
-        descriptor = self._open()
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def _open(self) -> int:
-        same_host = self.host == mounts()
+        same_host = bool(self.host) and self.host == machine()
         writes = self.shared and self.writable
         try:
             descriptor = os.open(self.path, os.O_RDWR if writes else os.O_RDONLY)
@@ -132,8 +115,11 @@ class MappedFile:
             # The kernel must not reserve memory for a private mapping of a large file.
             options["flags"] = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             options["prot"] = mmap.PROT_READ | mmap.PROT_WRITE
-        with self.opened() as descriptor:
+        descriptor = self._open()
+        try:
             return mmap.mmap(descriptor, size, **options)
+        finally:
+            os.close(descriptor)
 
     @property
     def buffer(self) -> Any:
@@ -155,35 +141,13 @@ class MappedFile:
         return part
 
 
-class MappedStorage:
-    """A torch storage in mapped memory, which its tensors in one pickle share.
-
-    Args:
-        file: The file that holds its bytes.
-        offset: Its offset in the file.
-        size: Its size in bytes.
-    """
-
-    def __init__(self, file: MappedFile, offset: int, size: int) -> None:
-        self._arguments = file, offset, size
-
-    def __reduce__(self) -> Any:
-        return MappedStorage, self._arguments
-
-    @functools.cached_property
-    def storage(self) -> torch.UntypedStorage:
-        """The storage in this process."""
-        file, offset, size = self._arguments
-        return torch.frombuffer(file.memory(offset, size), dtype=torch.uint8).untyped_storage()
-
-
-def rebuild_storage(mapped: MappedStorage) -> torch.UntypedStorage:
-    """Return the storage as an ``UntypedStorage``."""
-    return mapped.storage
+def rebuild_storage(file: MappedFile, offset: int, size: int) -> torch.UntypedStorage:
+    """Return a torch storage in mapped memory."""
+    return torch.frombuffer(file.memory(offset, size), dtype=torch.uint8).untyped_storage()
 
 
 def rebuild_tensor(
-    mapped: MappedStorage,
+    storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
@@ -192,31 +156,31 @@ def rebuild_tensor(
 ) -> torch.Tensor:
     """Return a view of a mapped storage."""
     empty = torch.empty(0, dtype=dtype, device="cpu")
-    tensor = empty.set_(mapped.storage, offset, size, stride)
+    tensor = empty.set_(storage, offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def rebuild_array(
     kind: str,
-    file: MappedFile,
+    file: MappedFile | np.ndarray[Any, Any],
     offset: int,
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     writeable: bool,
 ) -> np.ndarray[Any, Any]:
-    """Return a numpy array in mapped memory.
+    """Return a numpy array in mapped memory, or in memory of another array.
 
     Args:
         kind: The name of its type in ``numpy``.
-        file: The file that holds its elements.
-        offset: Offset of its first element in the file.
+        file: The file that holds its elements, or the bytes of the other array.
+        offset: Offset of its first element there.
         dtype: Its dtype.
         shape: Its shape.
         strides: Its strides.
         writeable: Whether it is writeable.
     """
-    memory = file.buffer
+    memory = file.buffer if isinstance(file, MappedFile) else file
     # ``kind`` is a name because cloudpickle pickles the class numpy.recarray by value.
     array: Any = np.ndarray.__new__(getattr(np, kind), shape, dtype, memory, offset, strides)
     if not writeable:

@@ -29,10 +29,9 @@ import numpy as np
 import torch
 
 from dpex import tuning
-from dpex.wire.machine import mounts
+from dpex.wire.machine import machine
 from dpex.wire.mapped_files import (
     MappedFile,
-    MappedStorage,
     rebuild_array,
     rebuild_arrow_buffer,
     rebuild_mmap,
@@ -70,21 +69,6 @@ class Readers:
     read_once: bool = True
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The location of a file that this process has mapped, for other processes.
-
-    Attributes:
-        path: The file's path.
-        status: Device and inode as ``stat`` returns them.
-        size: The file's size in bytes.
-    """
-
-    path: str
-    status: tuple[int, int]
-    size: int
-
-
 class Mappings:
     """The mappings of this process that one pickle refers to.
 
@@ -99,10 +83,9 @@ class Mappings:
         self._readers = readers
         self.copied: list[Any] = []
         self._used: set[Span] = set()
-        self._places: dict[tuple[str, int], _Place | None] = {}
+        self._statuses: dict[tuple[str, int], os.stat_result | None] = {}
         self._files: dict[tuple[Any, ...], MappedFile] = {}
-        self._storages: dict[tuple[int, int], MappedStorage] = {}
-        self._anonymous: dict[int, int] | None = None
+        self._written: list[int] | None = None
         # Shared epoch tensors. Only the training process writes to them, between iterations.
         self._epochs: list[Any] = []
         self._reducers: dict[type, Callable[[Any], Any] | None] = {}
@@ -183,18 +166,18 @@ class Mappings:
         if span is None or not size or _is_foreign(span):
             return None
         writes = span.shared and span.writable
-        large = span.end - span.start >= tuning.MAPPED_BYTES
+        large = span.end - span.start >= tuning.LARGE_ARRAY_BYTES
         if not span.shared and (not large or self._is_changed(span)):
             return None
         if not (self._readers.same_host or writes or large):
             return None
-        place, offset = self._place(span), address - span.start + span.offset
-        if place is None or offset + size > place.size:
+        status, offset = self._status(span), address - span.start + span.offset
+        if status is None or offset + size > status.st_size:
             if writes:
                 self._refuse(obj, writeable=writeable)
             return None
         self._used.add(span)
-        return self._file(span, place), offset
+        return self._file(span, status), offset
 
     def _refuse(self, obj: Any, *, writeable: bool) -> None:
         epoch = any(obj is epoch for epoch in self._epochs)
@@ -214,41 +197,36 @@ class Mappings:
                 "that are forks of this process (head_address='processes')"
             )
 
-    def _file(self, span: Span, place: _Place) -> MappedFile:
+    def _file(self, span: Span, status: os.stat_result) -> MappedFile:
         key = (span.file, span.shared, span.writable)
         if key not in self._files:
             self._files[key] = MappedFile(
-                path=place.path,
+                path=span.path,
                 pid=os.getpid(),
-                status=place.status,
-                file=span.file,
-                size=place.size,
+                status=(status.st_dev, status.st_ino),
+                size=status.st_size,
                 shared=span.shared,
                 writable=span.writable,
-                host=mounts(),
+                host=machine(),
             )
         return self._files[key]
 
     def _is_changed(self, span: Span) -> bool:
         """Return whether this process has written to a private mapping."""
-        if self._anonymous is None:
+        if self._written is None:
             try:
-                self._anonymous = _anonymous_bytes()
+                self._written = _written_mappings()
             except OSError:  # unknown: pickle the content
                 return True
-        return any(
-            size and span.start <= start < span.end for start, size in self._anonymous.items()
-        )
+        first = bisect.bisect_left(self._written, span.start)
+        return first < len(self._written) and self._written[first] < span.end
 
-    def _place(self, span: Span) -> _Place | None:
-        """Return the location of a mapped file; None if it has no name that other processes use."""
-        if span.file not in self._places:
+    def _status(self, span: Span) -> os.stat_result | None:
+        """Return the status of a mapped file; None if no other process can open it by its path."""
+        if span.file not in self._statuses:
             named = not span.path.endswith(_DELETED) and not span.path.startswith(_NAMED_MEMORY)
-            found, place = _status_of(span.path, span) if named else None, None
-            if found is not None:
-                place = _Place(span.path, (found.st_dev, found.st_ino), found.st_size)
-            self._places[span.file] = place
-        return self._places[span.file]
+            self._statuses[span.file] = _status_of(span.path, span) if named else None
+        return self._statuses[span.file]
 
     # --- kinds of objects -----------------------------------------------------------------------
 
@@ -279,11 +257,11 @@ class Mappings:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not tensor.is_leaf:
             return None
-        mapped = self._storage(tensor, tensor.untyped_storage())
-        if mapped is None:
+        storage = tensor.untyped_storage()
+        if self._find_storage(tensor, storage) is None:
             return None
         return rebuild_tensor, (
-            mapped,
+            storage,
             tensor.dtype,
             tensor.storage_offset(),
             tuple(tensor.shape),
@@ -291,21 +269,17 @@ class Mappings:
             tensor.requires_grad,
         )
 
-    def _storage(self, obj: Any, storage: torch.UntypedStorage) -> MappedStorage | None:
+    def _find_storage(
+        self, obj: Any, storage: torch.UntypedStorage
+    ) -> tuple[MappedFile, int] | None:
         address, size = storage.data_ptr(), storage.nbytes()
-        if (address, size) in self._storages:
-            return self._storages[address, size]
         if storage.is_shared() and self._span(address, size) is None:
             self._forget_spans()  # share_memory_() was called after _spans was read
-        found = self._find(obj, address, size, writeable=True)
-        if found is None:
-            return None
-        mapped = self._storages[address, size] = MappedStorage(*found, size)
-        return mapped
+        return self._find(obj, address, size, writeable=True)
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
-        mapped = self._storage(storage, storage) if storage.device.type == "cpu" else None
-        return None if mapped is None else (rebuild_storage, (mapped,))
+        found = self._find_storage(storage, storage) if storage.device.type == "cpu" else None
+        return None if found is None else (rebuild_storage, (*found, storage.nbytes()))
 
     def _reduce_arrow_buffer(self, buffer: Any) -> Any:
         if not buffer.is_cpu:
@@ -383,17 +357,18 @@ def _merged(found: list[Span]) -> list[Span]:
     return merged
 
 
-def _anonymous_bytes() -> dict[int, int]:
-    """Return the number of anonymous bytes, in memory or swapped, of each mapping by address."""
-    sizes: dict[int, int] = {}
+def _written_mappings() -> list[int]:
+    """Return the addresses of the mappings that have anonymous bytes, in memory or swapped."""
+    written: list[int] = []
     start = 0
     for line in Path("/proc/self/smaps").read_bytes().splitlines():
         name, _, value = line.partition(b":")
         if name in {b"Anonymous", b"Swap"}:
-            sizes[start] = sizes.get(start, 0) + int(value.split()[0])
+            if int(value.split()[0]):
+                written.append(start)
         elif b"-" in line.partition(b" ")[0]:
             start = int(line.partition(b"-")[0], 16)
-    return sizes
+    return written
 
 
 def _status_of(path: str, span: Span) -> os.stat_result | None:

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-__all__ = ["pack", "pack_answer", "packed", "unpack"]
+__all__ = ["pack", "packed"]
 
 
 def pack(*values: Any, **named: Any) -> bytes:
@@ -21,26 +21,16 @@ def pack(*values: Any, **named: Any) -> bytes:
     return pickle.dumps((values, named), protocol=5)
 
 
-def pack_answer(answer: Any) -> bytes:
-    """Return an answer packed; it must not contain object references."""
-    return pickle.dumps(answer, protocol=5)
-
-
-def unpack(answer: bytes) -> Any:
-    """Return what ``pack_answer`` has packed."""
-    return pickle.loads(answer)
-
-
 def packed(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[bytes]]:
     """Make a packed call of an actor's method.
 
     The call takes what ``pack`` returns, and then the method's last positional arguments, which
-    may be or contain object references. Its answer is packed.
+    may be or contain object references. Its answer is a pickle, without object references.
     """
 
     async def call(self: Any, arguments: bytes, *last: Any) -> bytes:
         values, named = pickle.loads(arguments)
-        return pack_answer(await method(self, *values, *last, **named))
+        return pickle.dumps(await method(self, *values, *last, **named), protocol=5)
 
     functools.update_wrapper(call, method)
     del call.__wrapped__  # type: ignore[attr-defined]  # Ray would read that signature

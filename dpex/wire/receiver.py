@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -19,12 +20,11 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
 from dpex.compat.data_iterator import DATA_ITERATOR, StoredBlock, data_iterator
+from dpex.errors import ClusterError
 from dpex.protocol.chunks import Part
-from dpex.protocol.loss_causes import Loss, lost_block
+from dpex.protocol.loss_causes import Loss, joined, lost_block
 from dpex.wire.arrivals import Arrival, Arrivals, Decoder
-from dpex.wire.block_format import read_block, read_message
-from dpex.wire.buffer_pool import MemoryPool
-from dpex.wire.packing import unpack
+from dpex.wire.block_format import read_block
 from dpex.wire.segments import SegmentsUnreadableError
 
 __all__ = ["BlockSource", "Receiver"]
@@ -60,8 +60,7 @@ class _Decode(ArrowBatchCollateFn):
     def __call__(self, block: pa.Table | bytes) -> Arrival | Loss:
         """Decode a block: copy its batches to memory that belongs to them."""
         try:
-            read = read_message if isinstance(block, bytes) else read_block
-            return self._decoder(read(block))
+            return self._decoder(read_block(block))
         except BaseException as error:
             self.failure = error
             raise
@@ -85,12 +84,12 @@ class Receiver:
         pipeline_key: Key of the pipeline that serves the run.
         run: Key of the run.
         arrivals: Gets the decoded blocks.
-        pool: Source of the batches' memory, unless it is pinned.
         pin_device: As for ``Decoder``.
         through_client: Whether this process is a Ray Client.
 
     Attributes:
-        failure: The error that ended the reading; None if there was no error.
+        failure: The error that ended the reading, or that says why the pipeline is replaceable;
+            None if there was no error.
         replaceable: Whether a new pipeline can continue, because a private name of Ray ended this
             one, or because this process cannot read segments.
     """
@@ -101,7 +100,6 @@ class Receiver:
         pipeline_key: str,
         run: str,
         arrivals: Arrivals,
-        pool: MemoryPool,
         *,
         pin_device: int | None,
         through_client: bool,
@@ -118,7 +116,7 @@ class Receiver:
         self._through_data = False
         self._known_at = self._last_at = 0.0
         self._actor, self._pipeline_key, self._run = actor, pipeline_key, run
-        self._decoder = Decoder(run, pool, pin_device)
+        self._decoder = Decoder(run, pin_device)
         self._decode = decode_block = _Decode(self._decoder)
         replies = self._replies()
 
@@ -146,7 +144,7 @@ class Receiver:
         while request is not None:
             reply = ray.get(request)
             if isinstance(reply, bytes):
-                reply = unpack(reply)
+                reply = pickle.loads(reply)
             # Request the next reply now, so that it arrives while these blocks are read.
             request = None if reply.ended else self._ask()
             self._known_at = time.perf_counter()
@@ -161,7 +159,9 @@ class Receiver:
                 self._unread.extend(reply.losses)
             self._report_losses()
             ended = reply.ended
-            self.replaceable = reply.replaceable
+            if reply.replaceable:
+                self.replaceable = True
+                self.failure = ClusterError(joined(reply.losses))
             blocks = [entry[0] for entry in stored]
             # While it waits, this frame must keep no block alive. The caller empties ``blocks``.
             reply = block = None

@@ -107,14 +107,6 @@ def _reduce_cached_property(found: Any) -> Any:
 # --- objects that belong to one process or thread ------------------------------------------------
 
 
-def _reduce_lock(_: Any) -> Any:
-    return threading.Lock, ()
-
-
-def _reduce_rlock(_: Any) -> Any:
-    return threading.RLock, ()
-
-
 def _reduce_local(local: Any) -> Any:
     return threading.local, (), vars(local) or None
 
@@ -134,8 +126,8 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(functools.lru_cache(lambda: None)): _reduce_cache,
     FunctionType: _reduce_function,
     functools.cached_property: _reduce_cached_property,
-    type(threading.Lock()): _reduce_lock,
-    type(threading.RLock()): _reduce_rlock,
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
     threading.local: _reduce_local,
     ContextVar: _reduce_context_var,
 }

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from dpex.wire.mapped_files import rebuild_array
 from dpex.wire.memory_map import address_of
 
 __all__ = ["SharedViews", "bounds_of"]
@@ -29,23 +30,26 @@ _Bounds = tuple[int, int]
 """The first address of an object's elements, and the address behind the last one."""
 
 
+def _layout(obj: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """Return the address of an object's first element, the size of an element, and the strides."""
+    if isinstance(obj, torch.Tensor):
+        item = obj.element_size()
+        return obj.data_ptr(), item, tuple(step * item for step in obj.stride())
+    return address_of(obj), obj.itemsize, obj.strides
+
+
 def bounds_of(obj: np.ndarray[Any, Any] | torch.Tensor) -> _Bounds | None:
     """Return the bounds of an array or a tensor; None if it has no elements."""
-    if isinstance(obj, torch.Tensor):
-        first, item, dense = obj.data_ptr(), obj.element_size(), obj.is_contiguous()
-    else:
-        first, item = address_of(obj), obj.itemsize
-        dense = obj.flags.c_contiguous
     if not obj.nbytes:
         return None
-    if dense:
-        return first, first + obj.nbytes
-    if isinstance(obj, torch.Tensor):
-        strides = [step * item for step in obj.stride()]
-    else:
-        strides = list(obj.strides)
-    reach = [(length - 1) * step for length, step in zip(obj.shape, strides, strict=True)]
-    return first + sum(min(0, r) for r in reach), first + sum(max(0, r) for r in reach) + item
+    first, item, strides = _layout(obj)
+    last = first
+    for length, step in zip(obj.shape, strides, strict=True):
+        if step < 0:
+            first += (length - 1) * step
+        else:
+            last += (length - 1) * step
+    return first, last + item
 
 
 def _whole(obj: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any] | None:
@@ -73,22 +77,18 @@ def _overlap(objects: list[Any], span_bytes: int) -> bool:
         return False
     try:
         return any(
-            np.shares_memory(_layout(one), _layout(other), max_work=cast(Any, _MOST_WORK))
-            for one, other in itertools.combinations(objects, 2)
+            np.shares_memory(one, other, max_work=cast(Any, _MOST_WORK))
+            for one, other in itertools.combinations(map(np.asarray, map(_Elements, objects)), 2)
         )
     except np.exceptions.TooHardError:
         return True
 
 
-class _Layout:
-    """The address and strides of an object, for numpy."""
+class _Elements:
+    """The places of an object's elements, for numpy."""
 
     def __init__(self, obj: np.ndarray[Any, Any] | torch.Tensor) -> None:
-        if isinstance(obj, torch.Tensor):
-            item, address = obj.element_size(), obj.data_ptr()
-            strides = tuple(step * item for step in obj.stride())
-        else:
-            item, address, strides = obj.itemsize, address_of(obj), obj.strides
+        address, item, strides = _layout(obj)
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{item}",
@@ -96,10 +96,6 @@ class _Layout:
             "shape": tuple(obj.shape),
             "strides": strides,
         }
-
-
-def _layout(obj: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(_Layout(obj))
 
 
 @dataclass
@@ -181,13 +177,12 @@ class SharedViews:
         memory = self._memories[place]
         if obj is memory.content:
             return None
+        offset = _layout(obj)[0] - memory.address
         if isinstance(obj, torch.Tensor):
-            offset, size, steps = obj.data_ptr() - memory.address, tuple(obj.shape), obj.stride()
-            details = (obj.dtype, size, steps, obj.requires_grad)
+            details = (obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad)
             return _tensor_in, (memory.content, offset, *details)
-        offset = address_of(obj) - memory.address
         layout = (obj.dtype, obj.shape, obj.strides, obj.flags.writeable)
-        return _array_in, (memory.content, offset, *layout)
+        return rebuild_array, ("ndarray", memory.content, offset, *layout)
 
 
 def _tensor_in(
@@ -203,19 +198,3 @@ def _tensor_in(
     flat = torch.frombuffer(memory, dtype=dtype, count=left, offset=offset)
     tensor = flat.as_strided(size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _array_in(
-    memory: np.ndarray[Any, Any],
-    offset: int,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    writeable: bool,
-) -> np.ndarray[Any, Any]:
-    """Return an array in memory that others share."""
-    array: np.ndarray[Any, Any] = np.ndarray(
-        shape, dtype, buffer=memory, offset=offset, strides=strides
-    )
-    array.flags.writeable = writeable
-    return array

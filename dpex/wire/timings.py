@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 __all__ = ["Costs", "count", "noted", "spent"]
 
@@ -55,10 +55,6 @@ class Costs:
         """Set ``read_s`` to the wall time of the batch that no other cost accounts for."""
         others = self.transform_s + self.collate_s + self.encode_s
         self.read_s = max(0.0, self.seconds - others)
-
-    def plain(self) -> tuple[float, ...]:
-        """Return the values as a tuple, for ``Costs(*values)``."""
-        return astuple(self)
 
 
 _NAMES = [field.name for field in fields(Costs)]

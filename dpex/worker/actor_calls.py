@@ -107,7 +107,7 @@ class Patience:
         self._last = now
         if now - self._first > tuning.ACTOR_AWAY_S:
             raise error
-        time.sleep(tuning.ACTOR_PAUSE_S)
+        time.sleep(tuning.PAUSE_S)
 
 
 def ask_actor(name: str, method: str, *arguments: Any) -> Any:
@@ -224,7 +224,7 @@ class Arrived:
     """
 
     def __init__(self) -> None:
-        self._numbers: Recent[str, deque[int]] = Recent(tuning.MAX_SENDERS)
+        self._numbers: Recent[str, deque[int]] = Recent(tuning.MOST_REMEMBERED)
 
     def add(self, message: tuple[str, int]) -> bool:
         """Record a message, and return whether it is new.

@@ -30,6 +30,7 @@ from dpex.worker.logical_worker import (
 from dpex.worker.map_style import Job, collate, encode
 from dpex.worker.seeding import Habits, global_states, set_global_states, stream_key
 from dpex.worker.stateful import StreamState
+from dpex.worker.training_settings import gradients
 
 __all__ = ["stream_chunk"]
 
@@ -192,7 +193,7 @@ def stream_chunk(
         set_global_states(stream.generators)
     try:
         for number, request in zip(chunk.numbers, chunk.batches, strict=True):
-            with noted() as costs, run.settings.gradients():
+            with noted() as costs, gradients(run.settings):
                 try:
                     if stream is None:
                         stream = _begin(slot, run, read_job, chunk.begin)

@@ -14,7 +14,6 @@ from dpex.compat.torch_names import tree_map_only
 from dpex.protocol.chunks import Entry
 from dpex.wire.pickling import load
 from dpex.wire.timings import Costs, noted, spent
-from dpex.worker.collate_memory import BatchMemory
 from dpex.worker.dataset_copies import SHARED, Copy, copy_of
 from dpex.worker.logical_worker import (
     At,
@@ -27,6 +26,7 @@ from dpex.worker.logical_worker import (
 from dpex.worker.map_style import StageInput, collate, encode
 from dpex.worker.seeding import sample_seed, seed_cuda, seed_generators, stage_key, stream_key
 from dpex.worker.skipped_samples import Failures, NothingLeft
+from dpex.worker.training_settings import gradients
 
 __all__ = ["StageJob", "apply_stage"]
 
@@ -100,7 +100,7 @@ def apply_stage(
                 key = stage_key(stream_key(run.base_seed, run.epoch), stage)
                 failures = Failures(left_out=copy.job.skips_errors)
                 load_again = functools.partial(load, content)
-                with run.settings.gradients():
+                with gradients(run.settings):
                     value = _apply(
                         copy, came, load_again, key, cancelled, at, failures, on_gpu=kept
                     )
@@ -175,7 +175,6 @@ def _apply(
         at.set("index", None)
         failures.forget()
         placed = _placed(came)
-        memory = BatchMemory(job.collate_fn, len(placed))
         transformed = []
         for (place, index), sample in zip(placed, samples, strict=True):
             at.value = index
@@ -188,11 +187,11 @@ def _apply(
                 if not failures.take(place, index, error):
                     raise
             else:
-                transformed.append(memory.take(result))
+                transformed.append(result)
             if cancelled():
                 raise Cancelled
         at.set("indices", came.indices)
-        return collate(job.collate_fn, failures.rest(transformed), memory)
+        return collate(job.collate_fn, failures.rest(transformed))
 
     return copy.habits.reproducibly(key, came.position, attempt)
 

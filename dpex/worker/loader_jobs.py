@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from dpex.worker.later_stage import StageJob
     from dpex.worker.map_style import Job
 
-__all__ = ["LoaderJobs"]
+__all__ = ["LoaderJobs", "PickleJob"]
+
+PickleJob = Callable[["Job | StageJob", bool], "Pickled"]
+"""Pickles a job. The second argument: whether all worker processes run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,9 @@ class LoaderJobs:
         later: The later stages, each with its job.
         stream: Whether the dataset is an ``IterableDataset``.
         context: The loader's ``multiprocessing_context``.
-        pickle: Pickles one of the jobs. Its second argument: whether all worker processes run on
-            this machine.
     """
 
     job: Job
     later: Sequence[tuple[Stage, StageJob]]
     stream: bool
     context: BaseContext
-    pickle: Callable[[Job | StageJob, bool], Pickled]

@@ -49,7 +49,8 @@ class Cancelled(BaseException):
 
 def settle_process(run: Run) -> None:
     """Apply the run's settings, and set up this process like a worker that torch forked."""
-    run.settings.take_over()
+    if run.settings is not None:
+        run.settings.take_over()
     if torch.initial_seed is not _worker_initial_seed:
         torch.set_num_threads(1)
         _keep_freed_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dpex.protocol.chunks import Chunk, Entry, Part, PickledChunk, Run
 from dpex.wire.pickling import Pickled, dump, dump_in_band
 from dpex.wire.timings import Costs, count, noted, spent
 from dpex.worker.batched_reads import reads_batches
-from dpex.worker.collate_memory import BatchMemory
+from dpex.worker.collation import collated
 from dpex.worker.dataset_copies import SHARED, Copy, copy_of, forget_copy, hand_over, keep_copy
 from dpex.worker.logical_worker import (
     At,
@@ -29,6 +30,7 @@ from dpex.worker.logical_worker import (
 from dpex.worker.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch
+from dpex.worker.training_settings import gradients
 
 __all__ = ["Job", "StageInput", "collate", "encode", "fetch_chunk", "pickled_chunks"]
 
@@ -131,14 +133,18 @@ def fetch_chunk(
     worker_id = chunk.worker
     if restarted:
         forget_copy((run.loader, run.dataset_version, worker_id))
+    # Otherwise no batch had changed the copy, so the restart has lost no state.
+    loses_state = restarted and binding is Binding.ALWAYS
     for batch, indices, position in zip(chunk.numbers, chunk.batches, chunk.positions, strict=True):
         at = At("indices", indices)
-        last = batch == chunk.numbers[-1]
-        between = _BetweenSamples(cancelled, nearly_made if last else None)
+        nearly = nearly_made if batch == chunk.numbers[-1] else None
+        between = functools.partial(_between_samples, cancelled, nearly)
         copy = None
-        with noted() as costs, run.settings.gradients():
+        with noted() as costs, gradients(run.settings):
             try:
-                copy = _enter_worker(worker_id, run, read_job, binding, restarted=restarted)
+                copy = _enter_worker(worker_id, run, read_job, binding)
+                copy.restarted = copy.restarted or loses_state
+                count("after_restart", int(binding is Binding.ALWAYS and copy.restarted))
                 failures = Failures(left_out=copy.job.skips_errors)
                 once = binding is Binding.ALWAYS and not may_read_again
                 with copy.generators.at_work():
@@ -174,41 +180,24 @@ def fetch_chunk(
             return
 
 
-class _BetweenSamples:
-    """Checks between the samples of a batch.
-
-    Args:
-        cancelled: Called after each sample; returns whether nothing waits for the batch any more.
-        nearly_made: Called shortly before the last sample (``NEARLY_S``), or None.
-    """
-
-    def __init__(
-        self, cancelled: Callable[[], bool], nearly_made: Callable[[], object] | None
-    ) -> None:
-        self._cancelled = cancelled
-        self._nearly_made = nearly_made
-
-    def begin(self, samples: int) -> None:
-        """Start the clock of a batch with this many samples."""
-        self._samples = samples
-        self._began = time.monotonic()
-
-    def made(self, samples: int) -> None:
-        """Run the checks after this many samples of the batch.
-
-        Raises:
-            Cancelled: Nothing waits for the batch any more.
-        """
-        if self._cancelled():
-            raise Cancelled
-        if self._nearly_made is not None:
-            per_sample_s = (time.monotonic() - self._began) / samples
-            if per_sample_s * (self._samples - samples) <= tuning.NEARLY_S:
-                self._nearly_made()
+def _between_samples(
+    cancelled: Callable[[], bool],
+    nearly_made: Callable[[], object] | None,
+    started: float,
+    made: int,
+    left: int,
+) -> None:
+    """End a batch that nothing waits for, or call ``nearly_made`` if the rest takes no time."""
+    if cancelled():
+        raise Cancelled
+    if nearly_made is not None:
+        per_sample_s = (time.monotonic() - started) / made
+        if per_sample_s * left <= tuning.NEARLY_S:
+            nearly_made()
 
 
 def _enter_worker(
-    worker_id: int, run: Run, read_job: Callable[[], Job], binding: Binding, *, restarted: bool
+    worker_id: int, run: Run, read_job: Callable[[], Job], binding: Binding
 ) -> Copy[Job]:
     slot = (run.loader, run.dataset_version, worker_id if binding.bound else SHARED)
     hand_over(slot, watched=binding is Binding.WATCHED)
@@ -218,9 +207,7 @@ def _enter_worker(
         raise copy.init_error.with_traceback(copy.init_traceback)
     if not copy.initialised:
         copy.initialised = True
-        if binding is Binding.ALWAYS:
-            copy.restarted = restarted
-        else:  # no batch had changed the copy, so a restart has lost no state
+        if binding is not Binding.ALWAYS:
             copy.watch = StateWatch(job.dataset, job.collate_fn, *job.pickled_bytes)
         if job.worker_init_fn is not None:
             show_worker(worker_id, run, job.dataset)
@@ -232,8 +219,6 @@ def _enter_worker(
                 copy.init_error, copy.init_traceback = error, error.__traceback__
                 raise
     show_worker(worker_id, run, job.dataset, owns_generator=copy.generators.owns_torchs)
-    if binding is Binding.ALWAYS:
-        count("after_restart", int(copy.restarted))
     return copy
 
 
@@ -249,7 +234,7 @@ def _fetch(
     indices: Any,
     key: int,
     position: int,
-    between: _BetweenSamples,
+    between: Callable[[float, int, int], None],
     at: At,
     failures: Failures,
     *,
@@ -262,7 +247,8 @@ def _fetch(
         indices: The indices of one batch; a single index without automatic batching.
         key: Key of the epoch's seeds.
         position: Position of the first sample in the epoch.
-        between: Called between samples.
+        between: Called after each sample with the time of the batch's start, the number of samples
+            that are made, and of those that are left.
         at: Updated to the index being read, for error messages.
         failures: Records the samples that fail, if they are to be left out.
         once: Whether no sample may be read twice.
@@ -287,8 +273,7 @@ def _fetch(
     def attempt(before_sample: Callable[[int], None]) -> Any:
         at.set("index", None)
         failures.forget()
-        between.begin(len(indices))
-        memory = BatchMemory(job.collate_fn, len(indices))
+        started = time.monotonic()
         samples = []
         for place, index in enumerate(indices):
             at.value = index
@@ -299,10 +284,10 @@ def _fetch(
                 if not failures.take(place, index, error):
                     raise
             else:
-                samples.append(memory.take(sample))
-            between.made(place + 1)
+                samples.append(sample)
+            between(started, place + 1, len(indices) - place - 1)
         at.set("indices", indices)
-        return collate(job.collate_fn, failures.rest(samples), memory)
+        return collate(job.collate_fn, failures.rest(samples))
 
     return copy.habits.reproducibly(key, position, attempt, once=once)
 
@@ -330,23 +315,13 @@ def _read_at_once(
     return samples
 
 
-def collate(
-    collate_fn: Callable[[Any], Any] | None, samples: Any, memory: BatchMemory | None = None
-) -> Any:
-    """Collate samples as torch's worker does.
-
-    Args:
-        collate_fn: Makes the batch. If None, the samples are returned as they are.
-        samples: The samples of the batch.
-        memory: The memory that has taken each sample, if any.
-    """
+def collate(collate_fn: Callable[[Any], Any] | None, samples: Any) -> Any:
+    """Collate samples as torch's worker does; without a ``collate_fn``, return the samples."""
     if collate_fn is None:
         return samples
     started = time.perf_counter()
     try:
-        if collate_fn is default_collate:
-            return (memory or BatchMemory(collate_fn, 0)).collate(samples)
-        return collate_fn(samples)
+        return collated(samples) if collate_fn is default_collate else collate_fn(samples)
     finally:
         spent("collate_s", started)
 

@@ -76,7 +76,7 @@ def _wait_for_end(pid: int, start: str, cancelled: Callable[[], bool]) -> None:
     while started(pid) == start and not cancelled():
         if time.monotonic() > deadline:
             _kill(pid, start)
-        time.sleep(tuning.END_POLL_S)
+        time.sleep(tuning.PAUSE_S)
 
 
 def _kill(pid: int, start: str) -> None:

@@ -25,7 +25,7 @@ from dpex.protocol.worker_loop import (
     WorkerLoop,
     next_step,
 )
-from dpex.wire.packing import pack, unpack
+from dpex.wire.packing import pack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
     Messages,
@@ -336,7 +336,7 @@ class _Actor:
             try:
                 # If the task keeps its CPU, the actor answers soon: with a chunk, or with the end.
                 get = get_soon if self._keeps_cpu else ray.get
-                assigned: AssignedChunk | Replaced | None = unpack(get(self._answer))
+                assigned: AssignedChunk | Replaced | None = pickle.loads(get(self._answer))
             except ACTOR_DIED:
                 return None
             except ray.exceptions.ActorUnavailableError as error:

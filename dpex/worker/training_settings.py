@@ -1,6 +1,7 @@
-"""Settings that a worker process takes from the training process when an iteration starts.
+"""Settings that a worker process of a Ray takes from the training process at ``iter()``.
 
 torch forks its workers at ``iter()``, so they have the training process's settings of that moment.
+Processes that the training process starts itself have inherited them too.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["InheritedSettings", "Settings"]
+__all__ = ["Settings", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -50,29 +50,16 @@ class Settings:
         with contextlib.suppress(OSError):  # this node does not have the directory
             os.chdir(self.working_directory)
 
-    def gradients(self) -> AbstractContextManager[None]:
-        """Apply autograd's settings to this thread inside the block."""
-        modes = self.grad_enabled, self.inference_mode
-        if modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
-            return contextlib.nullcontext()  # true for nearly every batch
-        return self._other_gradients()
 
-    @contextlib.contextmanager
-    def _other_gradients(self) -> Iterator[None]:
-        with torch.inference_mode(self.inference_mode), torch.set_grad_enabled(self.grad_enabled):
-            yield
-
-
-@dataclass(frozen=True)
-class InheritedSettings:
-    """The settings of a worker process that the training process has started itself.
-
-    It has inherited them as torch's workers do, and keeps them.
-    """
-
-    def take_over(self) -> None:
-        """Change nothing."""
-
-    def gradients(self) -> AbstractContextManager[None]:
-        """Change nothing."""
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def gradients(settings: Settings | None) -> Iterator[None]:
+    """Apply autograd's settings to this thread inside the block; None changes nothing."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if settings is None or modes == (settings.grad_enabled, settings.inference_mode):
+        yield  # for nearly every batch
+        return
+    with (
+        torch.inference_mode(settings.inference_mode),
+        torch.set_grad_enabled(settings.grad_enabled),
+    ):
+        yield

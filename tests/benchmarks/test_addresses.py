@@ -31,3 +31,14 @@ def test_the_module_that_it_looks_for_exists() -> None:
 def test_peers_with_ray_start_after_all_others() -> None:
     assert set(START_ORDER) == {*TURN_ORDER, "inline"}
     assert START_ORDER[-len(WITH_RAY) :] == WITH_RAY
+
+
+def test_a_revision_without_carriers_has_a_local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises an error for a module whose package does not exist."""
+
+    def found(name: str) -> None:
+        if name != "dpex.carriers":
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(addresses, "find_spec", found)
+    assert address_of("dpex") == "local"

@@ -103,6 +103,8 @@ def test_an_epoch_comes_where_ray_data_runs_no_tasks(how: str) -> None:
     done = check(TASKS_START if how == "never" else "ray.data:TaskPoolStrategy", how)
     said = done.stdout + done.stderr
     assert "runs no tasks" in said, said[-7000:]
+    if how == "never":
+        assert "was lost (TimeoutError: no task has started" in said, said[-7000:]
 
 
 @pytest.mark.extended

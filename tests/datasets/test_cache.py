@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -40,13 +41,13 @@ from cluster_programs import (
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from dpex import DpexDataLoader
 from dpex.datasets import cached, node_memory, sample_store
 from dpex.datasets.code_behind import code_behind
 from dpex.datasets.fingerprint import fingerprint
-from dpex.datasets.sameness import same
 from dpex.datasets.sample_store import SampleStore
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire.pickling import dump
@@ -336,14 +337,24 @@ def ragged(*lengths: int) -> Any:
         (lambda: Frame(1, float("nan")), lambda: Frame(2, float("nan"))),
         (lambda: float("nan"), lambda: 3.0),
         (lambda: deque([np.arange(2)]), lambda: deque([np.arange(3)])),
+        (lambda: tv_tensors.Mask(torch.ones(2)), lambda: tv_tensors.Mask(torch.zeros(2))),
+        (lambda: torch.eye(3).to_sparse(), lambda: 2 * torch.eye(3).to_sparse()),
     ],
-    ids=["enum", "slots", "cycle", "ragged", "frame", "nan", "deque"],
+    ids=["enum", "slots", "cycle", "ragged", "frame", "nan", "deque", "subclass", "sparse"],
 )
 def test_samples_of_any_kind_are_compared(
-    make: Callable[[], Any], make_other: Callable[[], Any]
+    make: Callable[[], Any], make_other: Callable[[], Any], tmp_path: Path
 ) -> None:
-    assert same([make()], [make()])
-    assert not same([make()], [make_other()])
+    class Changing:
+        def __init__(self, *made: Callable[[], Any]) -> None:
+            self.made = itertools.cycle(made)
+
+        def __getitem__(self, index: int) -> Any:
+            return [next(self.made)()]
+
+    cached(Changing(make), at=tmp_path)[0]
+    with pytest.raises(ValueError, match="twice gave two different samples"):
+        cached(Changing(make, make_other), at=tmp_path)[0]
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -733,17 +744,14 @@ def test_a_store_that_another_process_has_let_grow_is(then: str, tmp_path: Path)
     else:
         small.put(b"p" * 16, 0, SAMPLE)
         assert small.get(b"p" * 16, 0)[0]
-    small.close()
 
 
 # --- full caches ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SampleStore]:
-    made = SampleStore(tmp_path / "cache", 1_000_000)
-    yield made
-    made.close()
+def store(tmp_path: Path) -> SampleStore:
+    return SampleStore(tmp_path / "cache", 1_000_000)
 
 
 def put(store: SampleStore, owner: bytes, count: int) -> int:
@@ -820,13 +828,13 @@ def test_half_of_the_memory_that_is_free_is_left(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_store, "memory", lambda _: disk)
-    with contextlib.closing(SampleStore(disk / "job", 1 << 30)) as store:
-        small = dump(b"x" * 10_000, "sample")
-        for index in range(100):
-            store.put(b"o" * 16, index, small)
-        assert store.size()[0] > 10
-        left = os.statvfs(disk)
-        assert 0.4 < left.f_bavail / left.f_blocks < 0.6
+    store = SampleStore(disk / "job", 1 << 30)
+    small = dump(b"x" * 10_000, "sample")
+    for index in range(100):
+        store.put(b"o" * 16, index, small)
+    assert store.size()[0] > 10
+    left = os.statvfs(disk)
+    assert 0.4 < left.f_bavail / left.f_blocks < 0.6
 
 
 # --- permissions and bad arguments ----------------------------------------------------------------

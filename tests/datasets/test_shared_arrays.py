@@ -16,8 +16,9 @@ from arrays_program import LENGTH
 from cluster_programs import PROGRAMS, run_program, workplace
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from dpex.datasets import node_memory, shared_arrays
-from dpex.datasets.shared_arrays import share_arrays
+from dpex.datasets import node_memory
+from dpex.datasets.shared_arrays import MEMORY, share_arrays
+from dpex.private_directory import remove_claimed
 from dpex.wire.memory_map import address_of, spans
 
 PROGRAM = PROGRAMS / "arrays_program.py"
@@ -29,11 +30,9 @@ def job() -> Iterator[str]:
     """Make the name of a job without other processes, and remove the job's memory afterwards."""
     name = uuid.uuid4().hex
     yield name
-    in_use = shared_arrays._claims.pop((os.getpid(), name), None)
-    if in_use is not None:
-        in_use.close()
-    node_memory.forget("arrays", name)
-    assert not (node_memory.memory("arrays") / name).exists()
+    directory = node_memory.job_directory(MEMORY, name)
+    remove_claimed(directory)
+    assert not directory.exists()
     torch.set_default_device(None)
 
 

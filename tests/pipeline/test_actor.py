@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Part, PickledChunk
 from dpex.protocol.loss_causes import Loss, LossCause
-from dpex.wire.packing import pack, unpack
+from dpex.wire.packing import pack
 
 JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)
@@ -93,7 +94,7 @@ async def ask(
 ) -> bytes | None:
     """Return the payload of the next chunk of a task."""
     request = pack(pipeline, (ORIGIN[0], attempt), place, made, unchanged=None)
-    found = unpack(await actor.next_chunk(request))
+    found = pickle.loads(await actor.next_chunk(request))
     return None if found is None else found.payload
 
 
@@ -113,7 +114,7 @@ async def take(actor: _PipelineActor, run: str = "first") -> Reply:
     """Wait for the news of a run."""
     reply = await actor.take("pipeline", run)
     assert isinstance(reply, bytes), "no block is in the object store"
-    return cast("Reply", unpack(reply))
+    return cast("Reply", pickle.loads(reply))
 
 
 async def started(call: Awaitable[Any]) -> asyncio.Future[Any]:
@@ -398,7 +399,7 @@ def test_tasks_run_again_after_actors_have_failed_too(play: Any) -> None:
         for pipeline, run, replaceable in (("a", "1", True), ("b", "2", False), ("c", "3", True)):
             await actor.open(pipeline, SPEC, run)
             executions[-1].end(ValueError("of the options"))
-            reply: Any = unpack(cast("bytes", await actor.take(pipeline, run)))
+            reply: Any = pickle.loads(cast("bytes", await actor.take(pipeline, run)))
             assert reply.replaceable is replaceable
             await actor.close(pipeline)
 
@@ -411,7 +412,7 @@ def test_tasks_that_do_not_start_are_replaced_by_actors(
     monkeypatch.setattr(tuning, "TASKS_START_S", 0.0)
     rooms = iter([False, True])
     monkeypatch.setattr(actor_module, "_has_room", lambda _: next(rooms))
-    monkeypatch.setattr(tuning, "TASKS_LOOK_S", 0.0)
+    monkeypatch.setattr(tuning, "CLUSTER_LOOK_S", 0.0)
 
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         await actor.open("pipeline", SPEC, "first")
@@ -584,7 +585,7 @@ def test_a_pipeline_that_cannot_open_raises_in_every_call(
 def test_only_the_latest_closed_pipelines_are_remembered(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "MAX_CLOSED_PIPELINES", 2)
+    monkeypatch.setattr(tuning, "MOST_REMEMBERED", 2)
 
     async def scenario(actor: _PipelineActor, _: Any) -> None:
         for key in "abc":

@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,32 +70,3 @@ def test_the_authentication_key_of_multiprocessing_stays_on_its_machine(same_hos
     key = bytes(multiprocessing.current_process().authkey)
     stored = ray.get(store_job(Pickled(b"job"), same_host=same_host))
     assert (key in pickle.dumps(stored)) is same_host
-
-
-def test_a_strategy_that_ray_would_ignore_is_an_error_that_names_the_labels() -> None:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from dpex.pipeline.dataset import _set_strategy
-
-    strategy = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
-    later: Any = SimpleNamespace()  # a context of a Ray that has removed the setting
-    with pytest.raises(ValueError, match=rf"Ray {ray.__version__}.*label_selector=.*{'ab' * 28}"):
-        _set_strategy(later, strategy)
-    assert not vars(later)
-    half: Any = SimpleNamespace(scheduling_strategy="DEFAULT")
-    _set_strategy(half, strategy)
-    assert vars(half) == {"scheduling_strategy": strategy}
-
-
-def test_a_strategy_applies_to_tasks_with_small_and_large_arguments() -> None:
-    import ray.data
-
-    from dpex.pipeline.dataset import PipelineSpec, build
-
-    spec = PipelineSpec([], "key", "actor", options={"scheduling_strategy": "SPREAD"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        context: ray.data.DataContext = build(spec, leases=1, further=False, started=1).context
-        found = {context.scheduling_strategy, context.scheduling_strategy_large_args}
-    assert found == {"SPREAD"}

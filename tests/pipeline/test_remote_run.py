@@ -13,7 +13,6 @@ from dpex import tuning
 from dpex.errors import ClusterError
 from dpex.pipeline import remote_run
 from dpex.pipeline.remote_run import RemoteRun
-from dpex.wire.buffer_pool import MemoryPool
 
 BATCH_S = 5.0
 
@@ -61,7 +60,6 @@ class Made:
             "run",
             given.nodes,
             given,
-            MemoryPool(),
             pin_device=None,
             through_client=False,
             persistent=True,

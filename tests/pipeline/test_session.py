@@ -177,8 +177,9 @@ def of_size(size_bytes: int) -> Any:
 def store(session: Session, job: Any, later: Sequence[tuple[Stage, Any]] = ()) -> StoredJob:
     """Store functions that pickle a job, and the jobs of the later stages."""
     context = multiprocessing.get_context()
-    jobs = LoaderJobs(job, later, False, context, lambda pickle, here_only: pickle(here_only))
-    return session.store(jobs)
+    return session.store(
+        LoaderJobs(job, later, False, context), lambda pickle, here_only: pickle(here_only)
+    )
 
 
 def double(value: Any) -> Any:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_programs import PROGRAM_SECONDS, run_program, workplace
 from cluster_programs.clusters import Cluster
 from living import Plain
-from ray.util.scheduling_strategies import (
-    In,
-    NodeAffinitySchedulingStrategy,
-    NodeLabelSchedulingStrategy,
-)
 
 from dpex import DpexDataLoader, WorkerOptions
 from dpex.pipeline.worker_options import check, unmet
 
-NODE = "ab" * 28
 NODES = [
     {
         "Alive": True,
@@ -47,6 +40,11 @@ def test_the_type_has_the_options_that_dpex_knows() -> None:
             ValueError,
             r"does not accept 'num_gpus'\. .*Stage\(fn, num_gpus=1\)\. Accepted: .*label_selector",
         ),
+        (
+            {"scheduling_strategy": "SPREAD"},
+            ValueError,
+            r"does not accept 'scheduling_strategy'\. .*label_selector\. Accepted: ",
+        ),
         ({"cpus": 1}, ValueError, r"does not accept 'cpus'\. Accepted: "),
         (
             {"num_cpus": "two"},
@@ -69,35 +67,6 @@ def test_what_is_not_well_formed_is_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(error, match=match):
         DpexDataLoader(Plain(), num_workers=2, distribute_mode=True, worker_options=options)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "instead"),
-    [
-        ("SPREAD", "Leave it out"),
-        (
-            NodeAffinitySchedulingStrategy(NODE, soft=False),
-            f"Pass label_selector={ {'ray.io/node-id': NODE} }",
-        ),
-        (
-            NodeAffinitySchedulingStrategy(NODE, soft=True),
-            f"fallback_strategy=[{ {'label_selector': {'ray.io/node-id': '!' + NODE}} }]",
-        ),
-        (NodeLabelSchedulingStrategy(hard={"disk": In("fast")}), "Pass the same labels"),
-        (object(), "Give the nodes a label"),
-    ],
-)
-def test_a_scheduling_strategy_warns_and_names_the_label_selector(
-    strategy: Any, instead: str
-) -> None:
-    with pytest.warns(DeprecationWarning, match=re.escape(instead)) as caught:
-        DpexDataLoader(
-            Plain(),
-            num_workers=1,
-            distribute_mode=True,
-            worker_options={"scheduling_strategy": strategy},
-        )
-    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
 
 
 def test_what_ray_takes_is_well_formed() -> None:

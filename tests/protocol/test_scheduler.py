@@ -17,7 +17,7 @@ from dpex.pipeline import task_requests
 from dpex.pipeline.fair_share import FairShare
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
-from dpex.protocol.loss_causes import Loss
+from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs
 from dpex.tuning import MAX_DEATHS
 
@@ -1210,6 +1210,132 @@ def test_a_restarted_task_makes_room_for_one_that_cannot_restart(clock: SimpleNa
             assert payload_of(await scheduler.next_chunk("b", place, place, "b 2")) == payload
 
     play(scenario, holds_resources=True)
+
+
+def test_a_task_that_had_ended_reports_the_chunks_that_it_cannot_repeat(
+    clock: SimpleNamespace,
+) -> None:
+    """Another task has made later chunks of the logical worker, whose state must not go back."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed_one(scheduler, b"0", 0)
+        assert await scheduler.next_chunk("a", 0, 0, "a 1") is not None
+        asked = asyncio.ensure_future(scheduler.next_chunk("a", 1, 1, "a 1"))
+        await asyncio.sleep(0)
+        clock.now += tuning.IDLE_S
+        scheduler.note_others(OtherJobs(wait=True, may_wait=0))
+        scheduler.note(scheduler.scheduler.tick)
+        assert await asked is None
+        feed_one(scheduler, b"1", 0)
+        assert payload_of(await scheduler.next_chunk("b", 0, 0, "b 1")) == b"1"
+        assert await scheduler.next_chunk("a", 0, 0, "a 2") is None
+        assert [(loss.cause, loss.part) for loss in lost] == [(LossCause.BLOCK, Part("0", 0))]
+        assert await waits(scheduler, "b", 1, 1, "b 1"), "no chunk waits"
+        assert await scheduler.next_chunk("a", 0, 0, "a 3") is None
+        assert len(lost) == 1
+
+    play(scenario, **BOUND, holds_resources=True)
+
+
+def test_a_chunk_that_is_repeated_binds_its_logical_worker() -> None:
+    """When it was given first, any task could make it. Since then, a batch has changed a copy."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.begin(in_run=True)
+        for name, worker in (("a", 0), ("b", 1)):
+            feed_one(scheduler, name.encode(), worker)
+            assert await scheduler.next_chunk(name, 0, 0, f"{name} 1") is not None
+        scheduler.note_change("b", 1)
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "a 2")) == b"a"
+        feed_one(scheduler, b"2", 2)
+        feed_one(scheduler, b"0", 0)
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, "a 2")) == b"0"
+        assert await waits(scheduler, "a", 2, 2, "a 2"), "the other one needs its own process"
+
+    play(scenario, num_workers=4)
+
+
+def test_a_chunk_whose_last_sample_kills_its_process_counts_deaths_after_the_lease() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.begin(in_run=True)
+        feed_one(scheduler, b"deadly", alone=True)
+        assert await scheduler.next_chunk("a", 0, 0, "a 1") is not None
+        assert await scheduler.next_chunk("a", 1, 1, "a 1", early=True) is None
+        for number in range(2, MAX_DEATHS + 1):
+            again = await scheduler.next_chunk("a", 0, 0, f"a {number}")
+            assert payload_of(again) == b"deadly"
+            assert await scheduler.next_chunk("a", 1, 1, f"a {number}", early=True) is None
+        assert await scheduler.next_chunk("a", 0, 0, "last") is None
+        assert [loss.cause for loss in lost] == [LossCause.TASK]
+
+    play(scenario)
+
+
+def test_a_chunk_that_is_repeated_after_a_lease_holds_its_worker_for_a_limited_time(
+    clock: SimpleNamespace,
+) -> None:
+    """Ray may have replaced the process that repeats it, so that nobody learns of its end."""
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        scheduler.begin(in_run=True)
+        feed_one(scheduler, b"0")
+        assert await scheduler.next_chunk("a", 0, 0, "a 1") is not None
+        feed_one(scheduler, b"alone", alone=True)
+        assert await scheduler.next_chunk("a", 1, 1, "a 1") is None
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "a 2")) == b"0"
+        assert await waits(scheduler, "b", 0, 0)
+        clock.now += tuning.STATE_QUIET_S
+        scheduler.note(scheduler.scheduler.tick)
+        assert payload_of(await scheduler.next_chunk("c", 0, 0)) == b"alone"
+
+    play(scenario, later_stages=True)
+
+
+def test_a_restarted_task_holds_the_workers_of_all_chunks_that_it_has_to_repeat() -> None:
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        for place in range(2):
+            feed_one(scheduler, b"%d" % place, worker=place)
+            assert await scheduler.next_chunk("a", place, place, "a 1") is not None
+        assert payload_of(await scheduler.next_chunk("a", 0, 0, "a 2")) == b"0"
+        feed_one(scheduler, b"later", worker=1)
+        assert await waits(scheduler, "b", 0, 0), "a has to repeat a chunk of the logical worker"
+        assert payload_of(await scheduler.next_chunk("a", 1, 1, "a 2")) == b"1"
+        assert payload_of(await scheduler.next_chunk("a", 2, 2, "a 2")) == b"later"
+
+    play(scenario)
+
+
+def test_processes_that_do_not_end_with_their_tasks_are_known_to_later_pipelines() -> None:
+    replaced: deque[str] = deque()
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0", b"1", b"2", b"3")
+        for name in "abcd":
+            assert await scheduler.next_chunk(name, 0, 0, f"{name} 1") is not None
+        scheduler.note(scheduler.scheduler.close)
+        assert await scheduler.next_chunk("d", 1, 1, "d 1", early=True) is None
+        assert await scheduler.next_chunk("a", 1, 1, "a 1") is None
+        assert await scheduler.next_chunk("b", 0, 0, "b 2") is None, "Ray has restarted it"
+        scheduler.scheduler.note_joined()
+        assert set(replaced) == {"b 1", "c 1"}
+
+    play(scenario, replaced=replaced)
+
+
+def test_a_replaced_process_that_reports_its_last_sample_is_not_waited_for() -> None:
+    replaced: deque[str] = deque()
+
+    async def scenario(scheduler: PlayedScheduler) -> None:
+        feed(scheduler, b"0")
+        assert await scheduler.next_chunk("a", 0, 0, "a 2") is not None
+        scheduler.note(scheduler.scheduler.close)
+        assert await scheduler.next_chunk("a", 1, 1, "a 2", early=True) is None
+        assert await scheduler.next_chunk("a", 0, 0, "a 1") is None, "it had been silent"
+        assert set(replaced) == {"a 2"}, "it may still make samples"
+        scheduler.note(scheduler.scheduler.finish, "a", "a 2", 1)
+        assert not replaced
+
+    play(scenario, replaced=replaced)
 
 
 def test_a_restarted_task_gets_no_chunk_of_a_further_iteration_before_a_later_stage() -> None:

@@ -106,6 +106,20 @@ def test_an_early_request_keeps_the_deaths_until_the_last_sample_is_made() -> No
     lease.repeat(0, RELEASED)
 
 
+def test_a_lease_gives_back_the_chunks_of_one_iteration_and_repeats_none_of_them() -> None:
+    lease = new_lease()
+    for run in (1, 2):
+        lease.give(PickledChunk(b"%d" % run, 0, Part(str(run), 0)), run)
+    ask(lease, 2)
+    lease.note_request("second process", 0, 0, early=False)
+    lease.repeat(0, RELEASED)
+    given_back = lease.give_back(run=2)
+    assert [(chunk.payload, chunk.resent) for chunk in given_back] == [(b"2", True)]
+    assert lease.state is LeaseState.ENDED
+    assert lease.given == 0
+    assert lease.held == set()
+
+
 def give_bound(lease: TaskLease, worker: int) -> AssignedChunk:
     """Give a chunk of a logical worker that is bound to the lease."""
     lease.workers.add(worker)

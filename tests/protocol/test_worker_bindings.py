@@ -140,3 +140,19 @@ def test_a_worker_that_had_another_process_is_restarted() -> None:
     a.end()
     give(made, b, 0)
     assert b.restarted == {0}
+
+
+def test_a_chunk_that_was_cancelled_while_it_was_watched_leaves_no_state() -> None:
+    made, a, b = bindings(binding=Binding.WATCHED)
+    give(made, a, 0)
+    give(made, b, 1)
+    for lease in (a, b):
+        made.note_state(lease, unchanged=True)
+    assert made.binding is Binding.RELEASED
+    made.binding = Binding.WATCHED
+    give(made, a, 0)
+    made.binding = Binding.RELEASED
+    ask(made, a)
+    made.note_change(b, 0)
+    assert b.workers == {0}
+    assert b.restarted == set()

@@ -320,6 +320,11 @@ class Attempt:
         if self.runs is None:
             self.runs = chunk.worker
             self._world.invariants.begin(self)
+        if not chunk.stream:  # a process has its copy before it makes samples or asks early
+            version, worker = chunk.run.dataset_version, chunk.worker
+            if self._restarted and self._batch == 0:
+                self.process.copies.pop((version, worker), None)
+            self._copy((version, worker if self._binding.bound else SHARED))
         self._seconds = seconds = self._world.batch_seconds()
         early = self._batch == len(chunk.batches) - 1 and self._loop.asks_early
         if early and not chunk.stream and self._world.draw() < 0.5:
@@ -355,6 +360,7 @@ class Attempt:
         self._batch += 1
         number = batch if plan.streams is not None else chunk.batches[index][0]
         if number in plan.deadly and not self._is_past_end(chunk, batch):
+            world.states.kill(chunk, batch // chunk.stride)
             if not self.replaced:
                 world.budgets.die(chunk)
             world.cluster.die(self.process)
@@ -388,19 +394,19 @@ class Attempt:
         if copy is None:
             self.process.drop_copies(self.pipeline.number, other_than=slot[0])
             copy = Copy(watched=binding is not Binding.ALWAYS)
-            if self._restarted and binding is Binding.ALWAYS and not self.chunk.stream:
-                copy.restarted = True
-                self._world.states.report(self, self.chunk)
         copies[slot] = copy
+        starts_again = self._restarted and self._given is Binding.ALWAYS and not self.chunk.stream
+        copy.restarted = copy.restarted or starts_again
         copy.pipeline = self.pipeline.number
         return copy
 
     def _read_indices(self, chunk: Chunk, batch: int, number: int) -> Entry:
         version, worker, index = chunk.run.dataset_version, chunk.worker, batch // chunk.stride
-        if self._restarted and self._batch == 1:
-            self.process.copies.pop((version, worker), None)
         slot = (version, worker if self._binding.bound else SHARED)
         states, copy, binding = self._world.states, self._copy(slot), self._binding
+        if copy.restarted and not copy.reported:
+            copy.reported = True
+            states.report(self, chunk)
         states.make(self, chunk, index, copy, self._given)
         changed = copy.changed
         changes = self._world.plan.keeps_state(worker, index)

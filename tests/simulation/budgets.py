@@ -6,6 +6,7 @@ the batch takes its place. If the budget is one of the epoch, the epoch ends wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dpex import tuning
@@ -34,8 +35,9 @@ class Budgets:
             LossCause.STORE_FULL: 1 + tuning.STORE_FULL_TRIES,
             LossCause.BLOCK: tuning.MOST_LOSSES,
         }
-        # For each cause and batch, the chunks that were lost with the batch.
-        self._losses: dict[tuple[LossCause, int], set[tuple[str, int]]] = {}
+        # For each batch and each chunk that was lost with it, the causes of its losses. Two can
+        # arrive together: the process that could not store a block may also have died.
+        self._losses: dict[int, dict[tuple[str, int], set[LossCause]]] = {}
         self._numbers: dict[tuple[str, int], range] = {}
         self._deaths: dict[tuple[str, int], int] = {}
         self._runs = 0
@@ -63,16 +65,21 @@ class Budgets:
             return
         key = part.run, part.chunk
         for batch in part.batches or self._numbers[key]:
-            lost = self._losses.setdefault((loss.cause, batch), set())
-            lost.add(key)
+            lost = self._losses.setdefault(batch, {})
+            known = key in lost  # then the batch may be on its way in another chunk
+            lost.setdefault(key, set()).add(loss.cause)
             # The loss of a whole chunk includes batches that have arrived.
-            if part.batches and len(lost) > self._most[loss.cause]:
-                self._world.fail(
-                    f"batch {batch} has been lost {len(lost)} times: {loss.cause.name}"
-                )
+            times = self._least(loss.cause, batch)
+            if part.batches and not known and times > self._most[loss.cause]:
+                self._world.fail(f"batch {batch} has been lost {times} times: {loss.cause.name}")
 
-    def _times(self, cause: LossCause, batch: int) -> int:
-        return len(self._losses.get((cause, batch), ()))
+    def _least(self, cause: LossCause, batch: int) -> int:
+        """Return how often a batch has been lost for this cause alone."""
+        return sum(causes == {cause} for causes in self._losses.get(batch, {}).values())
+
+    def _most_times(self, cause: LossCause, batch: int) -> int:
+        """Return how often a batch may have been lost for this cause."""
+        return sum(cause in causes for causes in self._losses.get(batch, {}).values())
 
     def new_run(self, *, counts: bool) -> None:
         """Check how many runs have been lost in a row."""
@@ -86,15 +93,16 @@ class Budgets:
 
     def deliver(self, entry: Entry) -> None:
         """Check that an error in place of a batch comes after the last try, and names the batch."""
-        if self._is_spent:
+        if any(not self._is_past_end(batch) for batch in self._spent(self._least)):
             self._world.fail("a batch is delivered although the losses of blocks are too many")
         if entry.outcome != "error":
             return
-        task = self._times(LossCause.TASK, entry.batch)
-        full = self._times(LossCause.STORE_FULL, entry.batch)
+        task = self._most_times(LossCause.TASK, entry.batch)
+        full = self._most_times(LossCause.STORE_FULL, entry.batch)
         # Both kinds of tries count together for a stream, whose batches stay together.
         cause = LossCause.STORE_FULL if full > task else LossCause.TASK
-        if not task <= self._most[LossCause.TASK] or task + full < self._most[cause]:
+        least = self._least(LossCause.TASK, entry.batch)
+        if least > self._most[LossCause.TASK] or task + full < self._most[cause]:
             self._world.fail(f"batch {entry.batch} is given up after {task} and {full} losses")
         assert isinstance(entry.value, KeptError)
         try:
@@ -103,17 +111,21 @@ class Budgets:
             if f"batch {entry.batch} (" not in str(error):
                 self._world.fail(f"the error of batch {entry.batch} does not name it: {error}")
 
-    @property
-    def _is_spent(self) -> bool:
-        """Whether the blocks of a batch have been lost too often."""
-        most = self._most[LossCause.BLOCK]
-        return any(
-            c is LossCause.BLOCK and len(lost) >= most for (c, _), lost in self._losses.items()
-        )
+    def _spent(self, times: Callable[[LossCause, int], int]) -> list[int]:
+        """Return the batches whose blocks have been lost too often."""
+        block = LossCause.BLOCK
+        return [batch for batch in self._losses if times(block, batch) >= self._most[block]]
+
+    def _is_past_end(self, batch: int) -> bool:
+        """Return whether a batch lies past the end of its stream, which dpex may know or not."""
+        streams, workers = self._world.plan.streams, self._world.plan.workers
+        return streams is not None and batch // workers >= streams[batch % workers]
 
     def fail(self, delivery: Delivery[StoredBlock]) -> None:
         """Check that an epoch fails because its losses are too many, and that it stays failed."""
-        if not self._is_spent and self._runs < tuning.MOST_LOSSES - 1:
+        if any(self._world.states.kills(batch) for batch in self._spent(self._least)):
+            self._world.fail("a batch that kills its processes fails the epoch")
+        if not self._spent(self._most_times) and self._runs < tuning.MOST_LOSSES - 1:
             self._world.fail("the epoch fails although its losses are few")
         try:
             delivery.raise_failure()

@@ -173,7 +173,14 @@ class Cluster:
         """Kill a process that a new one replaces, if it does not end by itself."""
         if process.name not in self._killed:
             self._killed.add(process.name)
-            self._world.clock.after(tuning.END_S, self.die, process)
+            self._world.clock.after(tuning.END_S, self._kill_replaced, process)
+
+    def _kill_replaced(self, process: WorkerProcess) -> None:
+        attempt = process.attempt
+        healthy = not process.replaced and (attempt is None or not attempt.pipeline.closed)
+        if process.alive and healthy:
+            self._world.fail(f"healthy {process.name} is killed in place of a replaced one")
+        self.die(process)
 
     def lose_node(self, node: Node) -> None:
         """End a node with its processes and blocks; another one replaces it."""

@@ -26,6 +26,7 @@ class Copy:
     Attributes:
         pipeline: Number of the pipeline that used it last.
         restarted: Whether all its batches report that their logical worker's state starts again.
+        reported: Whether one of them has been made.
         changed: How many batches have changed it.
         read: For a stream, the number of batches that have been read.
         epoch: For a stream, the epoch that it reads.
@@ -40,6 +41,7 @@ class Copy:
         "last",
         "pipeline",
         "read",
+        "reported",
         "restarted",
         "rewound",
         "watched",
@@ -48,7 +50,7 @@ class Copy:
     def __init__(self, *, watched: bool) -> None:
         self.watched = watched
         self.last: tuple[int, int] | None = None
-        self.restarted = self.rewound = False
+        self.reported = self.restarted = self.rewound = False
         self.pipeline = -1
         self.changed = 0
         self.read = 0

@@ -28,6 +28,7 @@ class Pipeline:
         reserved: The run that the training process wants it to serve.
         broken: Whether its execution has failed.
         closed: Whether it is closed.
+        joined: Whether all its tasks have ended since.
         later_stages: Whether its blocks pass through a later stage.
         attempts: The present attempt of each task that runs.
         numbers: The number of each run that it has served, from 1.
@@ -56,7 +57,7 @@ class Pipeline:
         self._begins: tuple[Run, float] | None = None
         # The number of blocks of each task that Ray has for the later stage.
         self._yielded: dict[str, int] = {}
-        self._at_work = False
+        self._at_work = self.joined = False
         self._fed = 0
         self._early: dict[int, PickledChunk] = {}
         self._ends = 0
@@ -121,7 +122,7 @@ class Pipeline:
     def take_request(self, attempt: Attempt, request: int, step: Any) -> None:
         """Receive a task's request for its next chunk."""
         now = self._world.clock.now
-        if self.closed:
+        if self.joined:
             self._world.network.send(attempt.process.link, attempt.answer, request, None)
             return
         if attempt.restarted:  # Ray closes the connections of a process before it replaces it
@@ -142,13 +143,13 @@ class Pipeline:
 
     def take_finished(self, attempt: Attempt, place: int) -> None:
         """Receive the report that an attempt has made its last sample."""
-        if not self.closed:
+        if not self.joined:
             now = self._world.clock.now
             self._note(self.scheduler.finish(now, attempt.name, attempt.id, place))
 
     def take_change(self, name: str, worker: int) -> None:
         """Receive the report that a batch has changed its copy, although it was released."""
-        if not self.closed:
+        if not self.joined:
             self._note(self.scheduler.note_change(self._world.clock.now, name, worker))
 
     def note_others(self, others: OtherJobs | None) -> None:
@@ -181,13 +182,12 @@ class Pipeline:
         self, block: StoredBlock, loss: Loss | None, attempt: Attempt, finished: int | None
     ) -> None:
         """Receive a block, or its loss."""
-        if self.closed:
-            return
-        if loss is not None:
-            self.lose(loss)
-        elif self.run is not None and block.block.run == self.run.key:
-            self._blocks.append(block)
-        self._send_news()
+        if not self.closed:
+            if loss is not None:
+                self.lose(loss)
+            elif self.run is not None and block.block.run == self.run.key:
+                self._blocks.append(block)
+            self._send_news()
         if finished is not None:
             self.take_finished(attempt, finished)
 
@@ -300,6 +300,12 @@ class Pipeline:
             self._fed += 1
             self._note(scheduler.feed(self._world.clock.now, chunk))
 
+    def note_ends(self) -> None:
+        """Note that a task has ended; it may be the last one of a closed pipeline."""
+        if self.closed and not self.joined and not self.attempts:
+            self.joined = True
+            self.scheduler.note_joined()
+
     def feed_held(self) -> None:
         """Continue with the chunks that waited for the tasks of closed pipelines."""
         if self._held and not any(pipeline.has_tasks for pipeline in self.earlier):
@@ -323,6 +329,7 @@ class Pipeline:
         self.closed = True
         self._at_work = self.scheduler.has_work
         self.cluster.end_tasks(self)
+        self.note_ends()
         if self._begins is not None:
             self._try_begin()
 

@@ -8,7 +8,7 @@ from random import Random
 
 from dpex.protocol.binding import Binding
 
-__all__ = ["EndOfEpoch", "Epoch", "Fault", "Plan", "draw_plan"]
+__all__ = ["EndOfEpoch", "Epoch", "Fault", "Plan", "add_faults_that_meet", "draw_plan"]
 
 # So few that most schedules have little more than 200 events.
 LEAST_BATCHES = 14
@@ -126,6 +126,22 @@ class Plan:
         """
         changes_from = self.changes_from[worker]
         return changes_from is not None and index >= changes_from
+
+
+# Share of the schedules in which a pipeline fails soon after Ray has taken a process for dead.
+# Faults that are drawn one by one rarely meet in this way.
+_MET_SHARE = 0.01
+_MOST_OTHERS = 3
+
+
+def add_faults_that_meet(plan: Plan, seed: int) -> None:
+    """Add faults to the schedules of some seeds, and leave the draws of all others as they are."""
+    draw = Random(~seed).random
+    if draw() >= _MET_SHARE:
+        return
+    at = int(draw() * 100)
+    met = [(at, Fault.GHOST), (at + 1 + int(draw() * 20), Fault.PIPELINE)]
+    plan.faults = sorted([*plan.faults[:_MOST_OTHERS], *met], key=lambda fault: -fault[0])
 
 
 _FAULTS = [*Fault, Fault.DEATH, Fault.DEATH, Fault.GHOST, Fault.STORE]

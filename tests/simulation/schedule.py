@@ -19,7 +19,7 @@ from simulation.loader import Loader, TrainingLoop
 from simulation.machines import StoredBlock
 from simulation.network import Network
 from simulation.pipelines import Pipeline
-from simulation.plan import Fault, Plan, draw_plan
+from simulation.plan import Fault, Plan, add_faults_that_meet, draw_plan
 from simulation.states import States
 
 __all__ = ["Failure", "World", "play", "readable"]
@@ -56,6 +56,8 @@ class World:
         self.seed = seed
         self.draw = draws.random
         self.plan = plan or draw_plan(draws)
+        if plan is None:
+            add_faults_that_meet(self.plan, seed)
         self.clock = Clock(self.draw)
         self.history: list[tuple[Any, ...]] = []
         self.failure: Failure | None = None
@@ -148,6 +150,7 @@ class World:
     def note_idle(self, pipeline: Pipeline) -> None:
         """Note that a task has ended, for which chunks of another pipeline may wait."""
         if pipeline.closed:
+            pipeline.note_ends()
             for other in self.pipelines:
                 other.feed_held()
 

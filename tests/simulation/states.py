@@ -61,6 +61,9 @@ class States:
         self._bound: dict[tuple[str, int], set[int]] = {}
         # The same for watched batches, after which the logical worker may stay bound.
         self._watched: dict[tuple[str, int], set[int]] = {}
+        # Tasks, dataset versions and logical workers. A task may keep the state of its logical
+        # worker, which it made before logical workers were bound, and get further ones.
+        self._kept: set[tuple[str, int, int]] = set()
         # The tasks whose leases have ended. Ray may restart such a task.
         self._ended: set[str] = set()
         # The batches of the present iteration that were sent, and the chunks with batches that were
@@ -72,6 +75,8 @@ class States:
         # Dataset versions with a full store, so that one task works at a time and the others end.
         self._one_by_one: set[int] = set()
         self._late: set[int] = set()
+        # Iteration, logical worker and number of each batch that has killed a process.
+        self._deadly: set[tuple[int, int, int]] = set()
         # Pipelines and logical workers with a batch that was compared with its copy.
         self._compared: set[tuple[int, int]] = set()
 
@@ -84,6 +89,10 @@ class States:
     def _bound_to(self, attempt: Attempt, chunk: Chunk) -> set[int]:
         """Return the logical workers that are bound to a task."""
         return self._bound.setdefault((attempt.name, chunk.run.dataset_version), set())
+
+    def _note_kept(self, attempt: Attempt, chunk: Chunk) -> None:
+        """Note that a task may keep a logical worker, and also get others later."""
+        self._kept.add((attempt.name, chunk.run.dataset_version, chunk.worker))
 
     # --- what the training process does -----------------------------------------------------------
 
@@ -127,6 +136,9 @@ class States:
         version, worker, plan = chunk.run.dataset_version, chunk.worker, self._world.plan
         self._given.setdefault((chunk.run.key, chunk.number), assigned.binding)
         if not assigned.binding.bound:
+            if assigned.again:  # the process that was watched has ended before it reported a change
+                self._given[chunk.run.key, chunk.number] = assigned.binding
+                self._bound_to(attempt, chunk).discard(worker)
             return
         attempt.had.append((version, worker))
         life = self._life((version, worker))
@@ -135,10 +147,16 @@ class States:
         watched = self._watched.setdefault((attempt.name, version), set())
         if assigned.binding is Binding.WATCHED:
             watched.add(worker)
-        # A restarted task may repeat chunks of logical workers that were not bound then.
-        if assigned.binding is not Binding.ALWAYS or assigned.again:
+        if assigned.binding is not Binding.ALWAYS:
             return
         bound = self._bound_to(attempt, chunk)
+        if assigned.again:
+            # It may repeat chunks of several logical workers, which were not bound then.
+            if self._given[chunk.run.key, chunk.number] is not Binding.ALWAYS:
+                self._note_kept(attempt, chunk)
+            return
+        if (attempt.name, version, worker) in self._kept:
+            return
         if worker in watched or (life.holder is not None and life.holder.name == attempt.name):
             bound.add(worker)  # it was watched here, or it changed a copy of this task late
         # A further task cannot start if waiting tasks hold the resources.
@@ -186,7 +204,7 @@ class States:
         # Its lease has ended. Each reason is documented.
         plan, version = self._world.plan, chunk.run.dataset_version
         idle = plan.holds_resources and owner.waited_s >= tuning.IDLE_S
-        alone = (version, chunk.worker) in self._alone
+        alone = not self._alone.isdisjoint(owner.had)
         # Before a later stage, the lease of a restarted task ends with its iteration.
         ends = plan.later_stages and plan.persistent and owner.follows
         # The lease of a released logical worker may end before its late change is known.
@@ -195,10 +213,19 @@ class States:
 
     # --- batches ----------------------------------------------------------------------------------
 
+    def kill(self, chunk: Chunk, index: int) -> None:
+        """Note that a batch has killed its process."""
+        self._deadly.add((self._world.iteration_of(chunk.run.key), chunk.worker, index))
+
+    def kills(self, batch: int) -> bool:
+        """Return whether a batch of the present iteration has killed a process."""
+        index, worker = divmod(batch, self._world.plan.workers)
+        return (self._world.training.iteration, worker, index) in self._deadly
+
     def cancel(self, attempt: Attempt, chunk: Chunk, binding: Binding) -> None:
         """Note that a batch is cancelled, of which a bound logical worker has made samples."""
         if binding.bound and not attempt.replaced and not attempt.pipeline.closed:
-            self._life((chunk.run.dataset_version, chunk.worker)).holder = attempt
+            self._hold(attempt, chunk, self._life((chunk.run.dataset_version, chunk.worker)))
 
     def compare(self, attempt: Attempt, chunk: Chunk, binding: Binding, *, changes: bool) -> None:
         """Note that a batch has been compared with its copy."""
@@ -215,7 +242,14 @@ class States:
                     "compared"
                 )
             self._note_late(chunk.run.dataset_version)
-            life.holder = attempt
+            self._note_kept(attempt, chunk)
+            self._hold(attempt, chunk, life)
+
+    def _hold(self, attempt: Attempt, chunk: Chunk, life: _Life) -> None:
+        """Note the holder of a state. If the last holder has lost it, a report may still follow."""
+        if life.owner is None and life.holder is not attempt:
+            life.lost = self._is_lost(life, chunk)
+        life.holder = attempt
 
     def _note_late(self, version: int) -> None:
         """Note that dpex reports a late change: until then, any process made any batch."""
@@ -244,7 +278,7 @@ class States:
             return
         life = self._life((chunk.run.dataset_version, chunk.worker))
         if binding.bound:
-            life.holder = attempt
+            self._hold(attempt, chunk, life)
         # A repeated chunk may be one of a logical worker that was bound to no process then.
         given = self._given[chunk.run.key, chunk.number]
         changes = self._world.plan.keeps_state(chunk.worker, index)
@@ -331,6 +365,4 @@ class States:
         They leave no copy, and errors take their places.
         """
         first, _ = self._ranges[iteration][worker]
-        plan = self._world.plan
-        deadly = {batch // plan.workers for batch in plan.deadly if batch % plan.workers == worker}
-        return deadly.issuperset(range(first, index))
+        return all((iteration, worker, each) in self._deadly for each in range(first, index))

@@ -339,7 +339,7 @@ def test_states_of_other_workers_streams_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "version 3, but this dpex reads versions 1 to 2"),
+        ({"version": 3}, "version 3, but this dpex reads version 2"),
         ({"length": 24}, "length 24, but this dataset has length 23"),
         ({"world_size": 2}, "world size 2, and this loader has no DistributedSampler"),
         ({"workers": 1, "length": None}, "an IterableDataset, but range is a map-style dataset"),

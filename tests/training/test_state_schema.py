@@ -1,14 +1,10 @@
-"""Tests of the schema of resume states: a state that does not fit is refused, and nothing changes.
-
-The schema must not need the checksum. So altered states have the checksum of their content, or
-they are of version 1, which had no checksum.
-"""
+"""Tests of loading a resume state: an altered state is refused, and nothing changes."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -16,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from altered_states import alterations, altered, of_version_1
+from altered_states import alterations, altered
 from samplers import INDICES, LENGTH, Ragged, Stateful, own
 from samples import seed_everything
 from torch.utils.data import Dataset, IterableDataset
@@ -84,17 +80,6 @@ LOADERS: dict[str, Any] = {
     "stream": lambda: DpexDataLoader(Stream(), 4),
     "stream with a state": lambda: DpexDataLoader(StatefulStream(), 4),
 }
-# Another loader of the same kind may have had these values, so only a checksum can refuse them.
-PLAUSIBLE = {
-    "ranks": r"(world_size|sampler_epoch)\.=-?\d+$|ahead\.=\[3\]",
-    "stream": "$",
-    "stream with a state": r"stream_states\.\[0\]\.ended\.=True",
-}
-# Only a user's object knows what its state must be. Only a custom batch sampler knows its batches.
-LATE = {
-    "batch sampler": r"(batches|samples)\.",
-    "stream with a state": r"stream_states\.\[0\]\.dataset\.=",
-}
 
 
 def batches_of(loader: DpexDataLoader[Any]) -> list[Any]:
@@ -134,24 +119,17 @@ def outcome(kind: str, state: Any, generators: Any) -> Any:
         return "late", error
 
 
-@pytest.mark.parametrize("form", [altered, of_version_1])
 @pytest.mark.parametrize("batches", [2, 0, None])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_altered_state_is_refused_or_gives_the_same_batches(
-    kind: str, batches: int | None, form: Any
+    kind: str, batches: int | None
 ) -> None:
     state, generators, rest = saved(kind, batches)
-    assert outcome(kind, form(state), generators) == rest
-    plausible = PLAUSIBLE.get(kind, r"ahead\.=\[[36]\]")
-    if not batches:
-        plausible += "|in_progress.=(True|False)"
+    assert outcome(kind, state, generators) == rest
     refused, wrong = 0, []
-    for name, changed in alterations(state, draws=kind == "generator"):
-        if re.match(plausible, name):
-            continue
-        found = outcome(kind, form(changed), generators)
-        late = isinstance(found, tuple) and re.match(LATE.get(kind, "$"), name)
-        if late or isinstance(found, TypeError | ValueError):
+    for name, changed in alterations(state):
+        found = outcome(kind, changed, generators)
+        if isinstance(found, ValueError):
             refused += 1
         elif found != rest:
             wrong.append((name, found))
@@ -159,19 +137,28 @@ def test_an_altered_state_is_refused_or_gives_the_same_batches(
     assert refused > 300
 
 
-def test_every_field_of_a_state_has_a_schema() -> None:
+def test_every_field_of_a_state_counts() -> None:
     state, _, _ = saved("map", 2)
     names = {field.name for field in fields(ResumeState)}
     assert state.keys() == {"version", "checksum", *names}
     for name in names:
-        with pytest.raises(ValueError, match=f"a state without {name}"):
+        with pytest.raises(ValueError, match="was altered or is incomplete"):
             load_state({key: value for key, value in state.items() if key != name})
 
 
-@pytest.mark.parametrize("form", [altered, of_version_1])
-def test_a_state_of_this_and_of_the_first_version_is_the_same_state(form: Any) -> None:
+def test_a_loaded_state_is_the_same_state() -> None:
+    for kind in LOADERS:
+        state, _, _ = saved(kind, 2)
+        assert dump_state(load_state(state)) == state
+        assert dump_state(load_state(json.loads(json.dumps(state)))) == state
+
+
+def test_a_scalar_of_numpy_counts_as_its_number() -> None:
     state, _, _ = saved("stream with a state", 2)
-    assert dump_state(load_state(form(state))) == state
+    [stream] = state["stream_states"]
+    changed = {**state, "batches": np.int64(2), "in_progress": np.bool_(True)}
+    changed["stream_states"] = [{**stream, "batches": np.int64(2)}]
+    assert json.dumps(dump_state(load_state(changed))) == json.dumps(state)
 
 
 @pytest.mark.parametrize(
@@ -186,85 +173,6 @@ def test_what_is_not_a_dict_is_a_type_error(wrong: Any) -> None:
     loader.load_state_dict({})
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"batches": True}, TypeError, "batches=True of type bool, but it must be an int"),
-        ({"batches": np.int64(2)}, TypeError, r"batches=.* of type int64"),
-        ({"batches": -1}, ValueError, r"batches=-1, but it must be in \[0, "),
-        ({"batches": 3}, ValueError, "samples=8, but .* samples in 3 batches of batch_size=4"),
-        ({"resized": [1, 2]}, ValueError, r"samples=8, but .*\(resized=\(1, 2\)\)"),
-        ({"ahead": [2]}, ValueError, r"ahead=\(2,\), but .* after batches \(2\)"),
-        ({"ahead": [4, 3]}, ValueError, r"ahead=\(4, 3\), but .* ascending"),
-        ({"place": 8}, ValueError, r"offset=0, but .* if place \(8\) is 0"),
-        ({"place": 8, "offset": 16}, ValueError, r"offset=16, .* world_size \(None\) is None"),
-        ({"iteration": 0}, ValueError, r"iteration=0, but .* base_seed \(None\) is None"),
-        ({"streams": [1, 1]}, ValueError, "streams=.* None in the state of a map-style dataset"),
-        ({"before_first": None}, ValueError, "before_first=None, but it must be given"),
-        ({"in_progress": False}, ValueError, "batches=2, but it must be 0 .* between two epochs"),
-        ({"unknown": 1}, ValueError, "unknown field unknown=1"),
-        ({"samplers": {1: 2}}, TypeError, "a key of samplers=1 of type int"),
-        ({"workers": 2, "length": None}, ValueError, ""),
-    ],
-    ids=str,
-)
-def test_an_error_names_field_value_and_remedy(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    state, _, _ = saved("map", 2)
-    with pytest.raises(error, match=message + r".*load_state_dict\({}\)"):
-        LOADERS["map"]().load_state_dict(altered(state, **change))
-
-
-def of_streams(**change: Any) -> dict[str, Any]:
-    """Return a state as two logical workers have it that read streams with a state."""
-    state, _, _ = saved("stream with a state", 2)
-    [stream] = state["stream_states"]
-    streams = {
-        "batches": 5,
-        "samples": 0,
-        "base_seed": 7,
-        "iteration": 0,
-        "workers": 2,
-        "streams": [3, 2],
-        "stream_states": [{**stream, "batches": 3}, stream],
-    }
-    return altered(state, **{**streams, **change})
-
-
-def test_streams_fit_their_states() -> None:
-    state = of_streams()
-    load_state(state)
-    one, other = state["stream_states"]
-    over = {**one, "batches": 0, "epoch_over": True}
-    load_state(of_streams(stream_states=[{**one, "batches": 2}, None]))  # an error came later
-    load_state(of_streams(stream_states=[over, other]))
-    between = {
-        **dict.fromkeys(["before_first", "batch_size", "workers", "streams"]),
-        **{"in_progress": False, "batches": 0, "stream_states": [over, over]},
-    }
-    load_state(of_streams(**between))
-    for change in (
-        {"streams": [2, 3]},
-        {"streams": [3, 3]},
-        {"streams": [5]},
-        {"workers": 3},
-        {"base_seed": None, "iteration": -1},
-        {"stream_states": [one]},
-        {"stream_states": [{**one, "batches": 4}, other]},
-        {"stream_states": [{**over, "batches": 1}, other]},
-        {"stream_states": [{**one, "dataset": None}, other]},
-        {"dataset": {"place": 3}},
-        {"length": 23},
-        {"samples": 21},
-        {**between, "stream_states": [one, over]},
-        {**between, "base_seed": None},
-        {**between, "iteration": -1},
-    ):
-        with pytest.raises(ValueError, match=r"load_state_dict got .* but it must be"):
-            load_state(of_streams(**change))
-
-
 # --- the checksum ---------------------------------------------------------------------------------
 
 
@@ -274,8 +182,9 @@ def test_streams_fit_their_states() -> None:
         ({"base_seed": 5, "iteration": 0}, "checksum"),
         ({"version": 3}, "checksum"),
         ({"checksum": "0" * 64}, "checksum='0000"),
-        ({"version": 0}, r"version=0, but it must be in \[1, "),
-        ({"version": 1}, "unknown field checksum"),
+        ({"version": 1}, "checksum"),
+        ({"batches": True}, "checksum"),
+        ({"unknown": 1}, "checksum"),
     ],
     ids=str,
 )
@@ -283,9 +192,9 @@ def test_an_altered_state_is_told_from_a_later_version(change: Any, message: str
     state, _, _ = saved("map", 2)
     with pytest.raises(ValueError, match=message):
         load_state({**state, **change})
-    with pytest.raises(ValueError, match="version 3, but this dpex reads versions 1 to 2"):
+    with pytest.raises(ValueError, match="version 3, but this dpex reads version 2"):
         load_state(altered(state, version=3))
-    with pytest.raises(ValueError, match="a state without checksum"):
+    with pytest.raises(ValueError, match="checksum=None"):
         load_state({key: value for key, value in state.items() if key != "checksum"})
 
 
@@ -328,7 +237,6 @@ THIRTEEN = {"samplers": {"inner": {"yielded": 13}}}
     [
         *itertools.product(
             (
-                {"length": True},
                 {"samplers": None},
                 {"dataset": {}},
                 {"dataset": None},

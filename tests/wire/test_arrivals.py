@@ -11,7 +11,6 @@ import torch
 from dpex.protocol.chunks import Entry
 from dpex.wire.arrivals import Decoder
 from dpex.wire.block_format import Block, BlockWriter
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.machine import machine
 from dpex.wire.segments import SegmentPool
 from dpex.wire.timings import Costs
@@ -50,14 +49,14 @@ def block_of(batches: int, segments: SegmentPool | None = None) -> Block:
 
 
 def test_an_open_decoder_unpickles_all_batches_of_its_run() -> None:
-    arrival = Decoder("run", MemoryPool(), None)(block_of(3))
+    arrival = Decoder("run", None)(block_of(3))
     assert [entry.value.number for entry in arrival.batches] == loaded == [0, 1, 2]
-    assert Decoder("another", MemoryPool(), None)(block_of(3)).batches == []
+    assert Decoder("another", None)(block_of(3)).batches == []
     assert loaded == [0, 1, 2]
 
 
 def test_a_closed_decoder_unpickles_nothing() -> None:
-    decoder = Decoder("run", MemoryPool(), None)
+    decoder = Decoder("run", None)
     decoder.close()
     assert decoder(block_of(3)).batches == []
     assert loaded == []
@@ -66,7 +65,7 @@ def test_a_closed_decoder_unpickles_nothing() -> None:
 def test_a_decoder_that_is_closed_during_a_block_ends_after_its_batch() -> None:
     pool = SegmentPool()
     pool.serve("pipeline", "run", machine())
-    decoder = Decoder("run", MemoryPool(), None)
+    decoder = Decoder("run", None)
     at_load.append(decoder.close)
     arrival = decoder(block_of(3, pool))
     assert arrival.batches == []

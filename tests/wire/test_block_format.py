@@ -1,4 +1,4 @@
-"""Tests of the block formats: batches to one Arrow row or to a message, and back."""
+"""Tests of the block format: batches to one Arrow row or to a message, and back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 from dpex import tuning
 from dpex.errors import SerializationError
 from dpex.protocol.chunks import Entry
-from dpex.wire.block_format import Block, BlockWriter, decode, read_block, read_message
-from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.block_format import Block, BlockWriter, decode, read_block
 from dpex.wire.pickling import Pickled, dump, dump_in_band, load
 from dpex.wire.segments import SegmentReader
 from dpex.wire.timings import Costs
@@ -35,7 +34,7 @@ def through_block(request: Any, monkeypatch: pytest.MonkeyPatch) -> ThroughBlock
         if request.param == "message":
             message = writer.message()
             assert message is not None
-            return read_message(message)
+            return read_block(message)
         sink = pa.BufferOutputStream()
         table = writer.table()
         with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -49,7 +48,7 @@ def through_block(request: Any, monkeypatch: pytest.MonkeyPatch) -> ThroughBlock
         block = copied(writer)
         assert (block.run, block.chunk) == ("run", 3)
         assert block.costs == Costs(seconds=0.5 * len(values), samples=2 * len(values))
-        entries = decode(block, MemoryPool(), SegmentReader(), pin_memory=False)
+        entries = decode(block, SegmentReader(), pin_memory=False)
         return [entry.value for entry in entries]
 
     return through_block
@@ -176,9 +175,7 @@ def test_a_batch_that_cannot_be_unpacked_is_an_error_in_its_place() -> None:
     writer = BlockWriter("run", 0)
     for number, value in enumerate([1, _Fragile(), 3]):
         writer.add(Entry(number, dump(value, "batch")), Costs())
-    first, second, third = decode(
-        read_block(writer.table()), MemoryPool(), SegmentReader(), pin_memory=False
-    )
+    first, second, third = decode(read_block(writer.table()), SegmentReader(), pin_memory=False)
     assert (first, third) == (Entry(0, 1), Entry(2, 3))
     assert (second.batch, second.outcome) == (1, "error")
     with pytest.raises(OSError, match="not here"):
@@ -215,7 +212,7 @@ def test_a_message_carries_a_block_that_is_small_as_a_whole(
     assert (message is not None) == small
     if message is not None:
         assert len(message) < tuning.SMALL_BYTES
-        assert len(read_message(message).entries) == batches
+        assert len(read_block(message).entries) == batches
         assert writer.size_bytes == 0, "the writer starts the next block"
     else:
         assert len(read_block(writer.table()).entries) == batches

@@ -59,33 +59,13 @@ def has_key(kind: type) -> bool:
     return any(key.encode() in pickled for key in keys)
 
 
-def test_what_a_script_names_has_a_key_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Inner:
-        pass
-
-    class Outer:
-        inner = Inner
-
-    class Unnamed:
-        pass
-
-    for kind in (Outer, Inner, Unnamed):
-        kind.__module__ = "__main__"
-    monkeypatch.setattr(sys.modules["__main__"], "Outer", Outer, raising=False)
-    remember(everywhere=False)
-    assert has_key(Outer)
-    assert has_key(Inner)
-    remember()
-    assert has_key(Unnamed), "to look everywhere finds the classes without a name"
-
-
-def test_a_class_without_a_name_has_a_key_only_if_all_classes_are_looked_at() -> None:
+def test_the_script_s_classes_have_keys_before_a_fork() -> None:
     class Unnamed:
         pass
 
     Unnamed.__module__ = "__main__"
-    remember(everywhere=False)
-    assert not has_key(Unnamed)
+    remember()
+    assert has_key(Unnamed)
 
 
 def in_script(kind: Any) -> Any:

@@ -232,7 +232,7 @@ def test_another_node_maps_its_own_file_of_the_same_size(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickled = dump(np.memmap(file, np.int64, "r"), "x", ELSEWHERE)
-    monkeypatch.setattr("dpex.wire.mapped_files.mounts", lambda: "another")
+    monkeypatch.setattr("dpex.wire.mapped_files.machine", lambda: "another")
     content = file.read_bytes()
     file.with_name("copy").write_bytes(content)
     file.with_name("copy").replace(file)

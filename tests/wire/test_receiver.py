@@ -18,7 +18,6 @@ from dpex.protocol.chunks import Entry, Part
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.wire.arrivals import Arrivals
 from dpex.wire.block_format import BlockWriter
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.timings import Costs
 from dpex.worker.map_style import encode
 
@@ -83,7 +82,6 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
         "pipeline",
         "run",
         arrivals,
-        MemoryPool(),
         pin_device=None,
         through_client=through_client,
     )

@@ -27,7 +27,6 @@ from dpex.protocol.chunks import Entry
 from dpex.transforms import MappedDataset, Stage
 from dpex.wire import segments
 from dpex.wire.block_format import BlockWriter, decode, places_in, read_block
-from dpex.wire.buffer_pool import MemoryPool
 from dpex.wire.machine import machine
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.memory_map import SEGMENT_NAME, spans
@@ -330,7 +329,7 @@ def test_a_short_block_needs_no_object_store(sizes: list[int], in_segments: int)
     assert len(places_in(block)) == in_segments
     if max(sizes) < tuning.SEGMENT_BYTES:
         assert (table.nbytes < tuning.SMALL_BYTES) == bool(in_segments or sizes == [90_000])
-    read = [e.value for e in decode(block, MemoryPool(), reader, pin_memory=False)]
+    read = [e.value for e in decode(block, reader, pin_memory=False)]
     assert all(map(torch.equal, read, batches))
 
 

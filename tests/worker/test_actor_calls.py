@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +13,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from dpex import tuning
 from dpex.protocol.loss_causes import LossCause
-from dpex.wire.packing import unpack
 from dpex.worker import actor_calls
 from dpex.worker.actor_calls import Arrived, Messages, Patience, loss_of
 
@@ -38,7 +38,7 @@ class FakePipelineActor:
         self.accept = self
 
     def remote(self, *arguments: Any) -> Answer:
-        values, _ = unpack(arguments[0])
+        values, _ = pickle.loads(arguments[0])
         self.calls.append(values)
         return Answer(self._errors.pop(0) if self._errors else None)
 
@@ -49,7 +49,7 @@ def away() -> ActorUnavailableError:
 
 def messages_to(monkeypatch: pytest.MonkeyPatch, actor: FakePipelineActor) -> Messages:
     monkeypatch.setattr(actor_calls, "pipeline_actor", {"actor": actor}.__getitem__)
-    monkeypatch.setattr(tuning, "ACTOR_PAUSE_S", 0.0)
+    monkeypatch.setattr(tuning, "PAUSE_S", 0.0)
     return Messages("actor", "pipeline")
 
 
@@ -113,7 +113,7 @@ def test_a_pipeline_actor_that_stays_away_is_an_error(monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_has_waited_has_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ACTOR_PAUSE_S", 0.0)
+    monkeypatch.setattr(tuning, "PAUSE_S", 0.0)
     now = 0.0
     monkeypatch.setattr(actor_calls.time, "monotonic", lambda: now)
     patience = Patience()

@@ -233,6 +233,23 @@ def test_a_copy_that_changes_belongs_to_the_worker_that_changed_it() -> None:
     assert made(dataset, {1: [5], 0: [6]}, Binding.ALWAYS) == [4, 1]
 
 
+def test_a_state_that_starts_again_on_the_shared_copy_is_reported() -> None:
+    """The process has a copy that no batch has changed, and the logical worker takes it over."""
+    pickled = dump(Job(Counts(), list, None, True), "loader")
+
+    def reported(batches: int, binding: Binding, *, restarted: bool) -> list[int]:
+        chunk = Chunk(make_run(), 0, 0, [[]] * batches, [0] * batches)
+        entries = fetch_chunk(
+            chunk, lambda: load(pickled), "here", bool, binding=binding, restarted=restarted
+        )
+        return [costs.after_restart for _, costs in entries]
+
+    assert reported(1, Binding.RELEASED, restarted=False) == [0]
+    assert reported(2, Binding.ALWAYS, restarted=True) == [1, 1]
+    assert reported(1, Binding.ALWAYS, restarted=False) == [1]
+    assert len(dataset_copies._copies) == 1
+
+
 def test_worker_init_fn_runs_once_per_logical_worker_on_a_copy_of_its_own() -> None:
     def open_for(worker_id: int) -> None:
         info = get_worker_info()

@@ -6,30 +6,23 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpex.carriers.processes.worker_process import WorkerStart
 from dpex.carriers.processes.worker_processes import WorkerProcesses
 from dpex.cluster.limits import free_cores
-from dpex.errors import ClusterError
+from dpex.cluster.own_process import OwnProcess
 from dpex.protocol.binding import Binding
-from dpex.wire import classes_by_value
 from dpex.wire.arrivals import Arrivals, Decoder
-from dpex.wire.buffer_pool import MemoryPool
+from dpex.wire.classes_by_value import remember
 from dpex.worker.map_style import pickled_chunks
-from dpex.worker.training_settings import InheritedSettings
 
 if TYPE_CHECKING:
-    from multiprocessing.context import BaseContext
-
     from dpex.protocol.chunks import Chunk
     from dpex.stats import LoaderStats
-    from dpex.worker.later_stage import StageJob
-    from dpex.worker.loader_jobs import LoaderJobs
-    from dpex.worker.map_style import Job
+    from dpex.worker.loader_jobs import LoaderJobs, PickleJob
 
-__all__ = ["ProcessJob", "ProcessRun", "ProcessSession", "check_system"]
+__all__ = ["ProcessRun", "ProcessSession", "check_system"]
 
 
 def check_system() -> None:
@@ -45,24 +38,7 @@ def check_system() -> None:
         )
 
 
-@dataclass(frozen=True)
-class ProcessJob:
-    """What the worker processes of an iteration start with.
-
-    Attributes:
-        context: The loader's ``multiprocessing_context``.
-        job: The job.
-        later: The jobs of the later stages.
-        stream: Whether the dataset is an ``IterableDataset``.
-    """
-
-    context: BaseContext
-    job: Job
-    later: Sequence[StageJob]
-    stream: bool
-
-
-class ProcessSession:
+class ProcessSession(OwnProcess):
     """The worker processes of a loader; see ``CarrierSession``.
 
     Args:
@@ -71,51 +47,31 @@ class ProcessSession:
     """
 
     def __init__(self, num_workers: int, *, persistent: bool) -> None:
-        self._pid = os.getpid()
+        super().__init__()
         self._num_workers = num_workers
         self._persistent = persistent
         self._free_cores = free_cores()  # each call reads files
-        self._pool = MemoryPool()
-        self._kept: tuple[ProcessJob, WorkerProcesses] | None = None
+        self._kept: tuple[LoaderJobs, WorkerProcesses] | None = None
         self._started = self._closed = False
         self._in_use: weakref.WeakSet[ProcessRun] = weakref.WeakSet()
-
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the one that created the object."""
-        return os.getpid() != self._pid
-
-    def check_process(self) -> None:
-        """Check that this process created the object.
-
-        Raises:
-            ClusterError: It is a fork of that process.
-        """
-        if self.forked:
-            raise ClusterError(
-                "this process is a fork of the one that began the iteration, and the worker "
-                "processes send their batches there. Call iter(loader) in this process"
-            )
 
     @property
     def alive(self) -> bool:
         """Whether iterations can begin."""
         return not (self.forked or self._closed)
 
-    def store(self, jobs: LoaderJobs) -> ProcessJob:
-        """Return what the worker processes start with."""
-        later = [job for _, job in jobs.later]
-        return ProcessJob(jobs.context, jobs.job, later, jobs.stream)
+    def store(self, jobs: LoaderJobs, pickle: PickleJob) -> LoaderJobs:
+        """Return the jobs: the worker processes start with them."""
+        return jobs
 
-    def settings(self) -> InheritedSettings:
-        """Return no settings: the worker processes inherit them."""
-        return InheritedSettings()
+    def settings(self) -> None:
+        """Return None: the worker processes inherit the settings."""
 
-    def warm_up(self, job: ProcessJob, *, binding: Binding, wait: bool) -> None:
+    def warm_up(self, job: LoaderJobs, *, binding: Binding, wait: bool) -> None:
         """Do nothing: the worker processes start at ``iter()``, as torch's do."""
 
     def open(
-        self, run: str, job: ProcessJob, *, binding: Binding, pin_device: int | None
+        self, run: str, job: LoaderJobs, *, binding: Binding, pin_device: int | None
     ) -> Callable[[], ProcessRun]:
         """Start an iteration, and its processes unless they persist.
 
@@ -129,23 +85,24 @@ class ProcessSession:
             OSError: A process cannot be started.
         """
         processes = self._processes(job, binding)
-        processes.begin(Decoder(run, self._pool, pin_device))
+        processes.begin(Decoder(run, pin_device))
         opened = ProcessRun(processes, persistent=self._persistent)
         self._in_use.add(opened)
         return lambda: opened
 
-    def _processes(self, job: ProcessJob, binding: Binding) -> WorkerProcesses:
+    def _processes(self, job: LoaderJobs, binding: Binding) -> WorkerProcesses:
         if self._kept is not None:
             kept_job, kept = self._kept
             if kept_job is job and kept.open:
                 return kept
             kept.close()
             self._kept = None
-        if job.context.get_start_method() == "fork":
-            classes_by_value.remember(everywhere=not self._started)
+        if job.context.get_start_method() == "fork" and not self._started:
+            remember()
             self._started = True
         keeps_state = binding is Binding.ALWAYS
-        start = WorkerStart(job.job, job.later, os.getpid(), job.stream, keeps_state)
+        later = [stage_job for _, stage_job in job.later]
+        start = WorkerStart(job.job, later, os.getpid(), job.stream, keeps_state)
         processes = WorkerProcesses(job.context, start, self._num_workers)
         if self._persistent:
             self._kept = job, processes
@@ -161,9 +118,8 @@ class ProcessSession:
         """Return the number of free cores."""
         return self._free_cores
 
-    def publish(self, stats: LoaderStats, before: LoaderStats) -> bool:
-        """Return False: without Ray, nothing exports metrics."""
-        return False
+    def publish(self, stats: LoaderStats, before: LoaderStats) -> None:
+        """Do nothing: without Ray, nothing exports metrics."""
 
     def waiting_text(self, *, tasks: int | None, in_flight: int) -> str:
         """Return a text that says why a batch is late."""

@@ -233,7 +233,7 @@ class _Training:
     def is_over(self, iteration: int) -> bool:
         """Return whether an iteration has ended; look now and then."""
         if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + tuning.CANCEL_CHECK_S
+            self._look_at = time.monotonic() + tuning.LOOK_S
             while self._ended < END and self._connection.poll():
                 self._take()
         return iteration <= self._ended

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import os
-import shutil
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from dpex.errors import ClusterError
-from dpex.private_directory import NotPrivate, check_way, make_private
+from dpex.private_directory import NotPrivate, check_way, claim, make_private, remove_unused
 
 __all__ = ["delete_ended", "make_directory", "runtime_directory"]
 
-_LOCK = "lock"
-_NUMBERS_LOCK = "numbers.lock"
-_ENDED = "ended-"
 _VARIABLE = "RAY_TMPDIR"
 _SYSTEMS = Path("/tmp")
 # Most bytes in the path of a Unix socket, and the longest path that Ray and dpex append.
@@ -72,8 +64,7 @@ def _is_safe(directory: Path) -> bool:
 def make_directory() -> Path:
     """Create the directory of a local Ray that this process starts.
 
-    Invariant: this process holds the directory's lock until it ends, however it ends. A directory
-    gets its lock while ``_claiming`` keeps others away, so one without a lock is stale.
+    ``delete_ended`` keeps the directory until this process ends, however it ends.
 
     Returns:
         A directory with a number as its name.
@@ -82,49 +73,21 @@ def make_directory() -> Path:
         ClusterError: As for ``runtime_directory``.
         OSError: The directory cannot be created.
     """
-    with _claiming() as runtime:
-        names = {path.name for path in runtime.iterdir()}
-        number = next(str(n) for n in itertools.count() if str(n) not in names)
-        directory = runtime / number
+    runtime = runtime_directory()
+    return next(filter(_is_new, (runtime / str(number) for number in itertools.count())))
+
+
+def _is_new(directory: Path) -> bool:
+    """Create and claim a directory, if no process has created it before."""
+    try:
         directory.mkdir(mode=0o700)
-        descriptor = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return directory  # nothing closes the descriptor but the end of this process
+        claim(directory, shared=False)
+    except (FileExistsError, BlockingIOError):
+        return False
+    return True
 
 
 def delete_ended() -> None:
     """Delete the directories of this user's local Rays whose owner processes have ended."""
-    with _claiming() as runtime:
-        # Their names are free from now on, so others need not wait for the deletion.
-        for directory in runtime.iterdir():
-            if directory.name.isdecimal() and not _is_alive(directory):
-                with contextlib.suppress(OSError):  # the system has deleted old files
-                    directory.rename(runtime / f"{_ENDED}{uuid.uuid4().hex}")
-    for directory in runtime.glob(f"{_ENDED}*"):
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _claiming() -> Iterator[Path]:
-    """Keep other processes from creating and renaming directories, and yield their parent."""
-    runtime = runtime_directory()
-    with (runtime / _NUMBERS_LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield runtime
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a fork that another thread has made
-
-
-def _is_alive(directory: Path) -> bool:
-    try:
-        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    for directory in runtime_directory().iterdir():
+        remove_unused(directory)

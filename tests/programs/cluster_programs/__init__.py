@@ -158,11 +158,19 @@ def _launch(
     process = spawn(
         [*command, str(program), *arguments],
         place,
-        env=environment(place, OMP_NUM_THREADS="1", **variables),
+        env=environment(place, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1", **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    output, _ = process.communicate(timeout=seconds)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for pid, command_line in processes_in(place).items():
+            if str(program) in command_line and pid != process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)  # faulthandler then prints the threads' stacks
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"the ranks did not end within {seconds} s:\n{output}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 

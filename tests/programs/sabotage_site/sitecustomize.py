@@ -114,7 +114,7 @@ def refuse(module: ModuleType, path: str) -> None:
 
 
 def shorten(tuning: Any) -> None:
-    tuning.TASKS_START_S, tuning.TASKS_LOOK_S = 1.0, 0.1
+    tuning.TASKS_START_S, tuning.CLUSTER_LOOK_S = 1.0, 0.1
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""Tests of ``BatchMemory``: large samples go straight to a batch that equals torch's."""
+"""Tests of collation: a batch equals that of torch's worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from torch.utils.data._utils.collate import (
 
 from dpex import DpexDataLoader
 from dpex.transforms import MappedDataset, Stage
-from dpex.worker.collate_memory import BatchMemory
+from dpex.wire.machine import machine
+from dpex.wire.segments import SegmentPool
+from dpex.worker import collation
+from dpex.worker.collation import collated
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -77,7 +80,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 OTHERWISE_IN_WORKERS = {"learnt", "types that differ"}
 
 
-def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def outcome(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     """Return a batch, or the error's class and text."""
     try:
         return collate(samples)
@@ -86,57 +89,26 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("taken", [6, 4, 1])
-def test_a_batch_is_default_collates(kind: str, taken: int, assert_same: Same) -> None:
+@pytest.mark.parametrize("taken", [6, 1])
+@pytest.mark.parametrize("reader", [machine(), ""], ids=["segments", "no segments"])
+def test_a_batch_is_default_collates(kind: str, taken: int, reader: str, assert_same: Same) -> None:
     samples = [SAMPLES[kind](i) for i in range(taken)]
     with pytest.MonkeyPatch.context() as patch:
         if kind in OTHERWISE_IN_WORKERS:
             info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
             patch.setattr(torch_worker, "_worker_info", info)
-        expected = collated(default_collate, samples)
-    memory = BatchMemory(default_collate, 6)  # skipped samples may leave fewer
-    batch = collated(memory.collate, [memory.take(sample) for sample in samples])
-    assert_same(batch, expected)
+        expected = outcome(default_collate, samples)
+    segments = SegmentPool()
+    segments.serve("pipeline", "run", reader)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collation, "OWN_SEGMENTS", segments)
+        assert_same(outcome(collated, samples), expected)
 
 
-def test_large_tensors_are_copied_once_and_others_not() -> None:
-    memory = BatchMemory(default_collate, 3)
-    given = [(picture(i), picture(i, 3)) for i in range(3)]
-    taken = [memory.take(sample) for sample in given]
-    large, small = memory.collate(taken)
-    for i in range(3):
-        assert taken[i][0].data_ptr() == large[i].data_ptr() != given[i][0].data_ptr()
-        assert taken[i][1] is given[i][1]
-        assert small[i].data_ptr() != given[i][1].data_ptr()
-
-
-def test_one_refilled_tensor_is_every_samples(assert_same: Same) -> None:
-    memory = BatchMemory(default_collate, 3)
+def test_a_refilled_tensor_repeats_as_in_torch(assert_same: Same) -> None:
     tensor = picture(0)
-    batch = memory.collate([memory.take(tensor.copy_(picture(i))) for i in range(3)])
-    assert_same(batch, torch.stack([picture(i) for i in range(3)]))
-
-
-def test_what_is_on_another_device_stays_there() -> None:
-    elsewhere = torch.empty(SIDE, SIDE, device="meta")
-    assert BatchMemory(default_collate, 2).take(elsewhere) is elsewhere
-
-
-def other(samples: list[Any]) -> Any:
-    return samples
-
-
-@pytest.mark.parametrize("collate_fn", [other, None])
-def test_what_others_collate_is_left_alone(collate_fn: Any) -> None:
-    memory = BatchMemory(collate_fn, 2)
-    sample = [picture(1)]
-    assert memory.take(sample) is sample
-
-
-def test_small_samples_are_left_alone() -> None:
-    memory = BatchMemory(default_collate, 2)
-    for sample in ([picture(1, 3)], [picture(2, 3)]):
-        assert memory.take(sample) is sample
+    samples = [tensor.copy_(picture(i)) for i in range(3)]
+    assert_same(collated(samples), default_collate(samples))
 
 
 def test_a_users_way_to_stack_tensors_is_kept(
@@ -146,9 +118,7 @@ def test_a_users_way_to_stack_tensors_is_kept(
         return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map).sum(0)
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, summed)
-    memory = BatchMemory(default_collate, 2)
-    batch = memory.collate([memory.take(picture(i)) for i in (1, 2)])
-    assert_same(batch, picture(1) + picture(2))
+    assert_same(collated([picture(1), picture(2)]), picture(1) + picture(2))
 
 
 class Pictures(Dataset[Any]):
