@@ -222,9 +222,10 @@ COMPARING_SHARE = 0.003
 
 HOPELESS_S = 60.0
 """A task that is pending after this time requests resources that no node has."""
-TASKS_START_S = 60.0
+TASKS_START_S = 300.0
 """Time without a start after which Ray Data counts as unable to start tasks.
 
+A worker process first imports torch, which takes minutes on a slow file system or a busy machine.
 Ray itself holds tasks of one kind back for up to 10 s.
 """
 CLUSTER_LOOK_S = 5.0
