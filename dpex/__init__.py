@@ -16,6 +16,7 @@ from dpex.log import show_messages
 
 if TYPE_CHECKING:
     from dpex import dataloader
+    from dpex.carriers.ray.worker_options import WorkerOptions
     from dpex.dataloader import DataLoader, DpexDataLoader
     from dpex.errors import (
         BatchLostError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         SerializationError,
         TooManySkippedError,
     )
-    from dpex.pipeline.worker_options import WorkerOptions
     from dpex.stats import LoaderStats
 
 __version__ = "0.1.0"
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     if name == "LoaderStats":
         return import_module("dpex.stats").LoaderStats
     if name == "WorkerOptions":
-        return import_module("dpex.pipeline.worker_options").WorkerOptions
+        return import_module("dpex.carriers.ray.worker_options").WorkerOptions
     if name in __all__:
         return getattr(import_module("dpex.errors"), name)
     raise AttributeError(f"module 'dpex' has no attribute {name!r}")

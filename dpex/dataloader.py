@@ -14,23 +14,23 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from dpex import tuning
 from dpex.carriers.choice import Demand, choose_address, new_session
+from dpex.carriers.ray.worker_options import WorkerOptions
+from dpex.carriers.ray.worker_options import check as check_worker_options
 from dpex.cluster.connect import parse_address
 from dpex.compat.torch_names import BaseDataLoaderIter, DatasetKind
 from dpex.compat.untraced import untraced
 from dpex.errors import SerializationError
 from dpex.log import announce_once, warn_once
-from dpex.pipeline.worker_options import WorkerOptions
-from dpex.pipeline.worker_options import check as check_worker_options
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.stats import LoaderStats, Meter
 from dpex.training.checkpoint import Progress
-from dpex.training.cluster_iterator import ClusterIter, initial_binding
 from dpex.training.dataset_versions import DatasetVersions
+from dpex.training.distributed_iterator import DistributedIter, initial_binding
 from dpex.training.index_iterator import IndexSampler
 from dpex.training.index_source import IndexSource
-from dpex.training.local_iterator import LocalIter, local_iterator
 from dpex.training.sampler_epochs import SamplerEpochs
 from dpex.training.stage_plan import divide
+from dpex.training.torch_iterators import TorchIter, torch_iterator
 from dpex.transforms.mapped import MappedDataset
 from dpex.wire.mapped_memory import Readers
 from dpex.wire.pickling import Pickled, dump
@@ -191,7 +191,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         self._chosen: tuple[Any, str] | None = None
         self._progress = Progress()
         self._meter = Meter()
-        self._newest: weakref.ref[ClusterIter | LocalIter] | None = None
+        self._newest: weakref.ref[DistributedIter | TorchIter] | None = None
         self._accelerate_knows: bool | None = None
         self._pickled_slowly = False
         super().__init__(
@@ -251,7 +251,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
                     "num_workers=0: this process makes the batches, as with torch. Set num_workers "
                     "to the number of tasks that may make batches at once"
                 )
-            return self._record(local_iterator(self))
+            return self._record(torch_iterator(self))
 
         if self.prefetch_factor <= 0:  # type: ignore[operator]  # for None, torch's TypeError
             raise AssertionError(
@@ -261,7 +261,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
         state = self._state(jobs)
         session = state.session
         return self._record(
-            ClusterIter(
+            DistributedIter(
                 self,
                 session.store(jobs, self._pickle),
                 session,
@@ -299,12 +299,12 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             self._chosen = wanted, choose_address(demand, again=had_ray)
         return new_session(demand, self._chosen[1])
 
-    def _record(self, iterator: ClusterIter | LocalIter) -> ClusterIter | LocalIter:
+    def _record(self, iterator: DistributedIter | TorchIter) -> DistributedIter | TorchIter:
         """Record dpex's iterator, because a subclass may return another one that contains it."""
         self._newest = weakref.ref(iterator)
         return iterator
 
-    def _inner(self) -> ClusterIter | LocalIter | None:
+    def _inner(self) -> DistributedIter | TorchIter | None:
         """Return dpex's iterator in the one that a subclass returned, or None."""
         return None if self._newest is None else self._newest()
 
@@ -383,7 +383,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
     @untraced
     def __iter__(self) -> BaseDataLoaderIter:
-        if isinstance(self._iterator, ClusterIter) and not self._iterator.alive:
+        if isinstance(self._iterator, DistributedIter) and not self._iterator.alive:
             self._iterator = None  # the Ray of its persistent workers is gone
         meter = Meter()
         self._newest = None
@@ -393,8 +393,8 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
             except SerializationError as error:
                 # The message names the object. The frames are dpex's, and tell the user nothing.
                 raise error.with_traceback(None) from error.__cause__
-            own = iterator if isinstance(iterator, ClusterIter | LocalIter) else self._inner()
-            if isinstance(own, LocalIter):
+            own = iterator if isinstance(iterator, DistributedIter | TorchIter) else self._inner()
+            if isinstance(own, TorchIter):
                 own.read_on()
         self._meter = meter
         if own is not None:
@@ -493,7 +493,7 @@ class DpexDataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _end_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, ClusterIter):
+        if isinstance(iterator, DistributedIter):
             iterator._shutdown_workers()
 
     def __getstate__(self) -> dict[str, Any]:

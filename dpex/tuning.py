@@ -111,7 +111,7 @@ STORE_FULL_WAIT_S = 2.0
 """Wait before each of these tries: Ray frees blocks some time after they have been read."""
 
 # --- CPUs that training jobs share ----------------------------------------------------------------
-# Benchmark: `tests/pipeline/test_fair_share.py`; `bench-scale` for the load on the recorder.
+# Benchmark: `tests/carriers/ray/test_fair_share.py`; `bench-scale` for the load on the recorder.
 
 WAITED_FOR_LEASE_S = 1.0
 """Length of a lease while a task of another training job waits."""

@@ -200,10 +200,10 @@ def nothing_to_collect() -> Iterator[None]:
 
 
 def _iterating() -> list[Any]:
-    from dpex.training.cluster_iterator import ClusterIter
+    from dpex.training.distributed_iterator import DistributedIter
     from dpex.wire.receiver import Receiver
 
-    return [found for found in gc.get_objects() if type(found) in (ClusterIter, Receiver)]
+    return [found for found in gc.get_objects() if type(found) in (DistributedIter, Receiver)]
 
 
 @pytest.fixture(scope="session")

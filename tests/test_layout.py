@@ -15,13 +15,13 @@ import dpex
 
 PACKAGE = Path(dpex.__file__).parent
 # Layers, from the training process to the bytes of a batch. A layer imports no earlier layer.
-LAYERS = ["dpex.training", "dpex.carriers", "dpex.pipeline", "dpex.worker", "dpex.wire"]
+LAYERS = ["dpex.training", "dpex.carriers", "dpex.worker", "dpex.wire"]
 # Modules of these folders may import Ray, except WITHOUT_RAY. Of other folders, WITH_RAY may.
-RAY_FOLDERS = ("dpex.pipeline", "dpex.cluster", "dpex.compat")
+RAY_FOLDERS = ("dpex.carriers.ray", "dpex.cluster", "dpex.compat")
 WITHOUT_RAY = {
-    *("dpex.compat.shortcut", "dpex.compat.torch_names", "dpex.compat.untraced"),
+    *("dpex.compat.private_names", "dpex.compat.torch_names", "dpex.compat.untraced"),
     "dpex.compat.late_calls",
-    *("dpex.cluster.limits", "dpex.cluster.own_process", "dpex.pipeline.worker_options"),
+    *("dpex.cluster.machine_share", "dpex.cluster.own_process", "dpex.carriers.ray.worker_options"),
 }
 WITH_RAY = {
     "dpex.wire.receiver",
@@ -32,7 +32,7 @@ WITH_RAY = {
 # Other modules that may import a module which imports Ray.
 DOORS_TO_RAY = {"dpex.carriers.choice", "dpex.dataloader", "dpex.doctor.report"}
 # The sessions of the carriers, and the one module that may import them.
-SESSIONS = {"dpex.carriers.processes.session", "dpex.pipeline.session"}
+SESSIONS = {"dpex.carriers.processes.session", "dpex.carriers.ray.session"}
 CHOICE = "dpex.carriers.choice"
 # Modules that the protocol must not import.
 IMPURE = {"asyncio", "multiprocessing", "os", "ray", "threading", "time", "torch"}
@@ -60,8 +60,8 @@ def targets(module: str, node: ast.AST) -> set[str]:
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         base = f"{package}.{base}".rstrip(".")
-    # `from dpex.pipeline import actor` names the module dpex.pipeline.actor, if it exists, and else
-    # the package.
+    # `from dpex.carriers.ray import actor` names the module dpex.carriers.ray.actor, if it exists,
+    # and else the package.
     names = {f"{base}.{alias.name}" for alias in node.names}
     return (names & MODULES.keys()) | ({base} if names - MODULES.keys() else set())
 
@@ -270,7 +270,7 @@ def test_the_pipeline_actor_and_the_stage_that_starts_tasks_do_not_load_torch() 
     run_python(
         """
 import sys
-import dpex.pipeline.actor
+import dpex.carriers.ray.actor
 import dpex.worker.task
 assert "torch" not in sys.modules
 """

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpex.carriers.processes.session import ProcessSession, check_system
+from dpex.carriers.ray.worker_options import WorkerOptions, needs_ray
 from dpex.cluster.connect import PROCESSES, connect, finds_ray
-from dpex.cluster.limits import usable_cores
+from dpex.cluster.machine_share import usable_cores
 from dpex.log import announce_once, warn_once
-from dpex.pipeline.worker_options import WorkerOptions, needs_ray
 
 if TYPE_CHECKING:
     from dpex.carriers.interface import CarrierSession
@@ -87,7 +87,7 @@ def new_session(demand: Demand, address: str) -> CarrierSession:
     if address == PROCESSES:
         return _processes(demand)
     connection = connect(address)
-    from dpex.pipeline.session import Session  # loads Ray
+    from dpex.carriers.ray.session import Session  # loads Ray
 
     return Session(
         connection,

@@ -8,9 +8,9 @@ from typing import Any
 
 from dpex import tuning
 from dpex.cluster.local.launch import disconnect, init_ray
+from dpex.cluster.node_versions import PACKAGE
 from dpex.cluster.nodes_here import probe, split
 from dpex.cluster.tokens import token_hint
-from dpex.cluster.versions import PACKAGE
 from dpex.errors import ClusterError
 
 __all__ = ["SCHEME", "join_through_client"]

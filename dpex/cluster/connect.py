@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpex import tuning
-from dpex.cluster import versions
+from dpex.cluster import node_versions
 from dpex.cluster.client import SCHEME, join_through_client
 from dpex.cluster.forked_exit import leave_ray_to_parent
 from dpex.cluster.interrupted_exit import die_by_interrupt
-from dpex.cluster.limits import ranks_here, usable_cores
 from dpex.cluster.local import launch
+from dpex.cluster.machine_share import ranks_here, usable_cores
 from dpex.cluster.nodes_here import (
     HOST_PORT,
     Raylet,
@@ -124,7 +124,7 @@ def connect(head_address: str) -> Connection:
     """
     global _current
     request = parse_address(head_address, "head_address")
-    versions.check_programs()
+    node_versions.check_programs()
     with _lock, _undivided():
         if _forked_from_driver:
             raise ClusterError(_FORKED)
@@ -335,7 +335,7 @@ def _new(head_address: str) -> Connection:
 
 def _checked(kind: Literal["existing", "cluster"], origin: str) -> Connection:
     single_host = _is_single_host()
-    runtime_env = versions.check_nodes(single_host=single_host)
+    runtime_env = node_versions.check_nodes(single_host=single_host)
     return Connection(kind, ray_job()[0], single_host, runtime_env, origin)
 
 
@@ -355,13 +355,13 @@ def _checked_client(origin: str, *, server: str = "") -> Connection:
     import ray
 
     context = ray.get_runtime_context()
-    lacking = versions.check_nodes(single_host=False, including=context.get_node_id())
+    lacking = node_versions.check_nodes(single_host=False, including=context.get_node_id())
     if lacking is not None and not server:
         raise ClusterError(
             "this process was connected through Ray Client (ray://) without this dpex, which the "
             "cluster lacks too. Connect with "
             "ray.init('ray://...', runtime_env={'py_modules': "
-            f"[{str(versions.PACKAGE)!r}]}}), or call "
+            f"[{str(node_versions.PACKAGE)!r}]}}), or call "
             "ray.shutdown() and pass head_address='ray://...'"
         )
     modules = list(context.runtime_env.get("py_modules") or [])

@@ -2,6 +2,6 @@
 
 import sys
 
-from dpex.compat.private_names import table
+from dpex.compat.names_table import table
 
 sys.stdout.write(table())

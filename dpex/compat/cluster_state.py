@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 
 __all__ = ["starts_no_nodes"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import ray
 
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 
 if TYPE_CHECKING:
     import ray.data

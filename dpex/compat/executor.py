@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 
 if TYPE_CHECKING:
     import ray.data

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from dpex.background_thread import BackgroundThread
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 from dpex.errors import ClusterError
 
 __all__ = [

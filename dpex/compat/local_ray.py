@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from dpex.compat.shortcut import PrivateName, Shortcut, replaced
+from dpex.compat.private_names import PrivateName, Shortcut, replaced
 
 __all__ = ["LOOPBACK", "OWN_GROUPS", "in_own_groups", "on_loopback"]
 

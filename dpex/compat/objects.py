@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpex import tuning
-from dpex.compat.shortcut import private_ray_allowed
+from dpex.compat.private_names import private_ray_allowed
 from dpex.wire.memory_map import address_of, spans
 
 __all__ = ["private_mappings"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 
 __all__ = ["UNTRACED", "untraced", "untraced_alone"]
 

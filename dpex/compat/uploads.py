@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dpex.compat.shortcut import PrivateName, Shortcut
+from dpex.compat.private_names import PrivateName, Shortcut
 
 __all__ = ["UPLOAD", "upload_package"]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import dpex
 from dpex.cluster.connect import PROCESSES, choose, cluster_size
-from dpex.cluster.limits import free_memory, usable_cores, usable_memory
+from dpex.cluster.machine_share import free_memory, usable_cores, usable_memory
 from dpex.doctor.facts import Fact, Output, Problem
 from dpex.errors import ClusterError
 from dpex.log import waits

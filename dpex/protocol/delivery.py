@@ -13,9 +13,9 @@ from dpex.errors import BatchLostError, SerializationError, TooManySkippedError
 from dpex.protocol.batch_order import BatchOrder
 from dpex.protocol.chunks import Chunk, Entry, Run
 from dpex.protocol.deferred_errors import KeptError
-from dpex.protocol.in_flight import Attempt, InFlight, described
 from dpex.protocol.loss_causes import Loss, LossCause, joined
 from dpex.protocol.recovery import Recovery, Resend, recover
+from dpex.protocol.sent_chunks import Attempt, SentChunks, described
 
 __all__ = ["Arrived", "ArrivedBlock", "Carrier", "Delivery", "DeliveryState", "Pause", "Wait"]
 
@@ -231,7 +231,7 @@ class Delivery(Generic[ArrivedT]):
         self._timeout_s = timeout_s
         self._unsent: list[Chunk] = []
         self._flushed_at = self._drawn_since = 0.0
-        self._in_flight = InFlight()
+        self._in_flight = SentChunks()
         self._undelivered: dict[int, Entry] = {}
         self._runs_opened = 1
         self._runs_lost = 0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from dpex import tuning
 from dpex.errors import BatchLostError
 from dpex.protocol.chunks import Chunk
-from dpex.protocol.in_flight import Attempt, ChunkInFlight, joined_streams, lost_error
 from dpex.protocol.loss_causes import LossCause
+from dpex.protocol.sent_chunks import Attempt, SentChunk, joined_streams, lost_error
 
 __all__ = ["Recovery", "Resend", "recover"]
 
@@ -56,7 +56,7 @@ class Recovery:
         return sum(len(chunk.batches) for message in self.resends for chunk in message.chunks)
 
 
-def recover(lost: Sequence[ChunkInFlight], cause: LossCause, reason: str) -> Recovery:
+def recover(lost: Sequence[SentChunk], cause: LossCause, reason: str) -> Recovery:
     """Decide about lost chunks.
 
     A task makes many batches, so dpex cannot know which batch killed it. It resends each batch to a

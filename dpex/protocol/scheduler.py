@@ -8,7 +8,7 @@ The scheduler decides when a lease gets a chunk or ends. ``task_lease.py`` has t
 lease, ``worker_bindings.py`` has the logical workers that are bound to leases, and
 ``task_starts.py`` counts tasks.
 
-Each event has a time, and returns what it decides. ``pipeline/task_requests.py`` performs that.
+Each event has a time, and returns what it decides. ``carriers/ray/task_requests.py`` performs that.
 """
 
 from __future__ import annotations

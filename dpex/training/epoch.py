@@ -13,8 +13,8 @@ import torch
 from dpex.errors import TooManySkippedError
 from dpex.log import waits, warn
 from dpex.protocol.delivery import Delivery, Wait
-from dpex.protocol.in_flight import Attempt
 from dpex.protocol.loss_causes import Loss, LossCause
+from dpex.protocol.sent_chunks import Attempt
 from dpex.stats import Meter
 from dpex.training.dataset_versions import DatasetVersions
 

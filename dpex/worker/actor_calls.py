@@ -25,7 +25,7 @@ from dpex import tuning
 from dpex.protocol.chunks import Part
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.recent import Recent
-from dpex.wire.packing import pack
+from dpex.wire.packed_calls import pack
 
 __all__ = [
     "ACTOR_DIED",

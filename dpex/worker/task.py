@@ -25,7 +25,7 @@ from dpex.protocol.worker_loop import (
     WorkerLoop,
     next_step,
 )
-from dpex.wire.packing import pack
+from dpex.wire.packed_calls import pack
 from dpex.worker.actor_calls import (
     ACTOR_DIED,
     Messages,

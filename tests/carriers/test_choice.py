@@ -14,7 +14,7 @@ from cluster_programs import processes_in, rank_variables, run_program, wait_unt
 
 from dpex import log
 from dpex.carriers.choice import Demand, new_session
-from dpex.cluster.limits import usable_cores
+from dpex.cluster.machine_share import usable_cores
 from dpex.transforms import Stage
 
 pytestmark = [

@@ -25,7 +25,7 @@ from cluster_programs import (
 )
 from cluster_programs.seeing import hiding, installed, namespace
 
-from dpex.cluster import versions
+from dpex.cluster import node_versions
 from dpex.cluster.connect import _running_cluster, connect
 from dpex.errors import ClusterError
 
@@ -401,9 +401,9 @@ def test_a_node_that_answers_too_late_stays_usable(empty_place: Path) -> None:
     ],
 )
 def test_what_would_break_says_so(difference: dict[str, str | None], sentence: str) -> None:
-    here = versions._make_probe()()
-    assert versions._faults("10.1.2.3", here, here) == []
-    [fault] = versions._faults("10.1.2.3", {**here, **difference}, here)
+    here = node_versions._make_probe()()
+    assert node_versions._faults("10.1.2.3", here, here) == []
+    [fault] = node_versions._faults("10.1.2.3", {**here, **difference}, here)
     assert fault.startswith("Node 10.1.2.3")
     assert sentence in fault
 
@@ -440,8 +440,8 @@ def test_a_frozen_program_uses_no_ray(address: str, monkeypatch: pytest.MonkeyPa
 def test_dpex_in_an_archive_is_refused(empty_place: Path) -> None:
     archive = empty_place / "dpex.zip"
     with zipfile.ZipFile(archive, "w") as file:
-        for path in versions.PACKAGE.rglob("*.py"):
-            file.write(path, path.relative_to(versions.PACKAGE.parent))
+        for path in node_versions.PACKAGE.rglob("*.py"):
+            file.write(path, path.relative_to(node_versions.PACKAGE.parent))
     code = "from dpex.cluster.connect import connect; connect('local')"
     done = subprocess.run(
         [sys.executable, "-c", code],

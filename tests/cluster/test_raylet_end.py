@@ -59,7 +59,7 @@ def test_the_end_of_a_raylet_is_logged_while_this_process_is_connected(
 def test_nothing_waits_for_a_node_whose_raylet_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from dpex.pipeline.node_health import Nodes
+    from dpex.carriers.ray.node_health import Nodes
 
     nodes = Nodes()
     nodes.look()

@@ -20,8 +20,8 @@ from cluster_programs import (
 from living import Plain
 from torch.utils.data import DataLoader
 
-from dpex.compat.private_names import all_shortcuts, table
-from dpex.compat.shortcut import PrivateName
+from dpex.compat.names_table import all_shortcuts, table
+from dpex.compat.private_names import PrivateName
 
 PROGRAM = PROGRAMS / "sabotage_program.py"
 SITE = PROGRAMS / "sabotage_site"

@@ -46,7 +46,7 @@ def main() -> None:
     for path in exiting:
         atexit.register(touch_and_wait, Path(path))
     if mode == "importing":
-        from dpex.pipeline import session
+        from dpex.carriers.ray import session
 
         session._load_ray_data = import_until_exit
     list(

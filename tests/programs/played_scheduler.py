@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dpex.pipeline.task_requests import TaskAnswer, TaskRequests
+from dpex.carriers.ray.task_requests import TaskAnswer, TaskRequests
 from dpex.protocol.chunks import AssignedChunk, PickledChunk
 from dpex.protocol.loss_causes import Loss
 from dpex.protocol.scheduler import OtherJobs, Scheduler

@@ -13,8 +13,8 @@ import pytest
 from played_scheduler import PlayedScheduler
 
 from dpex import tuning
-from dpex.pipeline import task_requests
-from dpex.pipeline.fair_share import FairShare
+from dpex.carriers.ray import task_requests
+from dpex.carriers.ray.fair_share import FairShare
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause

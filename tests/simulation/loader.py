@@ -13,9 +13,9 @@ from dpex.protocol.batch_order import BatchOrder, IndexOrder, StreamOrder
 from dpex.protocol.chunk_sizes import ChunkPlanner
 from dpex.protocol.chunks import Chunk, Entry, Part, PickledChunk
 from dpex.protocol.delivery import Delivery, Pause, Wait
-from dpex.protocol.in_flight import Attempt
 from dpex.protocol.loss_causes import Loss, lost_block
 from dpex.protocol.recovery import Recovery
+from dpex.protocol.sent_chunks import Attempt
 from simulation.machines import StoredBlock
 from simulation.pipelines import Pipeline
 from simulation.plan import EndOfEpoch, Epoch

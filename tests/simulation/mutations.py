@@ -51,7 +51,7 @@ MUTATIONS = [
     # --- faults of the past, as in CHANGELOG.md -------------------------------------------------
     Mutation(
         "the end of a stream overtakes its last batches",
-        "in_flight",
+        "sent_chunks",
         "{missing for missing in sent.missing if missing < batch}",
         "set()",
     ),
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "streams are joined across a gap",
-        "in_flight",
+        "sent_chunks",
         "joined[place].chunk.numbers.stop == chunk.first_batch",
         "True",
     ),
@@ -75,7 +75,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a batch that arrives twice is delivered twice",
-        "in_flight",
+        "sent_chunks",
         "            elif entry.batch in sent.missing:\n",
         "            else:\n",
     ),
@@ -343,26 +343,26 @@ MUTATIONS = [
     ),
     Mutation(
         "an error does not name its batch",
-        "in_flight",
+        "sent_chunks",
         'what = f"batch {batch} (',
         'what = f"batch {chunk.first_batch - 1} (',
     ),
     # --- the order of delivery ------------------------------------------------------------------
     Mutation(
         "a loss that has no batches left resends none",
-        "in_flight",
+        "sent_chunks",
         "        return lost if lost.missing else None\n",
         "        return None\n",
     ),
     Mutation(
         "a new run forgets the batches in flight",
-        "in_flight",
+        "sent_chunks",
         "taken, self._chunks = list(self._chunks.values()), {}",
         "taken, self._chunks = list(self._chunks.values())[1:], {}",
     ),
     Mutation(
         "a chunk with a gap is resent whole",
-        "in_flight",
+        "sent_chunks",
         "next((n for n, b in expected if b != first + n * stride), len(missing))",
         "len(missing)",
     ),

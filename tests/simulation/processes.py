@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dpex import tuning
 from dpex.protocol import chunks as messages
 from dpex.protocol.chunks import AssignedChunk, Chunk, Entry, Part, PickledChunk
-from dpex.protocol.in_flight import Attempt
 from dpex.protocol.loss_causes import Loss, lost_block
+from dpex.protocol.sent_chunks import Attempt
 from dpex.protocol.worker_loop import (
     Ask,
     EndChunk,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dpex import tuning
+from dpex.carriers.ray.session import StoredJob
 from dpex.cluster.own_process import OwnProcess
 from dpex.errors import BatchLostError, SerializationError, TooManySkippedError
-from dpex.pipeline.session import StoredJob
 from dpex.protocol.batch_order import IndexOrder
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunk_sizes import ChunkPlanner

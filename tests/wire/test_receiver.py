@@ -47,7 +47,7 @@ def test_a_block_whose_process_has_died_is_reported_and_the_others_are_read(
     """The receiver reads blocks through Ray Data, except in a Ray Client."""
     import ray
 
-    from dpex.pipeline.actor import PipelineActor, Reply
+    from dpex.carriers.ray.actor import PipelineActor, Reply
     from dpex.wire.receiver import Receiver
 
     class Worker:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpex.carriers.processes.worker_process import WorkerStart
 from dpex.carriers.processes.worker_processes import WorkerProcesses
-from dpex.cluster.limits import free_cores
+from dpex.cluster.machine_share import free_cores
 from dpex.cluster.own_process import OwnProcess
 from dpex.protocol.binding import Binding
 from dpex.wire.arrivals import Arrivals, Decoder

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
-from dpex.cluster.limits import free_memory, usable_cores, usable_memory
 from dpex.cluster.local.directory import delete_ended, make_directory
+from dpex.cluster.machine_share import free_memory, usable_cores, usable_memory
 from dpex.cluster.standard_streams import stderr_for_ray
 from dpex.cluster.tokens import forget_token, hide_token, require_token, token_variables
 from dpex.errors import ClusterError

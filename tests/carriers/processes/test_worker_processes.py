@@ -124,7 +124,7 @@ loader = DpexDataLoader(TensorDataset(torch.arange(8)), num_workers=2, distribut
                         head_address="processes")
 assert [int(x) for x, in loader] == list(range(8))
 loader.warm_up(wait=True)
-assert not {"ray", "dpex.pipeline.session"} & sys.modules.keys()
+assert not {"ray", "dpex.carriers.ray.session"} & sys.modules.keys()
 print("the end is reached")
 """
     with workplace() as place:

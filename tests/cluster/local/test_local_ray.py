@@ -31,8 +31,8 @@ from cluster_programs import (
 )
 from cluster_programs.ports import answers
 
-from dpex.cluster.limits import usable_cores
 from dpex.cluster.local import launch
+from dpex.cluster.machine_share import usable_cores
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -18,24 +18,24 @@ import ray
 
 from dpex import tuning
 from dpex.background_thread import BackgroundThread
+from dpex.carriers.ray.actor import PipelineActor, get_pipeline_actor
+from dpex.carriers.ray.metrics import publish
+from dpex.carriers.ray.node_health import Nodes
+from dpex.carriers.ray.ray_dataset import LaterStage, PipelineSpec, store_job
+from dpex.carriers.ray.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
+from dpex.carriers.ray.remote_run import RemoteRun
+from dpex.carriers.ray.tasks_or_actors import wants_actors
+from dpex.carriers.ray.wait_text import likely_cause, wait_text
+from dpex.carriers.ray.worker_options import WorkerOptions, unmet
 from dpex.cluster.connect import Connection, cluster_size, cpu_users
 from dpex.cluster.interrupted_exit import importing
-from dpex.cluster.limits import free_cores
 from dpex.cluster.local.launch import make_no_errors_of_rays_warnings, within
+from dpex.cluster.machine_share import free_cores
 from dpex.cluster.own_process import OwnProcess
 from dpex.cluster.releasing import be_ready, release_later
 from dpex.compat.cluster_state import starts_no_nodes
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
 from dpex.log import warn_once
-from dpex.pipeline.actor import PipelineActor, get_pipeline_actor
-from dpex.pipeline.dataset import LaterStage, PipelineSpec, store_job
-from dpex.pipeline.metrics import publish
-from dpex.pipeline.node_health import Nodes
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, PipelineStart, RemotePipelines, RunToken
-from dpex.pipeline.remote_run import RemoteRun
-from dpex.pipeline.wait_text import likely_cause, wait_text
-from dpex.pipeline.worker_options import WorkerOptions, unmet
-from dpex.pipeline.worker_pool import wants_actors
 from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import by_value, changed
 from dpex.wire.pickling import Pickled

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import ray
 
 from dpex import tuning
+from dpex.carriers.ray.actor import PipelineActor
+from dpex.carriers.ray.node_health import Nodes
+from dpex.carriers.ray.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
 from dpex.cluster.interrupted_exit import die_at_once
 from dpex.errors import ClusterError
-from dpex.pipeline.actor import PipelineActor
-from dpex.pipeline.node_health import Nodes
-from dpex.pipeline.remote_pipelines import ACTOR_LOST, RunToken, wait_for_release
 from dpex.protocol.chunks import Chunk
 from dpex.wire.arrivals import Arrivals
-from dpex.wire.packing import pack
+from dpex.wire.packed_calls import pack
 from dpex.worker.map_style import pickled_chunks
 
 if TYPE_CHECKING:

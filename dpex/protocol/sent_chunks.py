@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dpex.errors import BatchLostError
 from dpex.protocol.chunks import Chunk, Entry, Part, Run
 
-__all__ = ["Attempt", "ChunkInFlight", "InFlight", "described", "joined_streams", "lost_error"]
+__all__ = ["Attempt", "SentChunk", "SentChunks", "described", "joined_streams", "lost_error"]
 
 
 def described(chunk: Chunk, batch: int) -> str:
@@ -60,7 +60,7 @@ class Attempt:
     one_by_one: bool = False
 
 
-class ChunkInFlight:
+class SentChunk:
     """A chunk in flight, and its batches that have not arrived.
 
     Attributes:
@@ -101,9 +101,9 @@ class ChunkInFlight:
             del missing[:count]
 
 
-def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
+def joined_streams(lost: Iterable[SentChunk]) -> list[SentChunk]:
     """Join adjoining chunks of each stream that were sent in the same way; leave other chunks."""
-    joined: list[ChunkInFlight] = []
+    joined: list[SentChunk] = []
     streams: dict[int, int] = {}
     for sent in lost:
         chunk = sent.chunk
@@ -118,12 +118,12 @@ def joined_streams(lost: Iterable[ChunkInFlight]) -> list[ChunkInFlight]:
         batches = [*before.chunk.batches, *chunk.batches]
         positions = [*before.chunk.positions, *chunk.positions]
         whole = replace(before.chunk, batches=batches, positions=positions)
-        joined[place] = ChunkInFlight(whole, before.attempt)
+        joined[place] = SentChunk(whole, before.attempt)
         joined[place].missing = before.missing | sent.missing
     return joined
 
 
-class InFlight:
+class SentChunks:
     """The chunks of a run that are in flight.
 
     Invariants:
@@ -138,7 +138,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.sent = 0
-        self._chunks: dict[int, ChunkInFlight] = {}
+        self._chunks: dict[int, SentChunk] = {}
         # Numbers of all chunks that were sent with ``Attempt.one_by_one``.
         self._one_by_one: list[int] = []
 
@@ -157,7 +157,7 @@ class InFlight:
     def add(self, chunks: Iterable[Chunk], attempt: Attempt) -> None:
         """Record chunks, numbered from ``sent``, as sent."""
         for chunk in chunks:
-            self._chunks[chunk.number] = ChunkInFlight(chunk, attempt)
+            self._chunks[chunk.number] = SentChunk(chunk, attempt)
             self._one_by_one += [chunk.number] if attempt.one_by_one else []
             self.sent += 1
 
@@ -201,7 +201,7 @@ class InFlight:
                 if not sent.missing:
                     del self._chunks[number]
 
-    def lose(self, part: Part) -> ChunkInFlight | None:
+    def lose(self, part: Part) -> SentChunk | None:
         """Return what a loss leaves missing of a chunk, which is then in flight no more.
 
         Args:
@@ -213,19 +213,19 @@ class InFlight:
         sent = self._chunks.get(part.chunk)
         if sent is None:
             return None
-        lost = ChunkInFlight(sent.chunk, sent.attempt)
+        lost = SentChunk(sent.chunk, sent.attempt)
         lost.missing = sent.missing.intersection(part.batches or sent.missing)
         sent.missing = sent.missing - lost.missing
         if not sent.missing:
             del self._chunks[part.chunk]
         return lost if lost.missing else None
 
-    def take(self) -> list[ChunkInFlight]:
+    def take(self) -> list[SentChunk]:
         """Return all chunks in flight, and begin another run, in which nothing has been sent."""
         taken, self._chunks = list(self._chunks.values()), {}
         self.sent, self._one_by_one = 0, []
         return taken
 
-    def holding(self, batch: int | None) -> ChunkInFlight | None:
+    def holding(self, batch: int | None) -> SentChunk | None:
         """Return the chunk that a batch is missing from, or None."""
         return next((c for c in self._chunks.values() if batch in c.missing), None)

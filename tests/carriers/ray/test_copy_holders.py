@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from dpex.pipeline.copy_holders import CopyHolders
+from dpex.carriers.ray.copy_holders import CopyHolders
 
 
 def play(

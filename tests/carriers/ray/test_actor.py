@@ -15,14 +15,14 @@ import pytest
 import ray
 
 from dpex import tuning
+from dpex.carriers.ray import actor as actor_module
+from dpex.carriers.ray.actor import Reply, _PipelineActor, get_pipeline_actor
+from dpex.carriers.ray.ray_dataset import LaterStage, PipelineSpec
 from dpex.compat.executor import ACTOR_ONLY
-from dpex.pipeline import actor as actor_module
-from dpex.pipeline.actor import Reply, _PipelineActor, get_pipeline_actor
-from dpex.pipeline.dataset import LaterStage, PipelineSpec
 from dpex.protocol.binding import Binding
 from dpex.protocol.chunks import Part, PickledChunk
 from dpex.protocol.loss_causes import Loss, LossCause
-from dpex.wire.packing import pack
+from dpex.wire.packed_calls import pack
 
 JOB: Any = "a reference"
 SPEC = PipelineSpec([JOB], "job", "actor", claims_cpus=False, num_workers=2)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import ray
 
 from dpex import tuning
+from dpex.carriers.ray.actor import PipelineActor
+from dpex.carriers.ray.node_health import Nodes
+from dpex.carriers.ray.ray_dataset import PipelineSpec
 from dpex.cluster.releasing import release_later
-from dpex.pipeline.actor import PipelineActor
-from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.node_health import Nodes
 from dpex.worker.actor_calls import ACTOR_DIED
 from dpex.worker.process_identity import place_of
 

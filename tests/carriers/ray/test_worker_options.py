@@ -11,7 +11,7 @@ from cluster_programs.clusters import Cluster
 from living import Plain
 
 from dpex import DpexDataLoader, WorkerOptions
-from dpex.pipeline.worker_options import check, unmet
+from dpex.carriers.ray.worker_options import check, unmet
 
 NODES = [
     {

@@ -17,15 +17,15 @@ from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayActorError
 
 from dpex import tuning
+from dpex.carriers.ray import remote_pipelines, remote_run
+from dpex.carriers.ray import session as session_module
+from dpex.carriers.ray.ray_dataset import LaterStage, PipelineSpec
+from dpex.carriers.ray.remote_run import RemoteRun
+from dpex.carriers.ray.session import Session, StoredJob
+from dpex.carriers.ray.tasks_or_actors import IN_ACTORS
 from dpex.cluster import connect
 from dpex.cluster.connect import Connection
 from dpex.errors import ClusterError, DatasetTooLargeError, SerializationError
-from dpex.pipeline import remote_pipelines, remote_run
-from dpex.pipeline import session as session_module
-from dpex.pipeline.dataset import LaterStage, PipelineSpec
-from dpex.pipeline.remote_run import RemoteRun
-from dpex.pipeline.session import Session, StoredJob
-from dpex.pipeline.worker_pool import IN_ACTORS
 from dpex.protocol.binding import Binding
 from dpex.transforms import Stage
 from dpex.wire.pickling import Pickled

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dpex.training.dataset_versions import DatasetVersions
     from dpex.training.sampler_epochs import SamplerEpochs
 
-__all__ = ["ClusterIter", "initial_binding"]
+__all__ = ["DistributedIter", "initial_binding"]
 
 
 def initial_binding(loader: DataLoader[Any]) -> Binding:
@@ -36,7 +36,7 @@ def initial_binding(loader: DataLoader[Any]) -> Binding:
     return Binding.ALWAYS if streams or loader.worker_init_fn else Binding.WATCHED
 
 
-class ClusterIter(BaseDataLoaderIter):
+class DistributedIter(BaseDataLoaderIter):
     """Iterator of a loader with dpex's workers.
 
     Each epoch is one ``Epoch``. The iterator outlives its epochs if workers are persistent.

@@ -20,10 +20,10 @@ from dpex.stats import Meter
 from dpex.worker.seeding import generators_kept
 from dpex.worker.stateful import StreamState, has_state
 
-__all__ = ["LocalIter", "local_iterator"]
+__all__ = ["TorchIter", "torch_iterator"]
 
 
-def local_iterator(loader: Any) -> LocalIter:
+def torch_iterator(loader: Any) -> TorchIter:
     """Return the iterator that torch's loader would create, extended by dpex."""
     if loader.num_workers == 0:
         return _SingleProcessDataLoaderIter(loader)
@@ -31,7 +31,7 @@ def local_iterator(loader: Any) -> LocalIter:
     return _MultiProcessingDataLoaderIter(loader)
 
 
-class LocalIter(BaseDataLoaderIter):
+class TorchIter(BaseDataLoaderIter):
     """Additions of dpex to torch's iterators.
 
     Attributes:
@@ -152,7 +152,7 @@ class _ResumedFetcher:
 
 
 # The names of these classes equal torch's, because profiles show them.
-class _SingleProcessDataLoaderIter(LocalIter, SingleProcessDataLoaderIter, _Resumable):
+class _SingleProcessDataLoaderIter(TorchIter, SingleProcessDataLoaderIter, _Resumable):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         if isinstance(self._dataset, IterableDataset):
@@ -165,7 +165,7 @@ class _SingleProcessDataLoaderIter(LocalIter, SingleProcessDataLoaderIter, _Resu
             self._sampler_iter.epoch.read_here(self._dataset_fetcher)
 
 
-class _MultiProcessingDataLoaderIter(LocalIter, MultiProcessingDataLoaderIter, _Resumable):
+class _MultiProcessingDataLoaderIter(TorchIter, MultiProcessingDataLoaderIter, _Resumable):
     _last_seed: tuple[int, int] | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

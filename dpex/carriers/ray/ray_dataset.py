@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dpex.carriers.ray.tasks_or_actors import actor_pool, scale_by_leases, task_pool
+from dpex.carriers.ray.worker_options import NODE_LABEL
 from dpex.compat.executor import POLICIES, limit_to_concurrency
-from dpex.pipeline.worker_options import NODE_LABEL
-from dpex.pipeline.worker_pool import actor_pool, scale_by_leases, task_pool
 from dpex.protocol.binding import Binding
 from dpex.wire.local_modules import sources
 from dpex.worker.task import (
@@ -76,7 +76,7 @@ class PipelineSpec:
         options: Ray options of one worker process.
         later: The stages after the first stage.
         reader: ``machine()`` of the training process, if it can read segments; else empty.
-        in_actors: Whether worker processes are actors of Ray Data; see ``worker_pool.py``.
+        in_actors: Whether worker processes are actors of Ray Data; see ``tasks_or_actors.py``.
     """
 
     job: list[ray.ObjectRef]

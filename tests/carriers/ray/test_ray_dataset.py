@@ -28,7 +28,7 @@ def test_ray_warns_of_no_deprecated_option(
 ) -> None:
     import ray.data
 
-    from dpex.pipeline.dataset import LaterStage, PipelineSpec, build
+    from dpex.carriers.ray.ray_dataset import LaterStage, PipelineSpec, build
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def test_ray_warns_of_no_deprecated_option(
 def test_pipelines_in_actors_need_no_tasks_of_ray_data(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray.data
 
-    from dpex.pipeline.dataset import LaterStage, PipelineSpec, build
+    from dpex.carriers.ray.ray_dataset import LaterStage, PipelineSpec, build
 
     monkeypatch.delattr(ray.data, "TaskPoolStrategy")
     later = (LaterStage([], "key", {}, 2, capped=True, keeps_processes=False),)
@@ -64,7 +64,7 @@ def test_pipelines_in_actors_need_no_tasks_of_ray_data(monkeypatch: pytest.Monke
 def test_the_authentication_key_of_multiprocessing_stays_on_its_machine(same_host: bool) -> None:
     import ray
 
-    from dpex.pipeline.dataset import store_job
+    from dpex.carriers.ray.ray_dataset import store_job
     from dpex.wire.pickling import Pickled
 
     key = bytes(multiprocessing.current_process().authkey)

@@ -10,8 +10,8 @@ import pytest
 from fake_actor import FakeNodes, FakePipelineActor
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from dpex.pipeline.dataset import PipelineSpec
-from dpex.pipeline.remote_pipelines import (
+from dpex.carriers.ray.ray_dataset import PipelineSpec
+from dpex.carriers.ray.remote_pipelines import (
     ACTOR_LOST,
     PipelineStart,
     RemotePipelines,

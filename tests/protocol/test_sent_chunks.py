@@ -7,7 +7,7 @@ from typing import Any
 from chunks import RUN, sent
 
 from dpex.protocol.chunks import Chunk, Entry, Part
-from dpex.protocol.in_flight import Attempt, InFlight, joined_streams
+from dpex.protocol.sent_chunks import Attempt, SentChunks, joined_streams
 
 
 def test_the_rest_of_a_chunk_is_what_has_not_arrived() -> None:
@@ -36,8 +36,8 @@ def test_other_chunks_of_one_logical_worker_are_not() -> None:
     assert joined_streams(lost) == lost
 
 
-def in_flight(*chunks: Chunk) -> InFlight:
-    flight = InFlight()
+def in_flight(*chunks: Chunk) -> SentChunks:
+    flight = SentChunks()
     flight.add(flight.numbered(chunks, RUN), Attempt())
     return flight
 

@@ -10,7 +10,13 @@ import ray.data
 from cluster_programs import PROGRAM_SECONDS, PROGRAMS, run_program, workplace
 
 from dpex import tuning
-from dpex.pipeline.worker_pool import IN_ACTORS, StartWatch, TaskPools, has_room, wants_actors
+from dpex.carriers.ray.tasks_or_actors import (
+    IN_ACTORS,
+    StartWatch,
+    TaskPools,
+    has_room,
+    wants_actors,
+)
 
 PUBLIC_PROGRAM = PROGRAMS / "public_ray_program.py"
 

@@ -23,20 +23,20 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dpex import tuning
+from dpex.carriers.ray.copy_holders import CopyHolders
+from dpex.carriers.ray.execution import Execution
+from dpex.carriers.ray.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
+from dpex.carriers.ray.ray_dataset import PipelineSpec, build
+from dpex.carriers.ray.task_requests import TaskRequests
+from dpex.carriers.ray.tasks_or_actors import REFUSALS, StartWatch, TaskPools, has_room
 from dpex.cluster.connect import ray_job
-from dpex.cluster.limits import IdleCores
+from dpex.cluster.machine_share import IdleCores
 from dpex.compat.executor import failed_shortcuts, tune_executor
-from dpex.pipeline.copy_holders import CopyHolders
-from dpex.pipeline.dataset import PipelineSpec, build
-from dpex.pipeline.execution import Execution
-from dpex.pipeline.fair_share import ACTOR_PREFIX, FairShare, ask_others, free_cpus
-from dpex.pipeline.task_requests import TaskRequests
-from dpex.pipeline.worker_pool import REFUSALS, StartWatch, TaskPools, has_room
 from dpex.protocol.chunks import AssignedChunk, Part, PickledChunk, Replaced
 from dpex.protocol.loss_causes import Loss, LossCause
 from dpex.protocol.scheduler import OtherJobs, Scheduler
 from dpex.recent import Recent
-from dpex.wire.packing import packed
+from dpex.wire.packed_calls import packed
 from dpex.worker.actor_calls import NAMESPACE, Arrived, loss_of
 from dpex.worker.process_identity import process_of, runs_here
 

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from dpex import tuning
+from dpex.carriers.ray import remote_run
+from dpex.carriers.ray.remote_run import RemoteRun
 from dpex.errors import ClusterError
-from dpex.pipeline import remote_run
-from dpex.pipeline.remote_run import RemoteRun
 
 BATCH_S = 5.0
 

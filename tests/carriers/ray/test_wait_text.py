@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dpex.pipeline.wait_text import likely_cause, wait_text
+from dpex.carriers.ray.wait_text import likely_cause, wait_text
 
 KNOWN: dict[str, Any] = {"tasks": 0, "cpus": 8, "free_cpus": 4, "lacking": None, "users": ""}
 

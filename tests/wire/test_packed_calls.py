@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpex.wire.packing import pack, packed
+from dpex.wire.packed_calls import pack, packed
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
