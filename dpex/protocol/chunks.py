@@ -137,7 +137,7 @@ def insert_in_turn(waiting: deque[PickledChunk], chunk: PickledChunk) -> None:
 
 @dataclass(frozen=True)
 class AssignedChunk:
-    """A chunk that the pipeline actor assigns to a task.
+    """A chunk that is assigned to a task, or to a process of this machine.
 
     Attributes:
         payload: The pickled chunk.

@@ -3,7 +3,7 @@
 Invariant: the chunks of a logical worker never run in two processes at once, whatever its binding.
 So a chunk fits a lease only if no other lease holds its logical worker (``TaskLease.held``).
 
-A bound logical worker lives in one worker process (``worker/binding.py``). The task lease that got
+A bound logical worker lives in one worker process (``binding.py``). The task lease that got
 its first chunk gets only chunks of logical workers that are bound to this lease. The lease waits
 for these chunks while the iterator lives. Streams are always bound. A watched logical worker may
 move to another process after each chunk that left its dataset copy unchanged, and a released

@@ -1,7 +1,8 @@
 """The loop of a worker process: it asks for a chunk, makes its batches, and sends them in blocks.
 
-The loop is a generator. Each of its steps is something that a carrier does for it: the task of a
-pipeline (``worker/task.py``), or a simulation. The answer to a step comes with its time.
+The loop is a generator. Each of its steps is something that a carrier does for it: a Ray task
+(``worker/task.py``), a process of this machine (``carriers/processes/worker_process.py``), or a
+simulation. The answer to a step comes with its time.
 """
 
 from __future__ import annotations
