@@ -25,9 +25,9 @@ from dpex.worker.logical_worker import (
     leave_worker,
     settle_process,
     show_worker,
-    wrap_error,
 )
 from dpex.worker.map_style import Job, collate, encode
+from dpex.worker.sample_errors import wrap_error
 from dpex.worker.seeding import Habits, global_states, set_global_states, stream_key
 from dpex.worker.stateful import StreamState
 from dpex.worker.training_settings import gradients

@@ -15,15 +15,9 @@ from dpex.protocol.chunks import Entry
 from dpex.wire.pickling import load
 from dpex.wire.timings import Costs, noted, spent
 from dpex.worker.dataset_copies import SHARED, Copy, copy_of
-from dpex.worker.logical_worker import (
-    At,
-    Cancelled,
-    leave_worker,
-    settle_process,
-    show_worker,
-    wrap_error,
-)
+from dpex.worker.logical_worker import Cancelled, leave_worker, settle_process, show_worker
 from dpex.worker.map_style import StageInput, collate, encode
+from dpex.worker.sample_errors import At, wrap_error
 from dpex.worker.seeding import sample_seed, seed_cuda, seed_generators, stage_key, stream_key
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.training_settings import gradients

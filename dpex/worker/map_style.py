@@ -19,14 +19,13 @@ from dpex.worker.batched_reads import reads_batches
 from dpex.worker.collation import collated
 from dpex.worker.dataset_copies import SHARED, Copy, copy_of, forget_copy, hand_over, keep_copy
 from dpex.worker.logical_worker import (
-    At,
     Cancelled,
     initialise,
     leave_worker,
     settle_process,
     show_worker,
-    wrap_error,
 )
+from dpex.worker.sample_errors import At, wrap_error
 from dpex.worker.seeding import sample_seed, seed_generators, seeds_offered, stream_key
 from dpex.worker.skipped_samples import Failures, NothingLeft
 from dpex.worker.state_watch import StateWatch

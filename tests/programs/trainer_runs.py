@@ -385,14 +385,16 @@ def hf_trainer(make: MakeLoader, ranks: int, directory: Path, strategy: str = "r
     trainer = make_trainer()
     trainer.train()
     seen.steps.append([round(entry.get("loss", 0), 6) for entry in trainer.state.log_history])
-    for _ in range(2):
-        trainer.evaluate()
+    # Each loader of each rank starts worker processes, which import the framework for many seconds.
+    # So ranks evaluate and resume with one sampler only.
+    if ranks == 1 or not rebalances:
+        for _ in range(2):
+            trainer.evaluate()
+        # The last checkpoint but one is in the middle of the last epoch.
+        checkpoint = directory / kind / f"checkpoint-{trainer.state.global_step - 1}"
+        make_trainer().train(resume_from_checkpoint=str(checkpoint))
     if ranks == 1:
         trainer.predict(dataset)
-    # The last checkpoint but one is in the middle of the last epoch.
-    checkpoint = directory / kind / f"checkpoint-{trainer.state.global_step - 1}"
-    make_trainer().train(resume_from_checkpoint=str(checkpoint))
-    if ranks == 1:
 
         class Stopping(transformers.TrainerCallback):
             def on_step_end(self, _: Any, state: Any, control: Any, **named: Any) -> None:
