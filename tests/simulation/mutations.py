@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 
-__all__ = ["ALL", "FIRST", "MUTATIONS", "Mutation", "find"]
+__all__ = ["ALL", "FIRST", "MUTATIONS", "SELDOM", "Mutation", "find"]
 
 MOST_SCHEDULES = 100_000
 # A planted bug may loop for ever within one event.
@@ -516,6 +516,16 @@ FIRST = {
     "an end of samples that overtakes its request is forgotten": 1688,
     "one more run may be lost in a row": 318,
     "a chunk with a gap is resent whole": 794,
+}
+# The bugs that show after more schedules than `make test` plays for each.
+# `make simulate MUTATIONS=1` searches for them.
+SELDOM = {
+    "a closed pipeline names processes that have ended their tasks early",
+    "a new pipeline does not know the processes that Ray has replaced",
+    "a process asks first after its task's lease has ended, and holds a worker for ever",
+    "a replacement gets chunks of an iteration that has ended",
+    "a task gives back chunks of an iteration that has ended",
+    "a task that cannot restart keeps another one waiting",
 }
 
 
