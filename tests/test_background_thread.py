@@ -17,6 +17,7 @@ from dpex.background_thread import BackgroundThread
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
 rounds = 0
+begun = False  # the start of a thread waits too
 
 def start_threads():
     announced = None
@@ -28,11 +29,12 @@ def start_threads():
             thread.join()
         current = rounds
         frame = sys._current_frames()[threading.main_thread().ident]
-        if announced != current and frame.f_code.co_name == "wait":
+        if begun and announced != current and frame.f_code.co_name == "wait":
             announced = current
             print("the main thread waits", flush=True)
 
 BackgroundThread(target=start_threads, daemon=True).start()
+begun = True
 while rounds < 30:
     try:
         threading.Event().wait()

@@ -17,6 +17,7 @@ from cluster_programs import (
     ROOT,
     Driver,
     DriverError,
+    address_of,
     environment,
     processes_in,
     start_node,
@@ -57,10 +58,6 @@ def empty_place() -> Iterator[Path]:
     """Yield a directory without a cluster."""
     with workplace() as directory:
         yield directory
-
-
-def address_of(place: Path) -> str:
-    return (place / "ray" / "ray_current_cluster").read_text().strip()
 
 
 def logged(driver: Driver, text: str) -> bool:

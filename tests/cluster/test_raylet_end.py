@@ -39,10 +39,11 @@ def test_the_end_of_a_raylet_is_logged_while_this_process_is_connected(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: connected))
     monkeypatch.setattr(raylet_end, "_ended", set())
+    earlier = set(raylet_end._watched)  # the raylet of the tests' own Ray may be among them
     with raylet_process(OTHER_ID), raylet_process(NODE_ID) as raylet, raylet_process(OTHER_ID):
         log_end_of_raylet(NODE_ID)
-        wait_until(lambda: raylet_end._watched, 30, "thread that watches")
-        assert raylet_end._watched == {raylet.pid}
+        wait_until(lambda: raylet_end._watched - earlier, 30, "thread that watches")
+        assert raylet_end._watched - earlier == {raylet.pid}
         raylet.kill()
         raylet.wait()
     wait_until(lambda: raylet.pid not in raylet_end._watched, 30, "end of the thread")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cluster_programs import (
     Driver,
+    address_of,
     environment,
     processes_in,
     start_node,
@@ -51,10 +52,6 @@ def doctor(
     )
     lines = {line[:16].rstrip(): line[16:] for line in done.stdout.splitlines()}
     return done.returncode, lines, done.stdout + done.stderr
-
-
-def address_of(place: Path) -> str:
-    return (place / "ray" / "ray_current_cluster").read_text().strip()
 
 
 @pytest.fixture

@@ -281,3 +281,12 @@ def start_node(
     )
     assert node.poll() is None, log.read_text()
     return node
+
+
+def address_of(place: Path) -> str:
+    """Return the address of the head in a directory; ``ray start`` writes it after its messages."""
+    file = place / "ray" / "ray_current_cluster"
+    address = wait_until(
+        lambda: file.exists() and file.read_text().strip(), 60, "address of the head"
+    )
+    return str(address)
