@@ -340,7 +340,7 @@ class Session(OwnProcess):
             importing.add(loading)
 
         def begun() -> PipelineStart:
-            # A pipeline that has not begun this run still works for a cancelled run.
+            # A pipeline that has not begun this run still makes batches of a cancelled run.
             return begins if self._pipelines.begun(begins) else new()
 
         def opened() -> RemoteRun:
